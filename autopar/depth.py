@@ -1,0 +1,71 @@
+"""Tracing runs of equal blocks at reduced depth.
+
+A `ModuleList` whose blocks are equal (same classes, parameter shapes and plain attributes, the layer index aside)
+is cut to its first two blocks of the last run before tracing. Two are kept so that a computation that depends on
+the block's index shows as two different layers; then the whole model is traced. Only the last run of a list is cut:
+models look masks up by position, and positions must not shift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+KEPT_BLOCKS = 2
+_INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """`path` had `num_blocks` blocks; those from `first` on are equal and only `first .. first + KEPT_BLOCKS - 1` are left."""
+
+    path: str
+    num_blocks: int
+    first: int
+
+
+def truncate(model: nn.Module) -> tuple[Truncation, ...]:
+    """Shorten the lists of `model` in place; returns what was cut."""
+    cuts: list[Truncation] = []
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(cut.path + ".") for cut in cuts):
+            continue
+        prints = [fingerprint(block) for block in module]
+        first = len(prints)
+        while first > 0 and prints[first - 1] == prints[-1]:
+            first -= 1
+        if len(prints) - first > KEPT_BLOCKS and any(True for _ in module[-1].parameters()):
+            cuts.append(Truncation(path, len(prints), first))
+            del module[first + KEPT_BLOCKS :]
+    return tuple(cuts)
+
+
+def fingerprint(module: nn.Module) -> Any:
+    """What must be equal for two blocks to be traced as one."""
+    attributes = tuple(
+        (name, _plain(value))
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and not name.endswith(_INDEX_NAMES)
+    )
+    tensors = tuple(
+        (name, tuple(t.shape), t.dtype, t.requires_grad)
+        for name, t in (*module._parameters.items(), *module._buffers.items())
+        if t is not None
+    )
+    children = tuple((name, fingerprint(child)) for name, child in module.named_children())
+    return (type(module), attributes, tensors, children)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((str(key), _plain(item)) for key, item in value.items())
+    if callable(value) and hasattr(value, "__qualname__"):
+        return value.__qualname__
+    return (type(value), id(value))

@@ -1,0 +1,94 @@
+"""What a user can get wrong, one class per stage, each saying the constraint, the values and the alternatives.
+
+Every class derives from `AutoparError`, which is a `ValueError`: a command line that catches `AutoparError` prints
+`str(error)` and leaves the traceback out; any other exception is a bug of ours and keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Values = str | Mapping[str, object]
+Alternatives = str | Sequence[str]
+
+
+class AutoparError(ValueError):
+    """An input that autopar cannot honour.
+
+    constraint: what must hold, or what went wrong, in one clause without a full stop. values: what was found instead,
+    as a phrase or as names with values. alternatives: what would be accepted, as a phrase or as a list of choices.
+    The message is
+
+        constraint
+          got: values
+          instead: alternatives
+
+    and lines whose part is missing are left out. Errors survive pickling, so they cross process borders whole.
+    """
+
+    def __init__(
+        self, constraint: str, *, values: Values | None = None, alternatives: Alternatives | None = None
+    ) -> None:
+        self.constraint = constraint
+        self.values = values
+        self.alternatives = alternatives
+        super().__init__(_message(constraint, values, alternatives))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        values = dict(self.values) if isinstance(self.values, Mapping) else self.values
+        return _rebuild, (type(self), self.constraint, values, self.alternatives)
+
+
+class ModelError(AutoparError):
+    """A model could not be found, imported or built from its name or configuration."""
+
+
+class TraceError(AutoparError):
+    """The model, its loss or its example inputs cannot be captured as one static graph."""
+
+
+class ClusterError(AutoparError):
+    """A cluster description names unknown hardware, or its counts and links make no cluster."""
+
+
+class ConstraintError(AutoparError):
+    """A user's constraint matches nothing, contradicts another, or asks for an illegal placement."""
+
+
+class PlanError(AutoparError):
+    """A plan file cannot be read, or no longer fits the model it is applied to."""
+
+
+class InfeasibleError(AutoparError):
+    """Nothing fits: no mesh for this number of devices, or no plan inside a budget."""
+
+
+class WorldSizeError(AutoparError):
+    """The number of processes that run differs from the number that was planned for."""
+
+
+def _rebuild(
+    kind: type[AutoparError], constraint: str, values: Values | None, alternatives: Alternatives | None
+) -> AutoparError:
+    return kind(constraint, values=values, alternatives=alternatives)
+
+
+def _message(constraint: str, values: Values | None, alternatives: Alternatives | None) -> str:
+    lines = [constraint]
+    if isinstance(values, Mapping):
+        found = [f"{name} = {value}" for name, value in values.items()]
+    else:
+        found = [values] if values else []
+    choices = [alternatives] if isinstance(alternatives, str) else list(alternatives or ())
+    lines += _labelled("got", found)
+    lines += _labelled("instead", [choice for choice in choices if choice])
+    return "\n".join(lines)
+
+
+def _labelled(label: str, items: list[str]) -> list[str]:
+    """`label: item` on one line, or the label with one item per line below it."""
+    if not items:
+        return []
+    if len(items) == 1 and "\n" not in items[0]:
+        return [f"  {label}: {items[0]}"]
+    return [f"  {label}:"] + [f"    {line}" for item in items for line in item.splitlines()]

@@ -1,0 +1,160 @@
+"""The traced model: frozen nodes, with repeated layers found and stored once.
+
+`trace.py` makes a flat list of nodes from a torch.fx graph; `layers.py` folds repeated layers into `LayerRun`s.
+Everything after that (rules, strategies, prices, plan, lowering) reads this form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Global shape and dtype of one tensor, and whether the loss is differentiated through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ref:
+    """A use of output `index` of the node (or parameter, buffer, input, layer run) called `node`."""
+
+    node: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call.
+
+    op: the overload's name, such as "aten.linear.default". args/kwargs: as the overload takes them, with a `Ref`
+    wherever a tensor goes (also inside tuples; lists become tuples). outputs: one meta per output tensor.
+    module: path of the module that made the call, such as "model.layers.0.mlp".
+    """
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[TensorMeta, ...]
+    module: str = ""
+
+    @property
+    def inputs(self) -> tuple[Ref, ...]:
+        """Every tensor argument, in order of appearance in args, then kwargs."""
+        return tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
+    def meta(self) -> TensorMeta:
+        """The only output's meta."""
+        (meta,) = self.outputs
+        return meta
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """The Refs inside a nested argument structure, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
+    """The same nested structure with every Ref replaced by `function(ref)`."""
+    if isinstance(value, Ref):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(item, function) for item in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter or buffer of the user's model under its first name; `aliases` are tied names."""
+
+    name: str
+    meta: TensorMeta
+    aliases: tuple[str, ...] = ()
+    is_buffer: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None."""
+
+    name: str
+    meta: TensorMeta
+    batch_dim: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """The body shared by equal layers. Names are local to it.
+
+    inputs: formal (name, meta) of the tensors that enter. parameters: metas under names relative to the layer's
+    module path. outputs: what leaves.
+    """
+
+    name: str
+    inputs: tuple[tuple[str, TensorMeta], ...]
+    parameters: tuple[Parameter, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers of one class, each fed by the one before it.
+
+    instances: module paths, in order. args: what enters the first layer, one Ref per formal input.
+    carried: pairs (input index, output index): output of one layer that is that input of the next; every other
+    input is shared by all layers. The run's own outputs are those of its last layer.
+    """
+
+    name: str
+    layer: LayerClass
+    instances: tuple[str, ...]
+    args: tuple[Ref, ...]
+    carried: tuple[tuple[int, int], ...]
+
+    @property
+    def inputs(self) -> tuple[Ref, ...]:
+        return self.args
+
+    @property
+    def outputs(self) -> tuple[TensorMeta, ...]:
+        metas = {node.name: node.outputs for node in self.layer.nodes}
+        return tuple(metas[ref.node][ref.index] for ref in self.layer.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    body: tuple[Node | LayerRun, ...]
+    loss: Ref
+    batch_size: int
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,1 @@
+"""Where autopar meets other libraries: model loading, tracing quirks."""

@@ -1,0 +1,38 @@
+"""Keep Hugging Face models from building a causal mask while they are traced.
+
+Under tracing transformers builds a B x 1 x S x S mask instead of passing `is_causal=True` to
+scaled_dot_product_attention, since an exported graph might be used for decoding. A training graph is not, and the
+mask rules out flash attention. The functions patched are private to transformers.masking_utils; where a version
+lacks them nothing is patched, and the mask is folded later where it is small enough (simplify.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def plain_masks(packed_positions: bool) -> Iterator[None]:
+    """Within it, masks without padding are left to `is_causal`.
+
+    packed_positions: the batch carries position_ids, which may pack several sequences in a row; then the packed
+    mask is data and stays.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    with contextlib.ExitStack() as stack:
+        if masking is not None:
+            for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling"):
+                if hasattr(masking, name):
+                    stack.enter_context(mock.patch.object(masking, name, lambda: False))
+            if hasattr(masking, "find_packed_sequence_indices") and not packed_positions:
+                stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", _not_packed))
+        yield
+
+
+def _not_packed(*args: Any, **kwargs: Any) -> None:
+    """Positions counted from zero in every row are one sequence each."""
+    return

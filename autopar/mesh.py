@@ -1,0 +1,57 @@
+"""The device mesh: named axes over the ranks of a cluster.
+
+Axes are ordered from the slowest varying rank stride (first) to the fastest (last), so that the last axis
+connects neighbours, usually inside one node.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+AXIS_NAMES = ("pp", "dp", "cp", "ep", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """`Mesh(("dp", "tp"), (2, 4))` prints as `dp2 x tp4`; a mesh of one rank prints as `single`."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"axes {self.axes} and sizes {self.sizes} must pair up without repetition")
+        if any(size < 2 for size in self.sizes):
+            raise ValueError(f"axes of one rank are left out of a mesh, got {dict(zip(self.axes, self.sizes))}")
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """The axis' size; 1 for an axis that the mesh does not have."""
+        return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbouring ranks of one group of `axis`."""
+        return math.prod(self.sizes[self.axes.index(axis) + 1 :])
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The rank's index on every axis."""
+        return {axis: rank // self.stride(axis) % size for axis, size in zip(self.axes, self.sizes, strict=True)}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}{size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "single"
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """`"dp2 x tp4"` -> Mesh. Axes of size 1 are dropped; raises ValueError with the form on bad input."""
+        if text.strip() == "single":
+            return cls((), ())
+        pairs = [re.fullmatch(r"([a-z]+)(\d+)", part.strip()) for part in text.split("x ")]
+        if not all(pairs):
+            raise ValueError(f"not a mesh: {text!r}; write axes and sizes, for example 'dp2 x tp4', or 'single'")
+        named = [(m.group(1), int(m.group(2))) for m in pairs if m]
+        return cls(tuple(a for a, n in named if n > 1), tuple(n for _, n in named if n > 1))

@@ -1,0 +1,137 @@
+"""From one tuple of placements to another: the shortest sequence of one-axis steps.
+
+Each step is one autograd function of the runtime (`codegen/runtime/mesh.py`), so its backward is known with it:
+
+    step        call on the axis                       forward         backward
+    R  -> Rp    for_use(x)                             -               all_reduce
+    R  -> S     slice(x, dim)                          -               all_gather
+    R  -> P     first_rank_only(x)                     -               -
+    Rp -> R     first_rank_grad(x)                     -               -
+    Rp -> S     slice(x, dim, grad="partial")          -               -
+    Rp -> P     first_rank_only(x, grad="partial")     -               -
+    S  -> R     all_gather(x, dim, grad="full")        all_gather      -
+    S  -> Rp    all_gather(x, dim)                     all_gather      reduce_scatter
+    S  -> S'    all_to_all(x, ...)                     all_to_all      all_to_all
+    P  -> R     all_reduce(x)                          all_reduce      -
+    P  -> Rp    all_reduce(x, grad="partial")          all_reduce      all_reduce
+    P  -> S     reduce_scatter(x, dim)                 reduce_scatter  all_gather
+
+When several axes shard one dim at the same level the first axis is the outer one. An axis may join or leave such a
+dim only while no axis inside it does, which is why a sequence can have more steps than axes that change.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.placement import Placement, Placements, R
+
+_COLLECTIVES: dict[tuple[str, str], tuple[str | None, str | None]] = {
+    ("R", "Rp"): (None, "all_reduce"),
+    ("R", "S"): (None, "all_gather"),
+    ("R", "P"): (None, None),
+    ("Rp", "R"): (None, None),
+    ("Rp", "S"): (None, None),
+    ("Rp", "P"): (None, None),
+    ("S", "R"): ("all_gather", None),
+    ("S", "Rp"): ("all_gather", "reduce_scatter"),
+    ("S", "S"): ("all_to_all", "all_to_all"),
+    ("P", "R"): ("all_reduce", None),
+    ("P", "Rp"): ("all_reduce", "all_reduce"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+}
+"""Forward and backward collective of each step; what is absent needs two steps."""
+
+_STEP_PENALTY = 1e-3
+_WEIGHT = {None: 0.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One axis changes from `source` to `target`.
+
+    fraction: the bytes that the collective works on (gathered, reduced or exchanged buffer of one rank) as a share of
+    the whole tensor. source_sections, target_sections: section counts of the local tensor at that moment.
+    """
+
+    axis: int
+    source: Placement
+    target: Placement
+    fraction: float
+    source_sections: int
+    target_sections: int
+
+    @property
+    def forward(self) -> str | None:
+        return _COLLECTIVES[self.source.kind, self.target.kind][0]
+
+    @property
+    def backward(self) -> str | None:
+        return _COLLECTIVES[self.source.kind, self.target.kind][1]
+
+
+@lru_cache(maxsize=200_000)
+def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """The cheapest sequence by bytes moved (Dijkstra over placements), or None if there is none."""
+    if source == target:
+        return ()
+    queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
+    done: set[Placements] = set()
+    count = 0
+    while queue:
+        cost, _, current, path = heapq.heappop(queue)
+        if current == target:
+            return path
+        if current in done:
+            continue
+        done.add(current)
+        for step in _moves(current, target, axis_sizes):
+            following = (*current[: step.axis], step.target, *current[step.axis + 1 :])
+            if following not in done:
+                weight = step.fraction * (_WEIGHT[step.forward] + _WEIGHT[step.backward]) + _STEP_PENALTY
+                count += 1
+                heapq.heappush(queue, (cost + weight, count, following, (*path, step)))
+    return None
+
+
+def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[Step]:
+    found = []
+    for axis, (here, there) in enumerate(zip(current, target, strict=True)):
+        for goal in dict.fromkeys((there, R)):
+            if goal != here and (here.kind, goal.kind) in _COLLECTIVES and _is_legal(current, axis, goal):
+                found.append(_step(current, axis, goal, axis_sizes))
+    return found
+
+
+def _is_legal(current: Placements, axis: int, goal: Placement) -> bool:
+    """No axis inside `axis` shards the level that it leaves or joins; an all_to_all changes the dim."""
+    here = current[axis]
+    inner = current[axis + 1 :]
+    if here.is_shard and goal.is_shard and here.dim == goal.dim:
+        return False
+    return not any(p.is_shard and p in inner for p in (here, goal))
+
+
+def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:
+    here = current[axis]
+    others = math.prod(n for i, (p, n) in enumerate(zip(current, axis_sizes, strict=True)) if p.is_shard and i != axis)
+    is_exchange = here.is_shard and goal.is_shard
+    fraction = 1.0 / others / (axis_sizes[axis] if is_exchange else 1)
+    return Step(
+        axis, here, goal, fraction, _local_sections(current, axis, here, axis_sizes), _local_sections(current, axis, goal, axis_sizes)
+    )
+
+
+def _local_sections(current: Placements, axis: int, shard: Placement, axis_sizes: tuple[int, ...]) -> int:
+    """Sections of a dim as the local tensor has them: axes that shard a coarser level have split them already."""
+    if not shard.is_shard:
+        return 1
+    coarser = (
+        n
+        for i, (p, n) in enumerate(zip(current, axis_sizes, strict=True))
+        if i != axis and p.is_shard and p.dim == shard.dim and p.sections < shard.sections
+    )
+    return shard.sections // math.prod(coarser)

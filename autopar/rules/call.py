@@ -1,0 +1,176 @@
+"""One operator call as the rules see it: arguments by their schema names, tensors with their metas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.graph import Node, TensorMeta, map_refs
+from autopar.rules.rule import Dims, Lowering, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument: its position in `Node.inputs`, and its global meta."""
+
+    index: int
+    meta: TensorMeta
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.meta.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node with its arguments under the names of the overload's schema, defaults filled in.
+
+    Tensors are `Operand`s, also inside tuples. Arguments of an op that torch does not know are called arg0, arg1 ...
+    """
+
+    node: Node
+    inputs: tuple[TensorMeta, ...]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, node: Node, inputs: tuple[TensorMeta, ...]) -> Call:
+        """Raises ValueError unless there is one meta per entry of `node.inputs`."""
+        if len(inputs) != len(node.inputs):
+            raise ValueError(f"{node.op} has {len(node.inputs)} tensor arguments, {len(inputs)} metas were given")
+        numbers = itertools.count()
+
+        def operand(_: object) -> Operand:
+            index = next(numbers)
+            return Operand(index, inputs[index])
+
+        args = map_refs(node.args, operand)
+        kwargs = {name: map_refs(value, operand) for name, value in node.kwargs}
+        op = find_op(node.op)
+        if op is None:
+            return cls(node, inputs, {**{f"arg{i}": value for i, value in enumerate(args)}, **kwargs})
+        names = [argument.name for argument in op._schema.arguments]
+        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+        return cls(node, inputs, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.arguments.get(name, default)
+
+    def tensor(self, name: str) -> Operand:
+        """The tensor argument `name`; TypeError if it is something else."""
+        value = self.arguments[name]
+        if not isinstance(value, Operand):
+            raise TypeError(f"{self.node.op}: {name} is {value!r}, not a tensor")
+        return value
+
+    @property
+    def outputs(self) -> tuple[TensorMeta, ...]:
+        return self.node.outputs
+
+    @property
+    def packet(self) -> str:
+        """The op's name without namespace, overload and in-place underscore: "aten.add_.Tensor" -> "add"."""
+        return packet_name(self.node.op).split(".")[-1].rstrip("_")
+
+
+def packet_name(op: str) -> str:
+    """ "aten.add_.Tensor" -> "aten.add_"."""
+    return ".".join(op.split(".")[:2])
+
+
+def find_op(name: str) -> torch._ops.OpOverload | None:
+    """The overload called `name` ("aten.linear.default"), or None if torch does not have it."""
+    parts = name.split(".")
+    if len(parts) != 3:
+        return None
+    namespace, packet, overload = parts
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def linear_sets(call: Call, specs: Iterable[str]) -> tuple[frozenset[int], ...]:
+    """Sets of inputs in which the call is jointly linear, from argument names: ("self other",) for add.
+
+    A set counts only if every named argument is a floating tensor (or a list of them), absent, or the number 0
+    (`add(x, 3)` is affine, not linear), and if the outputs are floating. Integer partial sums are legal but
+    useless, so they are not offered.
+    """
+    if not all(meta.dtype.is_floating_point for meta in call.outputs):
+        return ()
+    sets = []
+    for spec in specs:
+        members: list[int] = []
+        holds = True
+        for name in spec.split():
+            value = call.get(name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, Operand):
+                    members.append(item.index)
+                    holds &= item.meta.dtype.is_floating_point
+                elif item is not None:
+                    holds &= isinstance(item, int | float) and item == 0
+        if holds and members:
+            sets.append(frozenset(members))
+    return tuple(sets)
+
+
+Groups = Sequence[Sequence[str]]
+"""The factors of each dim of one tensor, those of size 1 included."""
+
+
+def make_rule(
+    call: Call,
+    inputs: Sequence[Groups],
+    outputs: Sequence[Groups],
+    sizes: Mapping[str, int],
+    *,
+    blocked: Iterable[str] = (),
+    additive: Iterable[int] = (),
+    linear: Iterable[str] = (),
+    lowerings: Mapping[str, Lowering] | None = None,
+) -> Rule:
+    """A rule, with factors of size 1 dropped and every dim's product checked against the call's shapes."""
+
+    def dims(groups: Groups, meta: TensorMeta) -> Dims:
+        products = tuple(math.prod(sizes[f] for f in group) for group in groups)
+        if products != meta.shape:
+            raise ValueError(f"{call.node.op}: factors {groups} of sizes {dict(sizes)} do not give shape {meta.shape}")
+        return tuple(tuple(f for f in group if sizes[f] > 1) for group in groups)
+
+    return Rule(
+        inputs=tuple(dims(groups, meta) for groups, meta in zip(inputs, call.inputs, strict=True)),
+        outputs=tuple(dims(groups, meta) for groups, meta in zip(outputs, call.outputs, strict=True)),
+        sizes=dict(sizes),
+        blocked=frozenset(blocked),
+        additive=frozenset(additive),
+        linear=linear_sets(call, linear),
+        lowerings=dict(lowerings or {}),
+    )
+
+
+def normal_dim(dim: int, rank: int) -> int:
+    """A dim counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def normal_dims(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """Dims counted from the front; None or empty means all of them."""
+    if isinstance(dims, int):
+        dims = (dims,)
+    return tuple(normal_dim(d, rank) for d in dims) if dims else tuple(range(rank))
+
+
+def broadcast_groups(shape: tuple[int, ...], factors: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Factors of a tensor aligned to the right of a result whose dims are `factors`; broadcast dims have none."""
+    aligned = factors[len(factors) - len(shape) :]
+    return [[f] if size == sizes[f] else [] for f, size in zip(aligned, shape, strict=True)]

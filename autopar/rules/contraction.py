@@ -1,0 +1,172 @@
+"""Matrix products, convolutions and einsum: the contracted factor gives partial sums.
+
+Table rows: equation, then the sets of arguments in which the op is jointly linear (separated by commas).
+"""
+
+from __future__ import annotations
+
+from autopar.rules.call import Call, Groups, Operand, broadcast_groups, linear_sets, make_rule
+from autopar.rules.equation import Equation
+from autopar.rules.rule import Rule
+
+EQUATIONS: dict[str, tuple[str, str]] = {
+    "aten.linear": ("b* k, n k, [n] -> b* n", "input bias, weight bias"),
+    "aten.mm": ("m k, k n -> m n", "self, mat2"),
+    "aten.bmm": ("b m k, b k n -> b m n", "self, mat2"),
+    "aten.mv": ("m k, k -> m", "self, vec"),
+    "aten.dot": ("k, k ->", "self, tensor"),
+    "aten.outer": ("m, n -> m n", "self, vec2"),
+}
+
+
+def equation_rule(call: Call, text: str, linear: str = "") -> Rule:
+    """The rule of a one-line equation."""
+    sets = linear_sets(call, linear.split(",")) if linear else ()
+    return Equation.parse(text).bind(call.inputs, call.outputs, sets)
+
+
+def addmm(call: Call) -> Rule:
+    """self + mat1 @ mat2, for matrices and batches of them; self is broadcast and must enter the sum once."""
+    batched = call.packet == "baddbmm"
+    first, second = ("batch1", "batch2") if batched else ("mat1", "mat2")
+    left, right = call.tensor(first), call.tensor(second)
+    batch = ["b"] if batched else []
+    sizes = {"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}
+    if batched:
+        sizes["b"] = left.shape[0]
+    out = [*batch, "m", "n"]
+    groups: dict[int, Groups] = {
+        call.tensor("self").index: broadcast_groups(call.tensor("self").shape, out, sizes),
+        left.index: [[f] for f in (*batch, "m", "k")],
+        right.index: [[f] for f in (*batch, "k", "n")],
+    }
+    return make_rule(
+        call,
+        [groups[i] for i in range(3)],
+        [[[f] for f in out]],
+        sizes,
+        additive={call.tensor("self").index},
+        linear=(f"self {first}", f"self {second}"),
+    )
+
+
+def matmul(call: Call) -> Rule:
+    """numpy's matmul: broadcast leading dims, vectors on either side."""
+    left, right = call.tensor("self"), call.tensor("other")
+    out = call.outputs[0].shape
+    rows, columns = len(left.shape) > 1, len(right.shape) > 1
+    num_batch = len(out) - rows - columns
+    batch = [f"b{i}" for i in range(num_batch)]
+    sizes = dict(zip(batch, out, strict=False)) | {"k": left.shape[-1]}
+    if rows:
+        sizes["m"] = left.shape[-2]
+    if columns:
+        sizes["n"] = right.shape[-1]
+
+    def leading(shape: tuple[int, ...]) -> list[list[str]]:
+        return broadcast_groups(shape, batch, sizes) if shape else []
+
+    left_groups = [*leading(left.shape[:-2]), *([["m"]] if rows else []), ["k"]]
+    right_groups = [*leading(right.shape[:-2]), ["k"], *([["n"]] if columns else [])]
+    out_groups = [*([b] for b in batch), *([["m"]] if rows else []), *([["n"]] if columns else [])]
+    return make_rule(call, [left_groups, right_groups], [out_groups], sizes, linear=("self", "other"))
+
+
+def einsum(call: Call) -> Rule | None:
+    """The equation is the rule. None for an ellipsis or a diagonal (a letter twice in one operand)."""
+    text: str = call["equation"].replace(" ", "")
+    tensors: tuple[Operand, ...] = call["tensors"]
+    left, _, right = text.partition("->")
+    operands = left.split(",")
+    if "." in text or "->" not in text or any(len(set(names)) != len(names) for names in (*operands, right)):
+        return None
+    sizes: dict[str, int] = {}
+    for names, tensor in zip(operands, tensors, strict=True):
+        for name, size in zip(names, tensor.shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                return None  # a size-1 dim broadcast against a larger one
+    groups = [[[f] for f in names] for names in operands]
+    rule = make_rule(call, groups, [[[f] for f in right]], sizes)
+    floating = all(meta.dtype.is_floating_point for meta in call.inputs)
+    linear = tuple(frozenset({tensor.index}) for tensor in tensors) if floating else ()
+    return Rule(rule.inputs, rule.outputs, rule.sizes, linear=linear)
+
+
+def convolution(call: Call) -> Rule:
+    """conv1d/2d/3d, plain or transposed is not covered: batch, groups, in and out channels; space is blocked.
+
+    With g groups both channel dims are composites with g as the major factor.
+    """
+    x, weight = call.tensor("input"), call.tensor("weight")
+    groups: int = call["groups"]
+    num_space = len(weight.shape) - 2
+    batched = len(x.shape) == num_space + 2
+    out = call.outputs[0].shape
+    space = [f"s{i}" for i in range(num_space)]
+    window = [f"k{i}" for i in range(num_space)]
+    result = [f"r{i}" for i in range(num_space)]
+    sizes = {"g": groups, "o": weight.shape[0] // groups, "i": weight.shape[1]}
+    sizes |= dict(zip(space, x.shape[-num_space:], strict=True))
+    sizes |= dict(zip(window, weight.shape[2:], strict=True)) | dict(zip(result, out[-num_space:], strict=True))
+    batch: list[list[str]] = []
+    if batched:
+        sizes["b"] = x.shape[0]
+        batch = [["b"]]
+    tensors: dict[int, Groups] = {
+        x.index: [*batch, ["g", "i"], *([s] for s in space)],
+        weight.index: [["g", "o"], ["i"], *([w] for w in window)],
+    }
+    bias = call.get("bias")
+    if isinstance(bias, Operand):
+        tensors[bias.index] = [["g", "o"]]
+    return make_rule(
+        call,
+        [tensors[i] for i in range(len(tensors))],
+        [[*batch, ["g", "o"], *([r] for r in result)]],
+        sizes,
+        blocked=(*space, *window, *result),
+        additive={bias.index} if isinstance(bias, Operand) else (),
+        linear=("input bias", "weight bias"),
+    )
+
+
+def pool(call: Call) -> Rule:
+    """Pooling over space: leading dims (batch, channels) are free. Averages are linear."""
+    num_space = int(call.packet[call.packet.index("pool") + len("pool")])
+    x = call.inputs[0].shape
+    lead = [f"b{i}" for i in range(len(x) - num_space)]
+    space = [f"s{i}" for i in range(num_space)]
+    sizes = dict(zip((*lead, *space), x, strict=True))
+    outputs = []
+    for number, meta in enumerate(call.outputs):
+        names = [f"r{number}.{i}" for i in range(num_space)]
+        sizes |= dict(zip(names, meta.shape[-num_space:], strict=True))
+        outputs.append([[f] for f in (*lead, *names)])
+    blocked = [f for f in sizes if f not in lead]
+    linear = ("self",) if "avg" in call.packet else ()
+    return make_rule(call, [[[f] for f in (*lead, *space)]], outputs, sizes, blocked=blocked, linear=linear)
+
+
+POOLS = [
+    f"{adaptive}{kind}_pool{n}d{suffix}"
+    for n in (1, 2, 3)
+    for adaptive, kind, suffix in (
+        ("", "max", ""),
+        ("", "max", "_with_indices"),
+        ("", "avg", ""),
+        ("adaptive_", "max", ""),
+        ("adaptive_", "avg", ""),
+    )
+]
+
+TABLE = {
+    **EQUATIONS,
+    "aten.addmm": addmm,
+    "aten.baddbmm": addmm,
+    "aten.matmul": matmul,
+    "aten.einsum": einsum,
+    "aten.conv1d": convolution,
+    "aten.conv2d": convolution,
+    "aten.conv3d": convolution,
+    **{f"aten.{name}": pool for name in POOLS},
+}

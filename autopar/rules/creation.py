@@ -1,0 +1,41 @@
+"""Constructors: every dim may be created sharded. Zeros may also be a partial sum."""
+
+from __future__ import annotations
+
+from autopar.rules.call import Call, make_rule
+from autopar.rules.rule import Lowering, Rule
+
+PLAIN = ("full", "zeros", "ones", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty")
+LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
+
+
+def creation(call: Call) -> Rule:
+    """A constructor from sizes. A tensor argument lends only its dtype: its dims are blocked unless it has the
+    result's shape, in which case it is sharded alike."""
+    shape = call.outputs[0].shape
+    names = [f"d{i}" for i in range(len(shape))]
+    sizes = dict(zip(names, shape, strict=True))
+    own = [[f] for f in names]
+    inputs: list[list[list[str]]] = []
+    blocked: list[str] = []
+    for number, meta in enumerate(call.inputs):
+        if meta.shape == shape:
+            inputs.append(own)
+            continue
+        others = [f"o{number}.{i}" for i in range(len(meta.shape))]
+        sizes |= dict(zip(others, meta.shape, strict=True))
+        blocked += others
+        inputs.append([[f] for f in others])
+    return make_rule(call, inputs, [own], sizes, blocked=blocked)
+
+
+def arange(call: Call) -> Rule:
+    """Each rank starts elsewhere: lowering "arange"."""
+    sizes = {"n": call.outputs[0].shape[0]}
+    return make_rule(call, [], [[["n"]]], sizes, lowerings={"n": Lowering("arange")})
+
+
+TABLE = {
+    **{f"aten.{name}": creation for name in (*PLAIN, *LIKE)},
+    "aten.arange": arange,
+}

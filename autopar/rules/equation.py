@@ -1,0 +1,76 @@
+"""One-line equations for rules: `"b* k, n k, [n] -> b* n"`.
+
+Operands are separated by commas; each is a list of factor names, one per dim. `b*` stands for as many leading dims
+as the tensor has; `!d` is a factor that cannot be sharded; `[...]` is an operand that is added to the contraction's
+result and may be absent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.graph import TensorMeta
+from autopar.rules.rule import Dims, Lowering, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """A parsed equation; `bind` gives the Rule for concrete shapes."""
+
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
+    blocked: frozenset[str]
+    additive: frozenset[int]
+
+    @classmethod
+    def parse(cls, text: str) -> Equation:
+        """Raises ValueError when there is no arrow or an operand is malformed."""
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise ValueError(f"an equation needs '->': {text!r}")
+        blocked: set[str] = set()
+
+        def operand(part: str) -> tuple[str, ...]:
+            names = part.strip().strip("[]").split()
+            blocked.update(name[1:] for name in names if name.startswith("!"))
+            return tuple(name.removeprefix("!") for name in names)
+
+        lefts = left.split(",")
+        additive = frozenset(i for i, part in enumerate(lefts) if part.strip().startswith("["))
+        inputs = tuple(operand(part) for part in lefts)
+        outputs = tuple(operand(part) for part in right.split(","))
+        return cls(inputs, outputs, frozenset(blocked), additive)
+
+    def bind(
+        self,
+        inputs: tuple[TensorMeta, ...],
+        outputs: tuple[TensorMeta, ...],
+        linear: tuple[frozenset[int], ...] = (),
+        lowerings: dict[str, Lowering] | None = None,
+    ) -> Rule:
+        """The rule for tensors of these shapes. Raises ValueError if the shapes contradict the equation."""
+        sizes: dict[str, int] = {}
+        bound_in = tuple(_bind(names, meta, sizes) for names, meta in zip(self.inputs, inputs, strict=False))
+        if len(bound_in) != len(inputs):
+            raise ValueError(f"{len(inputs)} tensors for {len(self.inputs)} operands")
+        bound_out = tuple(_bind(names, meta, sizes) for names, meta in zip(self.outputs, outputs, strict=True))
+        blocked = frozenset(f for f in sizes if f.split(".")[0] in self.blocked)
+        additive = frozenset(i for i in self.additive if i < len(inputs))
+        return Rule(bound_in, bound_out, sizes, blocked, additive, linear, lowerings or {})
+
+
+def _bind(names: tuple[str, ...], meta: TensorMeta, sizes: dict[str, int]) -> Dims:
+    """Factors of each dim. A starred name takes the leading dims: `b*` over two dims is b.0, b.1."""
+    expanded: list[str] = []
+    fixed = sum(not name.endswith("*") for name in names)
+    for name in names:
+        if name.endswith("*"):
+            expanded += [f"{name[:-1]}.{i}" for i in range(len(meta.shape) - fixed)]
+        else:
+            expanded.append(name)
+    if len(expanded) != len(meta.shape):
+        raise ValueError(f"operand {' '.join(names)} does not describe shape {meta.shape}")
+    for factor, size in zip(expanded, meta.shape, strict=True):
+        if sizes.setdefault(factor, size) != size:
+            raise ValueError(f"factor {factor} is {sizes[factor]} and {size}")
+    return tuple((factor,) if size > 1 else () for factor, size in zip(expanded, meta.shape, strict=True))

@@ -1,0 +1,111 @@
+"""Table look-ups and indexing."""
+
+from __future__ import annotations
+
+from autopar.rules.call import Call, Groups, Operand, make_rule, normal_dim
+from autopar.rules.rule import Lowering, Rule
+
+
+def embedding(call: Call) -> Rule:
+    """weight [v, h], ids [...] -> [..., h]. With v sharded each rank finds its own rows only: a partial result."""
+    weight, ids = call.tensor("weight"), call.tensor("indices")
+    names = [f"i{i}" for i in range(len(ids.shape))]
+    sizes = dict(zip(names, ids.shape, strict=True)) | {"v": weight.shape[0], "h": weight.shape[1]}
+    own = [[f] for f in names]
+    tensors: dict[int, Groups] = {weight.index: [["v"], ["h"]], ids.index: own}
+    return make_rule(
+        call,
+        [tensors[0], tensors[1]],
+        [[*own, ["h"]]],
+        sizes,
+        linear=("weight",),
+        lowerings={"v": Lowering("vocab_embedding")},
+    )
+
+
+def gather(call: Call) -> Rule:
+    """out[..., j, ...] = self[..., index[..., j, ...], ...]: the searched dim of self is blocked, j is free.
+
+    Dims that index covers only in part are blocked.
+    """
+    x, index = call.tensor("self"), call.tensor("index")
+    dim = normal_dim(call["dim"], max(len(x.shape), 1))
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, index.shape, strict=True))
+    source: list[list[str]] = []
+    blocked = set()
+    for i, (f, size) in enumerate(zip(names, x.shape, strict=True)):
+        if i == dim or size != sizes[f]:
+            sizes[f"x{i}"] = size
+            blocked |= {f"x{i}"} if i == dim else {f"x{i}", f}
+            source.append([f"x{i}"])
+        else:
+            source.append([f])
+    own = [[f] for f in names]
+    tensors: dict[int, Groups] = {x.index: source, index.index: own}
+    return make_rule(call, [tensors[0], tensors[1]], [own], sizes, blocked=blocked, linear=("self",))
+
+
+def index_select(call: Call) -> Rule:
+    """The chosen positions are free, the searched dim is blocked."""
+    x, index = call.tensor("self"), call.tensor("index")
+    dim = normal_dim(call["dim"], len(x.shape))
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"j": index.meta.numel}
+    out = [["j"] if i == dim else [f] for i, f in enumerate(names)]
+    tensors: dict[int, Groups] = {x.index: [[f] for f in names], index.index: [["j"]] if index.shape else []}
+    return make_rule(call, [tensors[0], tensors[1]], [out], sizes, blocked={names[dim]}, linear=("self",))
+
+
+def index_tensor(call: Call) -> Rule | None:
+    """Advanced indexing with integer tensors (numpy's rules): indexed dims are blocked, the indices' dims are free.
+
+    None for boolean masks, whose result size depends on the data.
+    """
+    x = call.tensor("self")
+    indices: tuple[Operand | None, ...] = tuple(call["indices"])
+    used = {i: v for i, v in enumerate(indices) if isinstance(v, Operand)}
+    if not used or any(v.meta.dtype.itemsize == 1 for v in used.values()):
+        return None
+    out = call.outputs[0].shape
+    rank = max(len(v.shape) for v in used.values())
+    names = [f"d{i}" for i in range(len(x.shape))]
+    rest = [f for i, f in enumerate(names) if i not in used]
+    first, last = min(used), max(used)
+    adjacent = last - first + 1 == len(used)
+    # Separated index tensors put their dims first; adjacent ones put them where they stand.
+    position = first if adjacent else 0
+    picked = [f"j{i}" for i in range(rank)]
+    sizes = dict(zip(names, x.shape, strict=True)) | dict(zip(picked, out[position : position + rank], strict=True))
+    groups: dict[int, Groups] = {x.index: [[f] for f in names]}
+    for v in used.values():
+        aligned = picked[rank - len(v.shape) :]
+        groups[v.index] = [[f] if size == sizes[f] else [] for f, size in zip(aligned, v.shape, strict=True)]
+    order = [*rest[:position], *picked, *rest[position:]]
+    return make_rule(
+        call,
+        [groups[i] for i in range(len(groups))],
+        [[[f] for f in order]],
+        sizes,
+        blocked=[f for i, f in enumerate(names) if i in used],
+        linear=("self",),
+    )
+
+
+def one_hot(call: Call) -> Rule:
+    """A new last dim of classes, blocked."""
+    x = call.tensor("self")
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"c": call.outputs[0].shape[-1]}
+    own = [[f] for f in names]
+    return make_rule(call, [own], [[*own, ["c"]]], sizes, blocked={"c"})
+
+
+TABLE = {
+    "aten.embedding": embedding,
+    "aten.gather": gather,
+    "aten.take_along_dim": gather,
+    "aten.index_select": index_select,
+    "aten.index": index_tensor,
+    "aten.one_hot": one_hot,
+}

@@ -1,0 +1,84 @@
+"""Normalisations: the normalised dims are blocked, the others are free."""
+
+from __future__ import annotations
+
+from autopar.rules.call import Call, Groups, Operand, make_rule, normal_dim
+from autopar.rules.rule import Rule
+
+
+def trailing_norm(call: Call) -> Rule:
+    """layer_norm and rms_norm over the trailing `normalized_shape` dims."""
+    x = call.tensor("input")
+    num_lead = len(x.shape) - len(call["normalized_shape"])
+    names = [f"b{i}" for i in range(num_lead)] + [f"h{i}" for i in range(len(x.shape) - num_lead)]
+    sizes = dict(zip(names, x.shape, strict=True))
+    groups: dict[int, Groups] = {x.index: [[f] for f in names]}
+    for name in ("weight", "bias"):
+        value = call.get(name)
+        if isinstance(value, Operand):
+            groups[value.index] = [[f] for f in names[num_lead:]]
+    return make_rule(
+        call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=names[num_lead:]
+    )
+
+
+def batch_norm(call: Call) -> Rule:
+    """Channels are free with their weights and statistics; while training, batch and space are blocked.
+
+    Statistics over a sharded batch would be each rank's own: equal to torch's DistributedDataParallel, not to the
+    model on one device.
+    """
+    x = call.tensor("input")
+    names = ["b", "c", *(f"s{i}" for i in range(len(x.shape) - 2))]
+    sizes = dict(zip(names, x.shape, strict=True))
+    groups: dict[int, Groups] = {x.index: [[f] for f in names]}
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        value = call.get(name)
+        if isinstance(value, Operand):
+            groups[value.index] = [["c"]]
+    uses_batch = call.get("training", call.get("use_input_stats", True)) or call.get("running_mean") is None
+    blocked = {f for f in names if f != "c"} if uses_batch else set()
+    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=blocked)
+
+
+def group_norm(call: Call) -> Rule:
+    """Batch and groups are free; channels within a group and space are blocked."""
+    x = call.tensor("input")
+    sizes = {"b": x.shape[0], "g": call["num_groups"], "c": x.shape[1] // call["num_groups"]}
+    space = [f"s{i}" for i in range(len(x.shape) - 2)]
+    sizes |= dict(zip(space, x.shape[2:], strict=True))
+    groups: dict[int, Groups] = {x.index: [["b"], ["g", "c"], *([s] for s in space)]}
+    for name in ("weight", "bias"):
+        value = call.get(name)
+        if isinstance(value, Operand):
+            groups[value.index] = [["g", "c"]]
+    return make_rule(
+        call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked={"c", *space}
+    )
+
+
+def along_dim(call: Call) -> Rule:
+    """softmax, log_softmax, cumsum, sort ...: the dim they run along is blocked; outputs are shaped like the input.
+
+    cumsum is linear.
+    """
+    (x,) = call.inputs
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True))
+    blocked = {names[normal_dim(call["dim"], len(names))]} if names else set()
+    own = [[f] for f in names]
+    linear = ("self",) if call.packet == "cumsum" else ()
+    return make_rule(call, [own], [own for _ in call.outputs], sizes, blocked=blocked, linear=linear)
+
+
+TABLE = {
+    "aten.layer_norm": trailing_norm,
+    "aten.rms_norm": trailing_norm,
+    "aten.batch_norm": batch_norm,
+    "aten.group_norm": group_norm,
+    **{
+        f"aten.{name}": along_dim
+        for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "softmin", "cumsum", "cumprod", "sort",
+                     "argsort", "logcumsumexp")
+    },
+}

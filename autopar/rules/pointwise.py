@@ -1,0 +1,95 @@
+"""Pointwise operators: every result dim is a factor, operands are aligned to the right, broadcast dims have none.
+
+One row per operator: the sets of arguments in which it is jointly linear (separated by commas).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.rules.call import Call, broadcast_groups, make_rule
+from autopar.rules.rule import Lowering, Rule
+
+LINEAR: dict[str, str] = {
+    "add": "self other",
+    "sub": "self other",
+    "mul": "self, other",
+    "div": "self",
+    "neg": "self",
+    "clone": "self",
+    "contiguous": "self",
+    "alias": "self",
+    "detach": "self",
+    "lift_fresh_copy": "self",
+    "lift_fresh": "self",
+    "positive": "self",
+    "copy": "src",
+    "where": "self other",
+    "masked_fill": "self value",
+    "dropout": "input",
+}
+"""Operators that are linear in some arguments. div with a rounding mode is excluded by `pointwise`."""
+
+NONLINEAR = frozenset(
+    """abs acos asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min cos cosh
+    elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf
+    isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid logical_and logical_not logical_or logical_xor logaddexp
+    lt maximum minimum mish nan_to_num ne pow reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu
+    sin sinh softplus sqrt square tan tanh threshold xlogy addcmul addcdiv
+    __and__ __or__ __xor__ __iand__ __ior__""".split()
+)
+
+CASTS = ("to", "_to_copy", "type_as")
+
+
+def pointwise(call: Call) -> Rule:
+    """The rule for every operator of this file."""
+    shape = call.outputs[0].shape
+    factors = [f"d{i}" for i in range(len(shape))]
+    sizes = dict(zip(factors, shape, strict=True))
+    inputs = [broadcast_groups(meta.shape, factors, sizes) for meta in call.inputs]
+    outputs = [[[f] for f in factors] for _ in call.outputs]
+    specs = LINEAR.get(call.packet, "")
+    if call.get("rounding_mode") is not None:
+        specs = ""
+    lowerings = {}
+    if call.packet == "dropout" and call["train"] and call["p"] > 0:
+        lowerings["*"] = Lowering("dropout")
+    return make_rule(call, inputs, outputs, sizes, linear=specs.split(",") if specs else (), lowerings=lowerings)
+
+
+def cast(call: Call) -> Rule:
+    """dtype and device changes: linear unless precision is lost, for partial sums must not be rounded one by one."""
+    source, target = call.inputs[0].dtype, call.outputs[0].dtype
+    shape = call.outputs[0].shape
+    factors = [f"d{i}" for i in range(len(shape))]
+    sizes = dict(zip(factors, shape, strict=True))
+    own = [[f] for f in factors]
+    widening = source.is_floating_point and torch.promote_types(source, target) == target
+    # A second tensor only lends its dtype. It has no factor in common with the result, so its own are blocked.
+    others: list[list[list[str]]] = []
+    for number, meta in enumerate(call.inputs[1:]):
+        names = [f"o{number}.{i}" for i in range(len(meta.shape))]
+        sizes.update(zip(names, meta.shape, strict=True))
+        others.append([[name] for name in names])
+    blocked = [name for name in sizes if name.startswith("o")]
+    return make_rule(
+        call, [own, *others], [own], sizes, blocked=blocked, linear=("self",) if widening else ()
+    )
+
+
+def glu(call: Call) -> Rule:
+    """Gated linear unit: the gated dim is halved; its halves are sectioned alike."""
+    x = call.tensor("self")
+    dim = call["dim"] % len(x.shape)
+    factors = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(factors, call.outputs[0].shape, strict=True)) | {"half": 2}
+    wide = [["half", f] if i == dim else [f] for i, f in enumerate(factors)]
+    return make_rule(call, [wide], [[[f] for f in factors]], sizes, blocked={"half"})
+
+
+TABLE = {
+    **{f"aten.{name}": pointwise for name in (*LINEAR, *NONLINEAR)},
+    **{f"aten.{name}": cast for name in CASTS},
+    "aten.glu": glu,
+}

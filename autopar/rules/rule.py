@@ -1,0 +1,150 @@
+"""A sharding rule: the factors (loop indices) of one operator call, and the options that follow from them.
+
+An operator is seen as an einsum-like loop nest. Each dim of each tensor is a tuple of *factors*, major to minor;
+`()` is a dim of size 1. Giving one mesh axis of n ranks to a factor f means that every rank runs 1/n of that loop:
+
+    tensor                                     placement on that axis
+    has f in dim d                             S(d/k), k = product of the sizes of the factors before f in d
+    input without f                            Rp: every rank uses it, each for its own share of the work
+    output without f (f is contracted)         P: each rank holds a partial sum
+    additive input without f, f contracted     P: it must enter the sum once (a bias)
+
+Besides the factors there are options that hold for every operator or follow from linearity:
+
+    R     all ranks do the same work                          inputs R, outputs R
+    Rp    the same, for a value whose gradient is partial     inputs Rp, outputs Rp (backward is linear in it)
+    P     the op is linear in a set of inputs jointly         those P, the other inputs Rp, outputs P
+
+A factor may be sharded with sections k: it is cut into k equal runs and each is sharded (see placement.py).
+Sources: GSPMD (Xu et al. 2021) and Shardy's factor rules for the loop view; Megatron-LM for the conjugates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.graph import TensorMeta
+from autopar.placement import P, Placement, R, Rp, S
+
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisOption:
+    """One way to run an operator on one mesh axis. `lowering` names a different local computation if one is needed."""
+
+    label: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    lowering: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What replaces the plain local call when a factor is sharded.
+
+    name: the lowering (see lowerings.py). outputs: placement kinds that differ from the factor algebra, e.g.
+    cross-entropy over a sharded vocabulary reduces inside and returns R.
+    """
+
+    name: str
+    outputs: tuple[Placement, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The factors of one call. `inputs` follows `Node.inputs`, `outputs` follows `Node.outputs`.
+
+    blocked: factors that cannot be sharded. additive: inputs that are added to a contraction's result.
+    linear: sets of inputs in which the op is jointly linear. lowerings: by factor; the key "*" means every sharded
+    factor needs it.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    blocked: frozenset[str] = frozenset()
+    additive: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    lowerings: Mapping[str, Lowering] = field(default_factory=dict)
+
+    @property
+    def contracted(self) -> frozenset[str]:
+        """Factors that appear in an input and in no output."""
+        return _factors(self.inputs) - _factors(self.outputs)
+
+    @property
+    def shardable(self) -> tuple[str, ...]:
+        """Factors that may be given to an axis, in order of first appearance."""
+        seen = dict.fromkeys(f for dims in (*self.outputs, *self.inputs) for dim in dims for f in dim)
+        return tuple(f for f in seen if f not in self.blocked and self.sizes[f] > 1)
+
+
+def _factors(tensors: Iterable[Dims]) -> frozenset[str]:
+    return frozenset(f for dims in tensors for dim in dims for f in dim)
+
+
+def find_factor(rule: Rule, dims: Dims, factor: str, sections: int = 1) -> Placement | None:
+    """The shard that a tensor with `dims` has when `factor` is sharded, or None if it lacks the factor."""
+    for index, dim in enumerate(dims):
+        if factor in dim:
+            before = math.prod(rule.sizes[f] for f in dim[: dim.index(factor)])
+            return S(index, before * sections)
+    return None
+
+
+def shard_option(rule: Rule, factor: str, sections: int = 1) -> AxisOption:
+    """The option that gives one axis to `factor`."""
+    is_contracted = factor in rule.contracted
+    lowering = rule.lowerings.get(factor) or rule.lowerings.get("*")
+    inputs = tuple(
+        find_factor(rule, dims, factor, sections) or (P if is_contracted and index in rule.additive else Rp)
+        for index, dims in enumerate(rule.inputs)
+    )
+    outputs = tuple(find_factor(rule, dims, factor, sections) or P for dims in rule.outputs)
+    if lowering and lowering.outputs is not None:
+        outputs = lowering.outputs
+    label = factor if sections == 1 else f"{factor}/{sections}"
+    return AxisOption(label, inputs, outputs, lowering.name if lowering else None)
+
+
+def axis_options(
+    rule: Rule,
+    axis_size: int,
+    inputs: tuple[TensorMeta, ...],
+    outputs: tuple[TensorMeta, ...],
+    sections: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[AxisOption, ...]:
+    """Every option of the call on one axis of `axis_size` ranks, those that divide only.
+
+    sections: extra section counts to offer per factor (1 is always offered).
+    """
+    num_in, num_out = len(rule.inputs), len(rule.outputs)
+    options = [AxisOption("R", (R,) * num_in, (R,) * num_out)]
+    if any(meta.requires_grad for meta in outputs):
+        options.append(AxisOption("Rp", (Rp,) * num_in, (Rp,) * num_out))
+    for linear in rule.linear:
+        option_inputs = tuple(P if index in linear else Rp for index in range(num_in))
+        options.append(AxisOption("P", option_inputs, (P,) * num_out))
+    for factor in rule.shardable:
+        for count in dict.fromkeys((1, *(sections or {}).get(factor, ()))):
+            if rule.sizes[factor] % (count * axis_size) == 0:
+                options.append(shard_option(rule, factor, count))
+    return tuple(dict.fromkeys(canonical(option, inputs, outputs) for option in options))
+
+
+def canonical(option: AxisOption, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...]) -> AxisOption:
+    """The option with Rp written as R where no gradient flows, since the two differ in the gradient only."""
+
+    def plain(placement: Placement, meta: TensorMeta) -> Placement:
+        return R if placement == Rp and not meta.requires_grad else placement
+
+    return AxisOption(
+        option.label,
+        tuple(plain(p, m) for p, m in zip(option.inputs, inputs, strict=True)),
+        tuple(plain(p, m) for p, m in zip(option.outputs, outputs, strict=True)),
+        option.lowering,
+    )

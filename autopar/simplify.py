@@ -1,0 +1,254 @@
+"""Passes over the flat graph that leave its numbers unchanged: each removes or rewrites what a trace left behind.
+
+Order matters and is `simplify`'s body. Every pass takes the FlatGraph and changes it in place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.errors import TraceError
+from autopar.fx_import import FlatGraph
+from autopar.graph import Node, Ref, map_refs
+
+FOLD_LIMIT_ELEMENTS = 1 << 26
+_SDPA = "aten.scaled_dot_product_attention.default"
+_NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
+_IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
+_RANDOM = ("aten.dropout.default", "aten.rand.default", "aten.randn.default", "aten.bernoulli.p", "aten.native_dropout.default")
+
+
+def simplify(flat: FlatGraph) -> FlatGraph:
+    """All passes, then removal of what nothing uses."""
+    drop_no_effect(flat)
+    functionalise(flat)
+    drop_identities(flat)
+    eliminate_dead(flat)
+    constants = evaluate_constants(flat)
+    fold_iota_index(flat, constants)
+    fold_causal_masks(flat, constants)
+    unpack_attention_defaults(flat)
+    eliminate_dead(flat)
+    return flat
+
+
+def substitute(flat: FlatGraph, renamed: dict[Ref, Ref]) -> None:
+    """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
+
+    def target(ref: Ref) -> Ref:
+        while ref in renamed:
+            ref = renamed[ref]
+        return ref
+
+    flat.nodes = [replace(n, args=map_refs(n.args, target), kwargs=map_refs(n.kwargs, target)) for n in flat.nodes]
+    flat.loss = target(flat.loss)
+
+
+def drop_no_effect(flat: FlatGraph) -> None:
+    """Assertions about metadata."""
+    flat.nodes = [node for node in flat.nodes if node.op not in _NO_EFFECT]
+
+
+def functionalise(flat: FlatGraph) -> None:
+    """`x.add_(y)` -> `add(x, y)` with later uses of x renamed.
+
+    Refused when another live tensor shares x's memory (x is a view of something used later), since the write would
+    have to reach it.
+    """
+    metas = flat.metas()
+    renamed: dict[Ref, Ref] = {}
+    nodes: list[Node] = []
+
+    def target(ref: Ref) -> Ref:
+        while ref in renamed:
+            ref = renamed[ref]
+        return ref
+
+    for node in flat.nodes:
+        node = replace(node, args=map_refs(node.args, target), kwargs=map_refs(node.kwargs, target))
+        functional = _functional_name(node.op)
+        if functional is None:
+            nodes.append(node)
+            continue
+        written = node.args[0]
+        if node.op == "aten.copy_.default":
+            node = replace(node, op="aten.expand.default", args=(node.args[1], metas[written].shape), kwargs=())
+        else:
+            node = replace(node, op=functional)
+        if written.node in flat.parameters:
+            flat.notes.append(f"the model writes to {written.node} in forward; the update is not kept")
+        nodes.append(node)
+        renamed[written] = Ref(node.name)
+    flat.nodes = nodes
+    flat.loss = target(flat.loss)
+
+
+def _functional_name(op: str) -> str | None:
+    """`aten.add_.Tensor` -> `aten.add.Tensor` where torch has it; None if `op` is functional already."""
+    namespace, name, overload = op.split(".")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    if op == "aten.copy_.default":
+        return op
+    if packet is None or overload not in packet.overloads():
+        raise TraceError(
+            "an in-place operator without a functional form",
+            values=op,
+            alternatives="write it out of place in the model",
+        )
+    return f"{namespace}.{name[:-1]}.{overload}"
+
+
+def drop_identities(flat: FlatGraph) -> None:
+    """Calls that return their first argument unchanged."""
+    metas = flat.metas()
+    renamed = {Ref(n.name): n.args[0] for n in flat.nodes if n.args and isinstance(n.args[0], Ref) and _is_identity(n, metas)}
+    flat.nodes = [n for n in flat.nodes if Ref(n.name) not in renamed]
+    substitute(flat, renamed)
+
+
+def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
+    if len(node.outputs) != 1:
+        return False
+    source, result = metas[node.args[0]], node.meta
+    same = source.shape == result.shape and source.dtype == result.dtype
+    name = node.op.split(".")[1]
+    if node.op in _IDENTITY:
+        return True
+    if name in ("to", "expand", "view", "reshape", "flatten", "type_as", "_to_copy"):
+        return same
+    if name == "detach":
+        return not source.requires_grad
+    if name == "dropout":
+        return node.args[1] == 0.0 or not node.args[2]
+    if name in ("add", "sub") and len(node.args) == 2:
+        return same and isinstance(node.args[1], int) and node.args[1] == 0
+    if name == "slice" and same:
+        return True
+    return name == "clone" and not source.requires_grad
+
+
+def eliminate_dead(flat: FlatGraph) -> None:
+    """Keep what the loss needs."""
+    live = {flat.loss.node}
+    kept: list[Node] = []
+    for node in reversed(flat.nodes):
+        if node.name in live:
+            kept.append(node)
+            live |= {ref.node for ref in node.inputs}
+    flat.nodes = kept[::-1]
+
+
+def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
+    """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
+    values: dict[Ref, torch.Tensor] = {}
+    for node in flat.nodes:
+        foldable = all(ref in values for ref in node.inputs) and node.op not in _RANDOM
+        if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
+            continue
+        args = map_refs(node.args, values.__getitem__)
+        kwargs = {name: map_refs(value, values.__getitem__) for name, value in node.kwargs}
+        result = call_op(node.op, args, kwargs)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        values |= {Ref(node.name, index): value for index, value in enumerate(results)}
+    return values
+
+
+def call_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the overload called `op`. Creation ops land on the CPU."""
+    overload: Any = torch.ops
+    for part in op.split("."):
+        overload = getattr(overload, part)
+    return overload(*_lists(args), **kwargs)
+
+
+def _lists(value: Any) -> Any:
+    """Tuples inside arguments as lists, as overload schemas want them."""
+    return [(_lists(list(v)) if isinstance(v, (tuple, list)) else v) for v in value]
+
+
+def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
+    """Attention whose mask is a known causal (or all-true) mask: drop the mask, set `is_causal`."""
+    for position, node in enumerate(flat.nodes):
+        if node.op != _SDPA:
+            continue
+        mask = node.args[3] if len(node.args) > 3 else dict(node.kwargs).get("attn_mask")
+        if not isinstance(mask, Ref) or mask not in constants:
+            continue
+        kind = _mask_kind(constants[mask])
+        if kind is None:
+            continue
+        arguments = attention_arguments(node)
+        arguments |= {"attn_mask": None, "is_causal": kind == "causal"}
+        flat.nodes[position] = _attention_node(node, arguments)
+
+
+def _mask_kind(mask: torch.Tensor) -> str | None:
+    """ "causal", "full" (nothing masked) or None. Float masks count -inf and the dtype's minimum as masked."""
+    rows = mask.reshape(-1, *mask.shape[-2:])
+    if mask.dtype != torch.bool:
+        if ((rows != 0) & (rows > torch.finfo(mask.dtype).min / 2)).any():
+            return None
+        rows = rows == 0
+    if bool(rows.all()):
+        return "full"
+    causal = torch.ones(rows.shape[-2:], dtype=torch.bool).tril()
+    return "causal" if rows.shape[-1] == rows.shape[-2] and bool((rows == causal).all()) else None
+
+
+def attention_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of scaled_dot_product_attention by name, defaults filled in."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    rest = (("scale", arguments["scale"]), ("enable_gqa", arguments["enable_gqa"]))
+    return replace(node, args=tuple(arguments[name] for name in names), kwargs=rest)
+
+
+def unpack_attention_defaults(flat: FlatGraph) -> None:
+    """Give every attention call all its arguments, so that rules and emission see one form."""
+    flat.nodes = [_attention_node(n, attention_arguments(n)) if n.op == _SDPA else n for n in flat.nodes]
+
+
+def fold_iota_index(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
+    """`x[arange(B)[:, None], arange(S)[None, :]]` -> a view of x.
+
+    An index that counts through a whole dim selects everything; written as an index it would hold global row numbers,
+    which a shard of x does not have.
+    """
+    metas = flat.metas()
+    for position, node in enumerate(flat.nodes):
+        if node.op != "aten.index.Tensor":
+            continue
+        source, indices = node.args
+        if not all(isinstance(i, Ref) and i in constants for i in indices) or len(indices) != len(metas[source].shape):
+            continue
+        dims = [_iota_dim(constants[i], len(node.meta.shape), size) for i, size in zip(indices, metas[source].shape, strict=True)]
+        shape = [1] * len(node.meta.shape)
+        for dim, size in zip(dims, metas[source].shape, strict=True):
+            if dim is not None:
+                shape[dim] = size
+        in_order = None not in dims and dims == sorted(d for d in dims if d is not None) and len(set(dims)) == len(dims)
+        if in_order and tuple(shape) == node.meta.shape:
+            flat.nodes[position] = replace(node, op="aten.view.default", args=(source, tuple(shape)))
+
+
+def _iota_dim(index: torch.Tensor, rank: int, size: int) -> int | None:
+    """The output dim along which `index` counts 0 .. size-1, or None."""
+    long_dims = [d for d, n in enumerate(index.shape) if n > 1]
+    is_iota = index.numel() == size and math.prod(index.shape) == size and len(long_dims) <= 1
+    if not is_iota or not torch.equal(index.reshape(-1).long(), torch.arange(size)):
+        return None
+    dim = long_dims[0] if long_dims else 0
+    return rank - index.dim() + dim
+
+
