@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 Kind = Literal["R", "Rp", "S", "P"]
 
@@ -59,7 +59,7 @@ class Placement:
         if match is None:
             raise ValueError(f"not a placement: {text!r}; write R, Rp, P, S(dim) or S(dim/sections)")
         kind, dim, sections = match.groups()
-        return cls(kind) if kind else cls("S", int(dim), int(sections or 1))
+        return cls(cast(Kind, kind)) if kind else cls("S", int(dim), int(sections or 1))
 
     @property
     def is_shard(self) -> bool:

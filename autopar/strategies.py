@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autopar.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, R, Rp, S, divides
+from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options, find_factor
 
@@ -51,33 +52,42 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A flat list of nodes with the metas of everything they can refer to. `count` layers share it."""
+    """A flat list of nodes with the metas of everything they can refer to; shared by the layers at `instances`."""
 
     name: str
     nodes: tuple[Node, ...]
     metas: Mapping[Ref, TensorMeta]
-    count: int
+    instances: tuple[str, ...] = ("",)
     layer: LayerClass | None = None
+
+    @property
+    def count(self) -> int:
+        """How many layers share the scope; 1 for the top level."""
+        return len(self.instances)
+
+    def full_names(self, name: str) -> list[str]:
+        """`name` as the user's model has it, once per layer."""
+        return [f"{path}.{name}".strip(".") for path in self.instances]
 
 
 def scopes_of(graph: Graph) -> tuple[Scope, ...]:
     """The top level, then each layer class once."""
     top_metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
     top_nodes: list[Node] = []
-    classes: dict[str, tuple[LayerClass, int]] = {}
+    classes: dict[str, tuple[LayerClass, tuple[str, ...]]] = {}
     for piece in graph.body:
         top_metas |= {Ref(piece.name, i): meta for i, meta in enumerate(piece.outputs)}
         if isinstance(piece, LayerRun):
-            layer, count = classes.get(piece.layer.name, (piece.layer, 0))
-            classes[layer.name] = (layer, count + len(piece.instances))
+            layer, paths = classes.get(piece.layer.name, (piece.layer, ()))
+            classes[layer.name] = (layer, paths + piece.instances)
         else:
             top_nodes.append(piece)
-    scopes = [Scope("", tuple(top_nodes), top_metas, 1)]
-    for layer, count in classes.values():
+    scopes = [Scope("", tuple(top_nodes), top_metas)]
+    for layer, paths in classes.values():
         metas = {Ref(name): meta for name, meta in layer.inputs}
         metas |= {Ref(p.name): p.meta for p in layer.parameters}
         metas |= {Ref(n.name, i): meta for n in layer.nodes for i, meta in enumerate(n.outputs)}
-        scopes.append(Scope(layer.name, layer.nodes, metas, count, layer))
+        scopes.append(Scope(layer.name, layer.nodes, metas, paths, layer))
     return tuple(scopes)
 
 
@@ -116,6 +126,8 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     shapes_out = [meta.shape for meta in operator.node.outputs]
     found = []
     for axes in itertools.product(*per_axis):
+        if not combines(operator.rule, axes, mesh.sizes):
+            continue
         inputs = tuple(tuple(a.inputs[i] for a in axes) for i in range(len(shapes_in)))
         outputs = tuple(tuple(a.outputs[i] for a in axes) for i in range(len(shapes_out)))
         tensors = itertools.chain(zip(shapes_in, inputs, strict=True), zip(shapes_out, outputs, strict=True))

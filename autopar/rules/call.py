@@ -54,7 +54,11 @@ class Call:
         if op is None:
             return cls(node, inputs, {**{f"arg{i}": value for i, value in enumerate(args)}, **kwargs})
         names = [argument.name for argument in op._schema.arguments]
-        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+        defaults = {
+            a.name: tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value
+            for a in op._schema.arguments
+            if a.has_default_value()
+        }
         return cls(node, inputs, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
 
     def __getitem__(self, name: str) -> Any:

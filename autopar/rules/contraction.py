@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and einsum: the contracted factor gives partial sums.
+"""Matrix products and einsum: the contracted factor gives partial sums.
 
 Table rows: equation, then the sets of arguments in which the op is jointly linear (separated by commas).
 """
@@ -92,81 +92,10 @@ def einsum(call: Call) -> Rule | None:
     return Rule(rule.inputs, rule.outputs, rule.sizes, linear=linear)
 
 
-def convolution(call: Call) -> Rule:
-    """conv1d/2d/3d, plain or transposed is not covered: batch, groups, in and out channels; space is blocked.
-
-    With g groups both channel dims are composites with g as the major factor.
-    """
-    x, weight = call.tensor("input"), call.tensor("weight")
-    groups: int = call["groups"]
-    num_space = len(weight.shape) - 2
-    batched = len(x.shape) == num_space + 2
-    out = call.outputs[0].shape
-    space = [f"s{i}" for i in range(num_space)]
-    window = [f"k{i}" for i in range(num_space)]
-    result = [f"r{i}" for i in range(num_space)]
-    sizes = {"g": groups, "o": weight.shape[0] // groups, "i": weight.shape[1]}
-    sizes |= dict(zip(space, x.shape[-num_space:], strict=True))
-    sizes |= dict(zip(window, weight.shape[2:], strict=True)) | dict(zip(result, out[-num_space:], strict=True))
-    batch: list[list[str]] = []
-    if batched:
-        sizes["b"] = x.shape[0]
-        batch = [["b"]]
-    tensors: dict[int, Groups] = {
-        x.index: [*batch, ["g", "i"], *([s] for s in space)],
-        weight.index: [["g", "o"], ["i"], *([w] for w in window)],
-    }
-    bias = call.get("bias")
-    if isinstance(bias, Operand):
-        tensors[bias.index] = [["g", "o"]]
-    return make_rule(
-        call,
-        [tensors[i] for i in range(len(tensors))],
-        [[*batch, ["g", "o"], *([r] for r in result)]],
-        sizes,
-        blocked=(*space, *window, *result),
-        additive={bias.index} if isinstance(bias, Operand) else (),
-        linear=("input bias", "weight bias"),
-    )
-
-
-def pool(call: Call) -> Rule:
-    """Pooling over space: leading dims (batch, channels) are free. Averages are linear."""
-    num_space = int(call.packet[call.packet.index("pool") + len("pool")])
-    x = call.inputs[0].shape
-    lead = [f"b{i}" for i in range(len(x) - num_space)]
-    space = [f"s{i}" for i in range(num_space)]
-    sizes = dict(zip((*lead, *space), x, strict=True))
-    outputs = []
-    for number, meta in enumerate(call.outputs):
-        names = [f"r{number}.{i}" for i in range(num_space)]
-        sizes |= dict(zip(names, meta.shape[-num_space:], strict=True))
-        outputs.append([[f] for f in (*lead, *names)])
-    blocked = [f for f in sizes if f not in lead]
-    linear = ("self",) if "avg" in call.packet else ()
-    return make_rule(call, [[[f] for f in (*lead, *space)]], outputs, sizes, blocked=blocked, linear=linear)
-
-
-POOLS = [
-    f"{adaptive}{kind}_pool{n}d{suffix}"
-    for n in (1, 2, 3)
-    for adaptive, kind, suffix in (
-        ("", "max", ""),
-        ("", "max", "_with_indices"),
-        ("", "avg", ""),
-        ("adaptive_", "max", ""),
-        ("adaptive_", "avg", ""),
-    )
-]
-
 TABLE = {
     **EQUATIONS,
     "aten.addmm": addmm,
     "aten.baddbmm": addmm,
     "aten.matmul": matmul,
     "aten.einsum": einsum,
-    "aten.conv1d": convolution,
-    "aten.conv2d": convolution,
-    "aten.conv3d": convolution,
-    **{f"aten.{name}": pool for name in POOLS},
 }

@@ -1,8 +1,8 @@
 """One-line equations for rules: `"b* k, n k, [n] -> b* n"`.
 
 Operands are separated by commas; each is a list of factor names, one per dim. `b*` stands for as many leading dims
-as the tensor has; `!d` is a factor that cannot be sharded; `[...]` is an operand that is added to the contraction's
-result and may be absent.
+as the tensor has; `!d` is a factor that cannot be sharded (`!h*` for several); `[...]` is an operand that is added to
+the contraction's result. Such operands may be absent at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Equation:
 
     @classmethod
     def parse(cls, text: str) -> Equation:
-        """Raises ValueError when there is no arrow or an operand is malformed."""
+        """Raises ValueError when there is no arrow or an operand repeats a factor or has two starred ones."""
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"an equation needs '->': {text!r}")
@@ -32,8 +32,11 @@ class Equation:
 
         def operand(part: str) -> tuple[str, ...]:
             names = part.strip().strip("[]").split()
-            blocked.update(name[1:] for name in names if name.startswith("!"))
-            return tuple(name.removeprefix("!") for name in names)
+            blocked.update(name[1:].removesuffix("*") for name in names if name.startswith("!"))
+            factors = tuple(name.removeprefix("!") for name in names)
+            if len(set(factors)) < len(factors) or sum(name.endswith("*") for name in factors) > 1:
+                raise ValueError(f"operand {part.strip()!r} of {text!r} repeats a factor or has two starred ones")
+            return factors
 
         lefts = left.split(",")
         additive = frozenset(i for i, part in enumerate(lefts) if part.strip().startswith("["))
@@ -50,9 +53,10 @@ class Equation:
     ) -> Rule:
         """The rule for tensors of these shapes. Raises ValueError if the shapes contradict the equation."""
         sizes: dict[str, int] = {}
-        bound_in = tuple(_bind(names, meta, sizes) for names, meta in zip(self.inputs, inputs, strict=False))
-        if len(bound_in) != len(inputs):
+        needed = max((i + 1 for i in range(len(self.inputs)) if i not in self.additive), default=0)
+        if not needed <= len(inputs) <= len(self.inputs):
             raise ValueError(f"{len(inputs)} tensors for {len(self.inputs)} operands")
+        bound_in = tuple(_bind(names, meta, sizes) for names, meta in zip(self.inputs, inputs, strict=False))
         bound_out = tuple(_bind(names, meta, sizes) for names, meta in zip(self.outputs, outputs, strict=True))
         blocked = frozenset(f for f in sizes if f.split(".")[0] in self.blocked)
         additive = frozenset(i for i in self.additive if i < len(inputs))

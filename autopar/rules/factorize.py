@@ -124,7 +124,6 @@ def _peel(
             return found_left, found_right
         i, j = left[0], right[0]
         size = math.gcd(rest_left[i], rest_right[j])
-        # A common divisor of two dims is one loop only if it uses up one of them; otherwise it is the last one.
         if size == 1:
             return found_left, found_right
         factor = work.new(size)

@@ -19,7 +19,7 @@ def embedding(call: Call) -> Rule:
         [[*own, ["h"]]],
         sizes,
         linear=("weight",),
-        lowerings={"v": Lowering("vocab_embedding")},
+        lowerings={"v": Lowering("vocab_embedding", contiguous=True)},
     )
 
 

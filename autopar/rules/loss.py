@@ -44,7 +44,7 @@ def cross_entropy(call: Call) -> Rule:
         else:
             blocked |= set(names)
     if plain and reduction in (MEAN, SUM):
-        lowerings["c"] = Lowering("cross_entropy", outputs=(R,))
+        lowerings["c"] = Lowering("cross_entropy", outputs=(R,), contiguous=True)
     else:
         blocked.add("c")
     return make_rule(

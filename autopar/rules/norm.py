@@ -78,7 +78,7 @@ TABLE = {
     "aten.group_norm": group_norm,
     **{
         f"aten.{name}": along_dim
-        for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "softmin", "cumsum", "cumprod", "sort",
+        for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort",
                      "argsort", "logcumsumexp")
     },
 }

@@ -30,13 +30,15 @@ LINEAR: dict[str, str] = {
 }
 """Operators that are linear in some arguments. div with a rounding mode is excluded by `pointwise`."""
 
-NONLINEAR = frozenset(
-    """abs acos asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min cos cosh
-    elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf
-    isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid logical_and logical_not logical_or logical_xor logaddexp
-    lt maximum minimum mish nan_to_num ne pow reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu
-    sin sinh softplus sqrt square tan tanh threshold xlogy addcmul addcdiv
-    __and__ __or__ __xor__ __iand__ __ior__""".split()
+NONLINEAR = (
+    "abs", "acos", "asin", "atan", "atan2", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil",
+    "celu", "clamp", "clamp_max", "clamp_min", "cos", "cosh", "elu", "eq", "erf", "erfc", "exp", "exp2", "expm1",
+    "fill", "floor", "floor_divide", "fmod", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh",
+    "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "log", "log10", "log1p", "log2", "log_sigmoid",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "logaddexp", "lt", "maximum", "minimum", "mish",
+    "nan_to_num", "ne", "pow", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "rsub", "selu",
+    "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan", "tanh", "threshold", "xlogy",
+    "addcmul", "addcdiv", "__and__", "__or__", "__xor__", "__iand__", "__ior__",
 )
 
 CASTS = ("to", "_to_copy", "type_as")

@@ -46,12 +46,14 @@ class AxisOption:
 class Lowering:
     """What replaces the plain local call when a factor is sharded.
 
-    name: the lowering (see lowerings.py). outputs: placement kinds that differ from the factor algebra, e.g.
-    cross-entropy over a sharded vocabulary reduces inside and returns R.
+    name: the lowering (see localize.LoweringCall). outputs: placement kinds that differ from the factor algebra, e.g.
+    cross-entropy over a sharded vocabulary reduces inside and returns R. contiguous: a rank's share of the factor
+    must be one run, so the factor is never sharded in sections (vocabulary rows are found by one offset).
     """
 
     name: str
     outputs: tuple[Placement, ...] | None = None
+    contiguous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,9 @@ def axis_options(
         option_inputs = tuple(P if index in linear else Rp for index in range(num_in))
         options.append(AxisOption("P", option_inputs, (P,) * num_out))
     for factor in rule.shardable:
-        for count in dict.fromkeys((1, *(sections or {}).get(factor, ()))):
+        lowering = rule.lowerings.get(factor)
+        more = () if lowering and lowering.contiguous else (sections or {}).get(factor, ())
+        for count in dict.fromkeys((1, *more)):
             if rule.sizes[factor] % (count * axis_size) == 0:
                 options.append(shard_option(rule, factor, count))
     return tuple(dict.fromkeys(canonical(option, inputs, outputs) for option in options))

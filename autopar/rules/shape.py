@@ -44,7 +44,8 @@ def transpose(call: Call) -> Rule:
     if call.packet in ("t", "numpy_T"):
         order.reverse()
     else:
-        a, b = (normal_dim(call.get(n, call.get(alias)), len(order)) for n, alias in (("dim0", "axis0"), ("dim1", "axis1")))
+        first, second = call.get("dim0", call.get("axis0")), call.get("dim1", call.get("axis1"))
+        a, b = normal_dim(first, len(order)), normal_dim(second, len(order))
         order[a], order[b] = order[b], order[a]
     return _rearranged(call, order)
 
@@ -78,6 +79,16 @@ def expand(call: Call) -> Rule:
     sizes = dict(zip(names, out, strict=True))
     inputs = [broadcast_groups(meta.shape, names, sizes) for meta in call.inputs]
     return make_rule(call, inputs, [[[f] for f in names]], sizes, linear=("self",))
+
+
+def broadcast_tensors(call: Call) -> Rule:
+    """Every tensor expanded to the common shape."""
+    out = call.outputs[0].shape
+    names = [f"d{i}" for i in range(len(out))]
+    sizes = dict(zip(names, out, strict=True))
+    inputs = [broadcast_groups(meta.shape, names, sizes) for meta in call.inputs]
+    own = [[f] for f in names]
+    return make_rule(call, inputs, [own for _ in call.outputs], sizes, linear=("tensors",))
 
 
 def repeat(call: Call) -> Rule:
@@ -223,12 +234,13 @@ def keeps_shape(call: Call) -> Rule:
 
 
 TABLE = {
-    **{f"aten.{name}": view for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as")},
+    **{f"aten.{name}": view for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten")},
     "aten.permute": permute,
     **{f"aten.{name}": transpose for name in ("transpose", "t", "numpy_T", "swapaxes", "swapdims")},
     "aten.unsqueeze": unsqueeze,
     "aten.squeeze": squeeze,
     **{f"aten.{name}": expand for name in ("expand", "expand_as", "broadcast_to")},
+    "aten.broadcast_tensors": broadcast_tensors,
     "aten.repeat": repeat,
     "aten.repeat_interleave": repeat_interleave,
     "aten.select": select,

@@ -1,0 +1,179 @@
+"""What a user pins or forbids, checked against the model before anything is planned.
+
+A plain dict:
+
+    {"dp": 2, "tp": 2,                                    degrees of mesh axes
+     "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
+     "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
+     "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
+     "forbid_parameters": {...}, "forbid_activations": {...}}
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.errors import ConstraintError
+from autopar.graph import Graph
+from autopar.mesh import AXIS_NAMES, Mesh
+from autopar.placement import Placement, Placements
+from autopar.price import Stored
+from autopar.strategies import Operator, Option, Scope, scopes_of
+
+_AXES = ("dp", "tp")
+_SCALARS = ("zero", "micro_batches", "memory")
+_PATTERNS = ("parameters", "activations", "forbid_parameters", "forbid_activations")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+Pattern = tuple[str, tuple[tuple[str, Placement], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...))."""
+
+    degrees: Mapping[str, int]
+    zero: int | None = None
+    micro_batches: int | None = None
+    memory_bytes: int | None = None
+    parameters: tuple[Pattern, ...] = ()
+    activations: tuple[Pattern, ...] = ()
+    forbid_parameters: tuple[Pattern, ...] = ()
+    forbid_activations: tuple[Pattern, ...] = ()
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | Constraints | None) -> Constraints:
+        """Raises ConstraintError that names the key, its value and what is legal."""
+        if isinstance(given, Constraints):
+            return given
+        given = dict(given or {})
+        known = (*_AXES, *_SCALARS, *_PATTERNS)
+        for key in given:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, 1)
+                later = " (this axis is not searched yet)" if key in AXIS_NAMES else ""
+                raise ConstraintError(
+                    f"unknown constraint {key!r}{later}",
+                    alternatives=([f"did you mean {close[0]!r}?"] if close else []) + [f"one of {', '.join(known)}"],
+                )
+        degrees = {axis: _whole(axis, given[axis], 1) for axis in _AXES if axis in given}
+        zero = _whole("zero", given["zero"], 0) if "zero" in given else None
+        if zero is not None and zero > 3:
+            raise ConstraintError("zero is a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
+        micro = _whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
+        memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
+        patterns = {name: _patterns(name, given.get(name) or {}) for name in _PATTERNS}
+        return cls(degrees, zero, micro, memory, **patterns)
+
+    def check(self, graph: Graph) -> None:
+        """Raises ConstraintError for a pattern that matches nothing, with the nearest names."""
+        parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
+        activations = sorted(activation_names(graph))
+        for patterns, names, what in (
+            (self.parameters + self.forbid_parameters, parameters, "parameter"),
+            (self.activations + self.forbid_activations, activations, "module or call"),
+        ):
+            for glob, _ in patterns:
+                if not any(fnmatchcase(name, glob) for name in names):
+                    plain = glob.replace("*", "")
+                    close = difflib.get_close_matches(plain, names, 3, 0.3) or names[:3]
+                    raise ConstraintError(
+                        f"the pattern {glob!r} matches no {what} of the model", alternatives=["names like " + ", ".join(close)]
+                    )
+
+    def allowed_stored(self, scope: Scope, name: str, options: tuple[Stored, ...], mesh: Mesh) -> tuple[Stored, ...]:
+        """Options of a parameter that agree with the pins."""
+        names = scope.full_names(name)
+        return self._filter(names, options, lambda o: (o.placements,), mesh, self.parameters, self.forbid_parameters, name)
+
+    def allowed_options(self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
+        """Options of a call whose outputs agree with the pins."""
+        names = [operator.node.name, *scope.full_names(operator.node.module)]
+        patterns, forbidden = self.activations, self.forbid_activations
+        return self._filter(names, options, lambda o: o.outputs, mesh, patterns, forbidden, operator.node.name)
+
+    def _filter(
+        self,
+        names: Iterable[str],
+        options: tuple[Any, ...],
+        placements_of: Any,
+        mesh: Mesh,
+        pins: tuple[Pattern, ...],
+        forbidden: tuple[Pattern, ...],
+        what: str,
+    ) -> tuple[Any, ...]:
+        names = list(names)
+        for glob, wanted in pins:
+            if any(fnmatchcase(name, glob) for name in names):
+                kept = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not kept:
+                    legal = sorted({str(p[mesh.axes.index(a)]) for o in options for p in placements_of(o) for a, _ in wanted if a in mesh.axes})
+                    raise ConstraintError(
+                        f"{what} cannot have the pinned placement",
+                        values=f"{glob}: " + ", ".join(f"{a}={p}" for a, p in wanted) + f" on {mesh}",
+                        alternatives=[", ".join(legal) or "no pin"],
+                    )
+                options = kept
+        for glob, wanted in forbidden:
+            if any(fnmatchcase(name, glob) for name in names):
+                kept = tuple(o for o in options if not all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not kept:
+                    raise ConstraintError(f"nothing is left for {what} after forbidding {glob!r} on {mesh}")
+                options = kept
+        return options
+
+
+def activation_names(graph: Graph) -> set[str]:
+    """Names that activation patterns can match: calls and module paths."""
+    return {
+        name
+        for scope in scopes_of(graph)
+        for node in scope.nodes
+        for name in (node.name, *scope.full_names(node.module))
+        if name
+    }
+
+
+def parse_bytes(value: Any) -> int:
+    """`"20GiB"`, `"512 MB"` or a number of bytes."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return int(value)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(value))
+    if not match or match.group(2).lower() not in _UNITS:
+        raise ConstraintError("memory is a number of bytes", values=repr(value), alternatives='such as "20GiB" or 21474836480')
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConstraintError(f"{name} is a whole number of at least {least}", values=repr(value))
+    return value
+
+
+def _patterns(key: str, given: Mapping[str, Any]) -> tuple[Pattern, ...]:
+    found = []
+    for glob, wanted in given.items():
+        try:
+            pairs = tuple((str(axis), Placement.parse(str(text))) for axis, text in dict(wanted).items())
+        except (ValueError, TypeError) as error:
+            raise ConstraintError(f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)) from None
+        for axis, _ in pairs:
+            if axis not in _AXES:
+                raise ConstraintError(f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_AXES))
+        found.append((str(glob), pairs))
+    return tuple(found)
+
+
+def _agrees(placements: Placements, wanted: tuple[tuple[str, Placement], ...], mesh: Mesh) -> bool:
+    """R in a pin stands for both replicated kinds."""
+    for axis, placement in wanted:
+        if axis in mesh.axes:
+            here = placements[mesh.axes.index(axis)]
+            if here != placement and not (here.is_replicated and placement.is_replicated):
+                return False
+    return True

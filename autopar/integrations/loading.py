@@ -1,0 +1,166 @@
+"""A model from its name on the command line: `module:factory` or `hf:path/to/config.json`.
+
+A factory is any callable without required arguments. It returns the module, or an object with attributes `model`,
+`inputs` and `loss_fn` (such as `examples.models.Example`), or a tuple (model, inputs) or (model, inputs, loss_fn).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import ModelError
+
+_FORMS = ("module:factory, for example examples.models:gpt2", "hf:path/to/config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, with a batch and a loss when its factory gave them.
+
+    inputs: what `autopar.compile` takes as example_inputs, or None. loss_fn: None when the model returns its loss.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any] | tuple[Any, ...] | None = None
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+def load_model(spec: str, *, meta: bool = False, **options: Any) -> LoadedModel:
+    """The model that `spec` names, in training mode.
+
+    meta: build parameters and buffers without memory, on the meta device; a factory's inputs are then on meta too.
+    options: keyword arguments for the factory, or fields that override the configuration's.
+    Random weights are seeded with 0 unless the factory seeds them itself, so every process builds the same model; the
+    caller's random state is left alone. Raises ModelError.
+    """
+    scheme, _, rest = spec.partition(":")
+    if not scheme or not rest:
+        raise ModelError("a model is named by where it comes from", values=repr(spec), alternatives=_FORMS)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(0)
+        if meta:
+            stack.enter_context(torch.device("meta"))
+        loaded = _from_config(Path(rest), options) if scheme == "hf" else _from_factory(scheme, rest, options)
+    loaded.model.train()
+    return loaded
+
+
+def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any]) -> LoadedModel:
+    spec = f"{module_name}:{factory_name}"
+    module = _import(module_name)
+    factory: Any = module
+    for part in factory_name.split("."):
+        factory = getattr(factory, part, None)
+    if not callable(factory):
+        raise ModelError(
+            f"module {module_name!r} has no callable {factory_name!r}",
+            values=f"{getattr(module, '__file__', module_name)}",
+            alternatives="its own callables: " + ", ".join(_callables(module)),
+        )
+    try:
+        made = factory(**options)
+    except Exception as error:  # the factory is the user's code: its error is the message
+        raise ModelError(f"{spec} could not be called", values=f"{type(error).__name__}: {error}") from error
+    loaded = _as_loaded(made)
+    if loaded is None:
+        raise ModelError(
+            f"{spec} does not give a model",
+            values=f"it returned {type(made).__name__}",
+            alternatives=("a torch.nn.Module", "(model, inputs)", "(model, inputs, loss_fn)"),
+        )
+    return loaded
+
+
+def _import(module_name: str) -> Any:
+    """Import from the working folder too, as `python -m` does and a console script does not."""
+    folder = str(Path.cwd())
+    added = folder not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(folder)  # last, so that a file there hides no installed module
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises when imported
+        raise ModelError(
+            f"module {module_name!r} could not be imported",
+            values=f"{type(error).__name__}: {error}",
+            alternatives=_FORMS,
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(folder)
+
+
+def _callables(module: Any) -> list[str]:
+    own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
+    return sorted(name for name in own if callable(getattr(module, name)) and not name.startswith("_")) or ["none"]
+
+
+def _as_loaded(made: Any) -> LoadedModel | None:
+    if isinstance(made, nn.Module):
+        return LoadedModel(made)
+    parts = made if isinstance(made, tuple) else (getattr(made, "model", None), getattr(made, "inputs", None))
+    if not isinstance(made, tuple):
+        parts += (getattr(made, "loss_fn", None),)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        return None
+    return LoadedModel(*parts)
+
+
+def _from_config(path: Path, options: Mapping[str, Any]) -> LoadedModel:
+    """A transformers model with random fp32 weights, whatever dtype its configuration was published in."""
+    path = path / "config.json" if path.is_dir() else path
+    architectures = _read_architectures(path)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("hf: needs transformers", alternatives="pip install 'autopar[hf]'") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, **options)
+    except Exception as error:  # transformers raises many kinds for a configuration that it does not know
+        raise ModelError(f"{path} is no configuration that transformers knows", values=_first_line(error)) from error
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    model_class = getattr(transformers, architectures[0], None) if architectures else None
+    if architectures and model_class is None:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no class {architectures[0]!r}",
+            values=f'"architectures" in {path}',
+            alternatives="a class of transformers, or leave the field out for a causal language model",
+        )
+    build = model_class or transformers.AutoModelForCausalLM.from_config
+    config.dtype = torch.float32
+    try:
+        return LoadedModel(build(config))
+    except Exception as error:  # inconsistent sizes fail in the model's own constructors
+        raise ModelError(f"the model of {path} could not be built", values=_first_line(error)) from error
+
+
+def _read_architectures(path: Path) -> list[str]:
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(
+            "an hf: model is a configuration file on this machine",
+            values=f"{path}: {error.strerror}",
+            alternatives="hf:path/to/config.json, or the folder that holds it",
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON", values=str(error)) from error
+    names = fields.get("architectures") if isinstance(fields, dict) else None
+    return [str(name) for name in names or []]
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"

@@ -1,0 +1,409 @@
+"""Graph + Choices -> codegen.Program: local calls, explicit reshards, readable names.
+
+Every use of a tensor in other placements than it lies in becomes one reshard statement per step, written once per
+(tensor, placements) and placed right before the first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs
+from autopar.lowerings import lower_call
+from autopar.mesh import Mesh
+from autopar.names import readable_names
+from autopar.placement import Placements, R
+from autopar.plan import Choices, Plan
+from autopar.price import Stored
+from autopar.reshard import Step, steps
+from autopar.rules.localize import local_call
+from autopar.strategies import Operator, Scope, scopes_of
+from codegen.program import (
+    Call,
+    LayerLoop,
+    LayerRunSpec,
+    Layout,
+    ModuleClass,
+    Program,
+    Reshard,
+    Spec,
+    Statement,
+    Var,
+)
+
+
+def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan, choices: Choices) -> Program:
+    """The program of a plan."""
+    shared = _Shared(graph, operators, plan.mesh, choices, {s.name: s for s in scopes_of(graph)})
+    layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
+    root = _Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
+    statements = root.run(graph.body)
+    loss = root.use(graph.loss, (R,) * len(plan.mesh.axes))
+    forward = (*statements, *root.drain())
+    inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if _is_used(shared, i.name)}
+    counting = _Lowering(shared, shared.scopes[""], root.calls_per_layer)
+    count_statements, counts = counting.count_targets(root.losses)
+    root_class = ModuleClass(
+        graph.name,
+        _root_doc(plan),
+        {p.name: _spec(shared, "", p) for p in graph.parameters if not p.is_buffer and ("", p.name) in choices.parameters},
+        {p.name: _spec(shared, "", p) for p in graph.parameters if p.is_buffer and ("", p.name) in choices.parameters},
+        tuple(inputs),
+        tuple(forward),
+        (loss.name,),
+        tuple(root.layouts),
+        root.num_dropout_calls,
+    )
+    return Program(
+        graph.name,
+        plan.mesh.axes,
+        plan.mesh.sizes,
+        plan.cluster,
+        plan.precision,
+        plan.global_batch_size,
+        plan.num_micro_batches,
+        inputs,
+        layers,
+        root_class,
+        tuple(root.layer_runs),
+        tuple(count_statements),
+        counts,
+        plan.prediction.step_seconds,
+        graph.notes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all scopes look things up in."""
+
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    mesh: Mesh
+    choices: Choices
+    scopes: Mapping[str, Scope]
+
+
+def _layer_class(shared: _Shared, scope: Scope) -> ModuleClass:
+    layer = scope.layer
+    assert layer is not None
+    lowering = _Lowering(shared, scope)
+    body = lowering.run(scope.nodes)
+    outputs = []
+    carried = _carried(shared.graph, layer.name)
+    for index, ref in enumerate(layer.outputs):
+        where = lowering.lies[ref]
+        if index in carried:
+            where = shared.choices.tensors[scope.name, Ref(layer.inputs[carried[index]][0])]
+        outputs.append(lowering.use(ref, where).name)
+    body = (*body, *lowering.drain())
+    return ModuleClass(
+        layer.name,
+        _layer_doc(scope),
+        {p.name: _spec(shared, scope.name, p) for p in layer.parameters if not p.is_buffer},
+        {p.name: _spec(shared, scope.name, p) for p in layer.parameters if p.is_buffer},
+        tuple(lowering.names[Ref(name)] for name, _ in layer.inputs),
+        body,
+        tuple(outputs),
+        tuple(lowering.layouts),
+        lowering.num_dropout_calls,
+    )
+
+
+def _carried(graph: Graph, name: str) -> dict[int, int]:
+    """Output position -> input position that it feeds, of a layer class."""
+    run = next(p for p in graph.body if isinstance(p, LayerRun) and p.layer.name == name)
+    return {output: position for position, output in run.carried}
+
+
+@dataclass
+class _Lowering:
+    """Statements of one scope, with where every tensor lies and under which name it is at hand."""
+
+    shared: _Shared
+    scope: Scope
+    calls_per_layer: Mapping[str, int] = field(default_factory=dict)
+    names: dict[Ref, str] = field(default_factory=dict)
+    lies: dict[Ref, Placements] = field(default_factory=dict)
+    at_hand: dict[tuple[Ref, Placements], Var] = field(default_factory=dict)
+    pending: list[Statement] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    losses: list[tuple[Node, Ref, int]] = field(default_factory=list)
+    layer_runs: list[LayerRunSpec] = field(default_factory=list)
+    num_dropout_calls: int = 0
+
+    def __post_init__(self) -> None:
+        choices, scope, graph = self.shared.choices, self.scope, self.shared.graph
+        self.names = readable_names(scope, graph)
+        for (owner, name), stored in choices.parameters.items():
+            if owner == scope.name:
+                self.lies[Ref(name)] = stored.placements
+                self.at_hand[Ref(name), stored.placements] = Var(f"self.{name}")
+        entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
+        for name in entering:
+            ref = Ref(name)
+            if (scope.name, ref) in choices.tensors:
+                self.define(ref, choices.tensors[scope.name, ref])
+        uses: dict[Ref, int] = {}
+        for piece in scope.nodes if scope.layer else graph.body:
+            for ref in piece.inputs:
+                uses[ref] = uses.get(ref, 0) + 1
+        for ref in scope.layer.outputs if scope.layer else (graph.loss,):
+            uses[ref] = uses.get(ref, 0) + 1
+        self.uses = uses
+        self.taken = set(self.names.values())
+
+    def define(self, ref: Ref, placements: Placements) -> None:
+        """`ref` lies in `placements` under its own name."""
+        self.lies[ref] = placements
+        self.at_hand[ref, placements] = Var(self.names[ref])
+
+    def drain(self) -> list[Statement]:
+        """Statements since the last call of drain."""
+        found, self.pending = self.pending, []
+        return found
+
+    def run(self, pieces: tuple[Node | LayerRun, ...]) -> tuple[Statement, ...]:
+        for piece in pieces:
+            if isinstance(piece, LayerRun):
+                self.layer_run(piece)
+            else:
+                self.node(piece)
+        return tuple(self.drain())
+
+    def node(self, node: Node) -> None:
+        operator = self.shared.operators[self.scope.name, node.name]
+        option = self.shared.choices.operators[self.scope.name, node.name]
+        arguments = [self.use(ref, where) for ref, where in zip(node.inputs, option.inputs, strict=True)]
+        local = local_call(node, operator.rule, option.axes, operator.inputs, self.shared.mesh.sizes)
+        values = iter(arguments)
+        args = map_refs(local.args, lambda _: next(values))
+        kwargs = map_refs(local.kwargs, lambda _: next(values))
+        results = tuple(self.names[Ref(node.name, i)] if Ref(node.name, i) in self.uses else "" for i in range(len(node.outputs)))
+        call = Call(local.op, args, kwargs, results, node.module)
+        self.pending.append(lower_call(self, node, operator, option, local, call))
+        for index, placements in enumerate(option.outputs):
+            ref = Ref(node.name, index)
+            self.define(ref, placements)
+            kept = self.shared.choices.tensors.get((self.scope.name, ref))
+            if kept is not None and kept != placements and ref in self.uses:
+                self.use(ref, kept, rename=False)
+                self.lies[ref] = kept
+
+    def layer_run(self, run: LayerRun) -> None:
+        layer = self.shared.scopes[run.layer.name]
+        args = []
+        for ref, (formal, _) in zip(run.args, run.layer.inputs, strict=True):
+            args.append(self.use(ref, self.shared.choices.tensors[layer.name, Ref(formal)]))
+        carried = {output: position for position, output in run.carried}
+        results = []
+        for index, inner in enumerate(run.layer.outputs):
+            ref = Ref(run.name, index)
+            where = self._layer_output(layer, run, inner, carried.get(index))
+            results.append(self.names[ref] if ref in self.uses or index in carried else "")
+            self.define(ref, where)
+        first = sum(len(r.paths) for r in self.layer_runs if r.layer == run.layer.name)
+        self.layer_runs.append(LayerRunSpec(run.layer.name, run.instances, self.num_dropout_calls))
+        self.num_dropout_calls += self.calls_per_layer[run.layer.name] * len(run.instances)
+        self.pending.append(
+            LayerLoop(run.layer.name, first, len(run.instances), tuple(args), run.carried, tuple(results))
+        )
+
+    def _layer_output(self, layer: Scope, run: LayerRun, inner: Ref, position: int | None) -> Placements:
+        choices = self.shared.choices
+        if position is not None:
+            return choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
+        kept = choices.tensors.get((layer.name, inner))
+        return kept if kept is not None else choices.operators[layer.name, inner.node].outputs[inner.index]
+
+    # --- resharding -------------------------------------------------------------------------------------------
+
+    def use(self, ref: Ref, wanted: Placements, rename: bool = True) -> Var:
+        """The variable that holds `ref` in `wanted`; appends the reshard if it is not at hand."""
+        found = self.at_hand.get((ref, wanted))
+        if found is not None:
+            return found
+        current, meta = self.lies[ref], self.scope.metas[ref]
+        path = steps(current, wanted, self.shared.mesh.sizes)
+        assert path is not None, f"no way from {current} to {wanted}"
+        variable = self.at_hand[ref, current]
+        is_stored = variable.name.startswith("self.")
+        keeps_name = not is_stored and (not rename or self.uses.get(ref, 0) == 1)
+        target = variable.name if keeps_name else self._fresh(variable.name.rpartition(".")[2] if is_stored else variable.name, wanted)
+        if is_stored:
+            target = self._fresh("_".join(variable.name.split(".")[-2:]), wanted) if target in self.taken else target
+            self.taken.add(target)
+        for step in path:
+            statement = self._reshard(step, variable, target, meta)
+            self.pending.append(statement)
+            variable = Var(target)
+        self.at_hand[ref, wanted] = variable
+        if keeps_name:
+            self.at_hand = {key: v for key, v in self.at_hand.items() if key[0] != ref or key[1] == wanted}
+        return variable
+
+    def _fresh(self, name: str, wanted: Placements) -> str:
+        """A name that says how the copy lies."""
+        word = "whole" if all(p.is_replicated for p in wanted) else "partial" if any(p.kind == "P" for p in wanted) else "part"
+        candidate, count = f"{name}_{word}", 2
+        while candidate in self.taken:
+            candidate, count = f"{name}_{word}{count}", count + 1
+        self.taken.add(candidate)
+        return candidate
+
+    def _reshard(self, step: Step, source: Var, result: str, meta: TensorMeta) -> Reshard:
+        method, kwargs = reshard_call(step, meta.requires_grad)
+        axis = self.shared.mesh.axes[step.axis]
+        comment = f"{step.source} -> {step.target}: {_traffic(step, meta)}"
+        return Reshard(axis, method, source, kwargs, result, comment)
+
+    # --- targets ----------------------------------------------------------------------------------------------
+
+    def loss_index(self, node: Node, target: Ref, ignore_index: int) -> int:
+        """Position of this cross-entropy among those whose targets are counted."""
+        self.losses.append((node, target, ignore_index))
+        return len(self.losses) - 1
+
+    def layout(self, shape: tuple[int, ...], placements: Placements) -> str:
+        """The name of a layout constant."""
+        pairs = tuple((a, str(p)) for a, p in zip(self.shared.mesh.axes, placements, strict=True) if p.is_shard)
+        for known in self.layouts:
+            if (known.shape, known.placements) == (shape, pairs):
+                return known.name
+        prefix = f"{self.scope.name}_" if self.scope.name else ""
+        name = f"{prefix}layout_{len(self.layouts)}".upper()
+        self.layouts.append(Layout(name, shape, pairs))
+        return name
+
+    def count_targets(self, losses: list[tuple[Node, Ref, int]]) -> tuple[list[Statement], tuple[str, ...]]:
+        """Statements that count the valid targets of each loss from the batch alone, and the counts' names."""
+        statements: list[Statement] = []
+        counts = []
+        graph = self.shared.graph
+        for number, (node, target, ignore_index) in enumerate(losses):
+            needed = _ancestors(graph, target)
+            for piece in graph.body:
+                if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.lies:
+                    self.node(piece)
+            option = self.shared.choices.operators["", node.name]
+            where = option.inputs[1]
+            variable = self.use(target, where)
+            statements += self.drain()
+            name = f"count_{number}"
+            statements.append(Call("runtime.count_valid", (variable, ignore_index), (), (name,)))
+            for axis, placement in zip(self.shared.mesh.axes, where, strict=True):
+                if placement.is_shard:
+                    statements.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
+            counts.append(name)
+        return statements, tuple(counts)
+
+
+def depends_on_batch_only(graph: Graph, ref: Ref) -> bool:
+    """Whether `ref` is computed from batch inputs and constants alone."""
+    parameters = {p.name for p in graph.parameters if not p.is_buffer}
+    names = _ancestors(graph, ref)
+    runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
+    return not names & (parameters | runs)
+
+
+def _ancestors(graph: Graph, ref: Ref) -> set[str]:
+    inputs = {piece.name: piece.inputs for piece in graph.body}
+    found: set[str] = set()
+    open_names = [ref.node]
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            open_names += [r.node for r in inputs.get(name, ())]
+    return found
+
+
+def reshard_call(step: Step, requires_grad: bool = True) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Axis method and keyword arguments of one step (codegen/runtime/mesh.py)."""
+    source, target = step.source, step.target
+    kinds = (source.kind, target.kind)
+    if kinds == ("S", "S"):
+        pairs = [("split_dim", target.dim), ("concat_dim", source.dim)]
+        pairs += [("split_sections", step.target_sections)] if step.target_sections > 1 else []
+        pairs += [("concat_sections", step.source_sections)] if step.source_sections > 1 else []
+        return "all_to_all", tuple(pairs)
+    shard = source if source.is_shard else target
+    sections = step.source_sections if source.is_shard else step.target_sections
+    dims: tuple[tuple[str, Any], ...] = (("dim", shard.dim),) if shard.is_shard else ()
+    dims += (("sections", sections),) if sections > 1 else ()
+    full, partial = (("grad", "full"),), (("grad", "partial"),)
+    table: dict[tuple[str, str], tuple[str, tuple[tuple[str, Any], ...]]] = {
+        ("R", "Rp"): ("for_use", ()),
+        ("R", "S"): ("slice", dims),
+        ("R", "P"): ("first_rank_only", ()),
+        ("Rp", "R"): ("first_rank_grad", ()),
+        ("Rp", "S"): ("slice", dims + partial),
+        ("Rp", "P"): ("first_rank_only", partial),
+        ("S", "R"): ("all_gather", dims + (full if requires_grad else ())),
+        ("S", "Rp"): ("all_gather", dims),
+        ("P", "R"): ("all_reduce", ()),
+        ("P", "Rp"): ("all_reduce", partial),
+        ("P", "S"): ("reduce_scatter", dims),
+    }
+    return table[kinds]
+
+
+def _traffic(step: Step, meta: TensorMeta) -> str:
+    """`64 KiB, backward reduce_scatter`; what a reader wants to know of a reshard."""
+    size = bytes_text(meta.num_bytes * step.fraction)
+    forward = size if step.forward else "no communication"
+    backward = f", backward {step.backward}" if step.backward and meta.requires_grad else ""
+    return forward + (f"{backward} {size}" if backward and not step.forward else backward)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """1536 -> `1.5 KiB`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
+        value /= 1024
+    return ""
+
+
+def _spec(shared: _Shared, scope: str, parameter: Parameter) -> Spec:
+    stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
+    return Spec(
+        parameter.meta.shape,
+        dtype_name(parameter.meta.dtype),
+        _pairs(stored.placements, shared.mesh),
+        stored.zero,
+        parameter.aliases,
+        parameter.meta.requires_grad,
+        parameter.persistent,
+    )
+
+
+def _input_spec(shared: _Shared, name: str, meta: TensorMeta) -> Spec:
+    placements = shared.choices.tensors["", Ref(name)]
+    return Spec(meta.shape, dtype_name(meta.dtype), _pairs(placements, shared.mesh), requires_grad=False)
+
+
+def _is_used(shared: _Shared, name: str) -> bool:
+    return ("", Ref(name)) in shared.choices.tensors
+
+
+def _pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    return tuple((axis, str(p)) for axis, p in zip(mesh.axes, placements, strict=True) if p != R)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layer_doc(scope: Scope) -> str:
+    first, last = scope.instances[0], scope.instances[-1]
+    return first if first == last else f"{first} ... {last}"
+
+
+def _root_doc(plan: Plan) -> str:
+    return f"{plan.model} on {plan.mesh}: this rank's part."

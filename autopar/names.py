@@ -1,0 +1,69 @@
+"""Variable names for generated code, taken from the user's own modules where they say more than the operator's name.
+
+The last call that a leaf module makes is called after the module (`q_proj`, `input_layernorm`); a call between keeps
+its operator's name without torch's numbering where that is free.
+"""
+
+from __future__ import annotations
+
+import keyword
+from itertools import groupby
+
+from autopar.graph import Graph, LayerRun, Node, Ref
+from autopar.strategies import Scope
+
+_RESERVED = frozenset({"self", "torch", "F", "nn", "dp", "tp", "layer", "mesh", "hidden", "num_targets"})
+_SHORT = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss", "layer_norm": "norm", "addmm": "linear"}
+
+
+def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
+    """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs)."""
+    entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
+    taken = set(_RESERVED) - {"hidden"} if scope.layer else set(_RESERVED)
+    names: dict[Ref, str] = {}
+    for name in entering:
+        names[Ref(name)] = _unique(name, taken)
+    wishes = _module_wishes(scope.nodes)
+    pieces = scope.nodes if scope.layer else graph.body
+    for piece in pieces:
+        if isinstance(piece, LayerRun):
+            for index in range(len(piece.outputs)):
+                names[Ref(piece.name, index)] = _unique("hidden_states" if index == 0 else f"{piece.name}_{index}", taken)
+            continue
+        wish = wishes.get(piece.name) or _plain(piece)
+        for index in range(len(piece.outputs)):
+            names[Ref(piece.name, index)] = _unique(wish if len(piece.outputs) == 1 else f"{wish}_{index}", taken)
+    return names
+
+
+def _plain(node: Node) -> str:
+    stem = node.name.rstrip("0123456789").rstrip("_") or node.name
+    return _SHORT.get(stem, stem)
+
+
+def _module_wishes(nodes: tuple[Node, ...]) -> dict[str, str]:
+    """Node name -> module name, for the last node of a module that calls in one stretch only."""
+    stretches: dict[str, list[Node]] = {}
+    repeated: set[str] = set()
+    for module, group in groupby(nodes, key=lambda node: node.module):
+        if module in stretches:
+            repeated.add(module)
+        stretches[module] = list(group)
+    parents = {module.rpartition(".")[0] for module in stretches}
+    wishes = {}
+    for module, stretch in stretches.items():
+        leaf = module.rpartition(".")[2]
+        if leaf and not leaf.isdigit() and module not in repeated and module not in parents:
+            wishes[stretch[-1].name] = leaf
+    return wishes
+
+
+def _unique(wish: str, taken: set[str]) -> str:
+    base = "".join(c if c.isalnum() or c == "_" else "_" for c in wish)
+    if keyword.iskeyword(base) or not base or base[0].isdigit():
+        base = f"{base}_"
+    name, count = base, 2
+    while name in taken:
+        name, count = f"{base}_{count}", count + 1
+    taken.add(name)
+    return name

@@ -1,0 +1,271 @@
+"""What one option costs: seconds of compute, of communication and of the optimiser, and bytes of memory.
+
+The only caller of `cost_models`. Everything is per optimiser step and per rank; forward and backward run
+`num_micro_batches` times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autopar.graph import Node, Ref, TensorMeta
+from autopar.mesh import Mesh
+from autopar.placement import Placements
+from autopar.reshard import Step, steps
+from autopar.saved import VIEWS, base_name, extra_saved_bytes
+from autopar.strategies import Operator, Option, num_local
+from cost_models import collective, compute
+from cost_models.machine import Cluster
+
+MATMULS = frozenset("linear addmm mm bmm matmul baddbmm einsum conv1d conv2d convolution grouped_mm".split())
+ATTENTION = frozenset({"scaled_dot_product_attention"})
+FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
+
+ADAM_BYTES = 28.0
+"""Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a step is run, as far as costs depend on it.
+
+    state_bytes: optimiser state per parameter. compute_bytes, master_bytes: of a weight as computed with, and of a
+    separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced.
+    """
+
+    num_micro_batches: int = 1
+    state_bytes: float = 8.0
+    compute_bytes: int = 4
+    master_bytes: int = 0
+    gradient_bytes: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A parameter's decision: how it is used on each axis, and its ZeRO stage over `dp`."""
+
+    placements: Placements
+    zero: int = 0
+
+
+@dataclass
+class Pricer:
+    """Costs on one mesh of one cluster. Caches collective times; holds no decision.
+
+    hidden_fraction: share of gradient and parameter traffic that runs behind compute. fragmentation: what the
+    allocator holds beyond activations and transients, as a fraction of them.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    training: Training
+    hidden_fraction: float = 0.0
+    fragmentation: float = 0.0
+    _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
+    _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(default_factory=dict)
+
+    @cached_property
+    def groups(self) -> tuple[collective.Group, ...]:
+        """The process group of each axis, as laid over the cluster."""
+        return tuple(collective.Group(size, self.mesh.stride(axis)) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True))
+
+    def collective_seconds(self, kind: collective.Kind, axis: int, num_bytes: float) -> float:
+        """One collective on one axis; num_bytes as cost_models.collective defines it."""
+        key = (kind, axis, num_bytes)
+        if key not in self._times:
+            self._times[key] = collective.seconds(kind, num_bytes, self.groups[axis], self.cluster)
+        return self._times[key]
+
+    # --- resharding -------------------------------------------------------------------------------------------
+
+    def step_seconds(self, step: Step, meta: TensorMeta) -> tuple[float, float]:
+        """(forward, backward) of one reshard step of the whole tensor `meta`: collective plus local copies."""
+        num_bytes = meta.num_bytes * step.fraction
+        forward = self.collective_seconds(step.forward, step.axis, num_bytes) if step.forward else 0.0
+        backward = self.collective_seconds(step.backward, step.axis, num_bytes) if step.backward and meta.requires_grad else 0.0
+        copies = self.memory_seconds(2 * num_bytes) if (step.source.kind, step.target.kind) != ("R", "Rp") else 0.0
+        return forward + copies, backward + (copies if meta.requires_grad else 0.0)
+
+    def reshard_seconds(self, source: Placements, target: Placements, meta: TensorMeta) -> float:
+        """Forward and conjugate backward of a reshard, once. inf if there is no way."""
+        if source == target:
+            return 0.0
+        path = steps(source, target, self.mesh.sizes)
+        return math.inf if path is None else sum(sum(self.step_seconds(step, meta)) for step in path)
+
+    def reshard_matrix(self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta) -> np.ndarray:
+        """[len(sources), len(targets)] seconds of one forward and backward."""
+        key = (sources, targets, meta.num_bytes, meta.requires_grad)
+        if key not in self._matrices:
+            unique_s, index_s = _unique(sources)
+            unique_t, index_t = _unique(targets)
+            small = np.array([[self.reshard_seconds(s, t, meta) for t in unique_t] for s in unique_s])
+            self._matrices[key] = small[np.ix_(index_s, index_t)]
+        return self._matrices[key]
+
+    # --- compute ----------------------------------------------------------------------------------------------
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """A memory-bound kernel that moves num_bytes."""
+        return compute.seconds(compute.Work("memory", 0.0, num_bytes), self.cluster.device)
+
+    def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(forward, backward) compute of one call at its local sizes."""
+        name = base_name(operator.node.op)
+        metas_in = operator.inputs
+        if name in FREE and not any(a.lowering for a in option.axes):
+            return 0.0, 0.0
+        if not any(meta.requires_grad for meta in operator.node.outputs) and not metas_in:
+            return 0.0, 0.0
+        bytes_in = sum(num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(metas_in, option.inputs, strict=True))
+        outputs = operator.node.outputs
+        bytes_out = sum(num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(outputs, option.outputs, strict=True))
+        num_grads = sum(meta.requires_grad for meta in metas_in)
+        if name in MATMULS or name in ATTENTION:
+            return self._contraction_seconds(operator, option, bytes_in + bytes_out, num_grads)
+        forward = self.memory_seconds(bytes_in + bytes_out) + self._inner_seconds(operator, option)
+        backward = self.memory_seconds(bytes_in + bytes_out * (1 + num_grads)) if num_grads else 0.0
+        return forward, backward
+
+    def _contraction_seconds(self, operator: Operator, option: Option, num_bytes: float, num_grads: int) -> tuple[float, float]:
+        rule = operator.rule
+        ways = math.prod(
+            n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label.split("/")[0] in rule.sizes
+        )
+        flops = contraction_flops(operator) / ways
+        dtype = _dtype_name(operator.node.outputs[0])
+        name = base_name(operator.node.op)
+        if name in ATTENTION:
+            forward = compute.seconds(compute.Work("attention", flops, num_bytes, dtype), self.cluster.device)
+            backward = compute.seconds(compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype), self.cluster.device)
+            return forward, backward if num_grads else 0.0
+        columns = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
+        rows = max(num_local(operator.node.outputs[0], option.outputs[0], self.mesh) // max(columns, 1), 1)
+        depth = max(round(flops / (2 * rows * columns)), 1)
+        device = self.cluster.device
+        forward = compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, (rows, columns, depth)), device)
+        wrt_input = compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, (rows, depth, columns)), device)
+        wrt_weight = compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, (columns, depth, rows)), device)
+        grads = (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
+        return forward, grads
+
+    def _inner_seconds(self, operator: Operator, option: Option) -> float:
+        """Collectives inside a lowering: cross-entropy over a sharded vocabulary reduces three numbers a token."""
+        total = 0.0
+        if base_name(operator.node.op) == "cross_entropy_loss":
+            logits, placements = operator.inputs[0], option.inputs[0]
+            for axis, (choice, placement) in enumerate(zip(option.axes, placements, strict=True)):
+                if choice.lowering and placement.is_shard and choice.outputs[0].is_replicated:
+                    tokens = logits.numel // logits.shape[min(1, len(logits.shape) - 1)]
+                    total += 3 * self.collective_seconds("all_reduce", axis, 4.0 * tokens)
+        return total
+
+    # --- parameters -------------------------------------------------------------------------------------------
+
+    def sync_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
+        """Gradient synchronisation and ZeRO traffic of one parameter per step, not counting what is hidden.
+
+        unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
+        """
+        if not meta.requires_grad:
+            return 0.0
+        training, micro = self.training, self.training.num_micro_batches
+        local = num_local(meta, stored.placements, self.mesh)
+        share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
+        total = 0.0
+
+        def shared(kind: collective.Kind, axis: int, num_bytes: float) -> float:
+            return self.collective_seconds(kind, axis, num_bytes * share) / share
+
+        size = 1
+        if stored.zero:
+            axis = self.mesh.axes.index("dp")
+            size = self.mesh.sizes[axis]
+            reduces = 1 if stored.zero == 1 else micro
+            gathers = 2 * micro if stored.zero == 3 else 1
+            total += reduces * shared("reduce_scatter", axis, local * training.gradient_bytes)
+            total += gathers * shared("all_gather", axis, local * training.compute_bytes)
+        for axis, placement in enumerate(stored.placements):
+            if placement.kind == "Rp" and not (stored.zero and self.mesh.axes[axis] == "dp"):
+                total += shared("all_reduce", axis, local * training.gradient_bytes / size)
+        return total * (1.0 - self.hidden_fraction)
+
+    def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """The update of one parameter's stored part, bandwidth only (kernels are shared by many parameters)."""
+        if not meta.requires_grad:
+            return 0.0
+        elements = num_local(meta, stored.placements, self.mesh) / self._zero_size(stored)
+        return elements * ADAM_BYTES / self.cluster.device.memory_bytes_per_second
+
+    def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
+        """(weights, gradients, optimiser state) that stay allocated on one rank."""
+        training = self.training
+        local = num_local(meta, stored.placements, self.mesh)
+        if not meta.requires_grad:
+            return local * meta.dtype.itemsize, 0.0, 0.0
+        size, zero = self._zero_size(stored), stored.zero
+        weights = training.compute_bytes * local / (size if zero == 3 else 1) + training.master_bytes * local / size
+        gradients = training.gradient_bytes * local / (size if zero >= 2 else 1)
+        return weights, gradients, training.state_bytes * local / size
+
+    def _zero_size(self, stored: Stored) -> int:
+        return self.mesh.size("dp") if stored.zero else 1
+
+    # --- activations ------------------------------------------------------------------------------------------
+
+    def saved_bytes(self, operator: Operator, option: Option, kept: tuple[Ref, ...]) -> float:
+        """Activations that this call is first to keep for one micro-batch's backward."""
+        total = 0.0
+        for ref in kept:
+            if ref.node == operator.node.name:
+                meta, placements = operator.node.outputs[ref.index], option.outputs[ref.index]
+            else:
+                position = operator.node.inputs.index(ref)
+                meta, placements = operator.inputs[position], option.inputs[position]
+            total += num_local(meta, placements, self.mesh) * meta.dtype.itemsize
+        if any(meta.requires_grad for meta in operator.node.outputs):
+            total += extra_saved_bytes(operator.node, num_local(operator.node.outputs[0], option.outputs[0], self.mesh))
+        return total * (1.0 + self.fragmentation)
+
+
+def contraction_flops(operator: Operator) -> float:
+    """Multiply-adds times two of the whole call."""
+    node = operator.node
+    if base_name(node.op) in ATTENTION:
+        query, key = operator.inputs[0], operator.inputs[1]
+        causal = 0.5 if _is_causal(node) else 1.0
+        return 4.0 * query.numel * key.shape[-2] * causal
+    return 2.0 * math.prod(operator.rule.sizes[f] for f in _used_factors(operator))
+
+
+def _used_factors(operator: Operator) -> set[str]:
+    rule = operator.rule
+    return {f for dims in (*rule.inputs, *rule.outputs) for dim in dims for f in dim}
+
+
+def _is_causal(node: Node) -> bool:
+    return len(node.args) > 5 and bool(node.args[5])
+
+
+def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh) -> int:
+    """Local size of the last dim."""
+    if not meta.shape:
+        return 1
+    last = len(meta.shape) - 1
+    ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p.is_shard and p.dim == last)
+    return max(meta.shape[-1] // ways, 1)
+
+
+def _dtype_name(meta: TensorMeta) -> str:
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
+
+
+def _unique(items: tuple[Placements, ...]) -> tuple[list[Placements], list[int]]:
+    index: Mapping[Placements, int] = {item: i for i, item in enumerate(dict.fromkeys(items))}
+    return list(index), [index[item] for item in items]

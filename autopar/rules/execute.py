@@ -1,0 +1,144 @@
+"""Run a call on real tensors: the whole one, or one rank's with its lowering.
+
+Lowerings run the runtime's own functions, so a proof covers them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph import Node, map_refs
+from autopar.rules.call import Call, Operand, find_op
+from autopar.rules.localize import LocalCall, LoweringCall
+from autopar.rules.simulate import SimulatedMesh, meshes
+
+Tensors = tuple[Tensor, ...]
+DROPOUT_KEY = 1234
+COMMUNICATING = frozenset({"cross_entropy"})
+
+
+def call_op(op: str, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], inputs: Sequence[Tensor]) -> Tensors:
+    """The operator's outputs; `inputs` replace the Refs in order. Raises ValueError for an op torch does not have."""
+    overload = find_op(op)
+    if overload is None:
+        raise ValueError(f"torch has no operator {op!r}")
+    # A copy keeps in-place forms from writing to leaves.
+    feed = (tensor.clone() for tensor in inputs)
+    bound_args = [_as_list(map_refs(value, lambda _: next(feed))) for value in args]
+    bound_kwargs = {name: _as_list(map_refs(value, lambda _: next(feed))) for name, value in kwargs}
+    result = overload(*bound_args, **bound_kwargs)
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")  # a trace's device is not where the proof runs
+    return [_as_list(item) for item in value] if isinstance(value, tuple) else value
+
+
+def run_whole(node: Node, call: Call, lowering: LoweringCall | None, inputs: Sequence[Tensor]) -> Tensors:
+    """The call on one device. Where the lowering draws random numbers, its own draw for one rank is the reference."""
+    if lowering is not None and lowering.name in ("dropout", "attention"):
+        (mesh,) = meshes(()).values()
+        whole = LoweringCall(lowering.name, layout_shape=lowering.layout_shape)
+        return _lowered(LocalCall(node.op, node.args, node.kwargs, whole), call, inputs, mesh, None)
+    return call_op(node.op, node.args, node.kwargs, inputs)
+
+
+def run_local(
+    local: LocalCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh, num_targets: Tensor | None
+) -> Tensors:
+    """One rank's outputs. num_targets: count of valid targets over all ranks, for cross-entropy."""
+    if local.lowering is None:
+        return call_op(local.op, local.args, local.kwargs, inputs)
+    return _lowered(local, call, inputs, mesh, num_targets)
+
+
+def count_targets(call: Call, inputs: Sequence[Tensor]) -> Tensor | None:
+    """How many targets a cross-entropy averages over; None for other calls; 1 for a sum."""
+    if call.packet != "cross_entropy_loss":
+        return None
+    target = inputs[call.tensor("target").index]
+    if call["reduction"] != 1 or target.dtype.is_floating_point:
+        return torch.tensor(1.0, dtype=torch.float64)
+    is_valid: Tensor = target != call["ignore_index"]
+    return is_valid.sum().to(torch.float64)
+
+
+def _layout(lowering: LoweringCall, mesh: SimulatedMesh) -> Any:
+    from codegen.runtime.layout import Layout
+
+    named = {axis.name: str(p) for axis, p in zip(mesh.axes, lowering.layout, strict=True) if p.is_shard}
+    return Layout(lowering.layout_shape, **named)
+
+
+def _lowered(
+    local: LocalCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh, num_targets: Tensor | None
+) -> Tensors:
+    lowering = local.lowering
+    assert lowering is not None
+    if lowering.name == "mean":
+        return tuple(out / lowering.divisor for out in call_op(local.op, local.args, local.kwargs, inputs))
+    if lowering.name == "arange":
+        position = _layout(lowering, mesh).index(mesh, mesh.device)
+        values = call["start"] + call.get("step", 1) * position if "start" in call.arguments else position
+        return (values.to(call.outputs[0].dtype),)
+    if lowering.name == "vocab_embedding":
+        from codegen.runtime.embedding import vocab_embedding
+
+        weight, ids = (inputs[call.tensor(name).index] for name in ("weight", "indices"))
+        padding = call["padding_idx"]
+        axis = mesh.axes[lowering.axes[0]]
+        return (vocab_embedding(ids, weight, axis, None if padding < 0 else padding),)
+    if lowering.name == "cross_entropy":
+        return (_cross_entropy(lowering, call, inputs, mesh, num_targets),)
+    if lowering.name == "dropout":
+        from codegen.runtime.dropout import dropout
+
+        layout = _layout(lowering, mesh)
+        return (dropout(inputs[0].clone(), call["p"], key=DROPOUT_KEY, layout=layout, mesh=mesh),)
+    if lowering.name == "attention":
+        return (_attention(lowering, call, inputs, mesh),)
+    raise ValueError(f"the proof does not know the lowering {lowering.name!r}")
+
+
+def _cross_entropy(
+    lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh, num_targets: Tensor | None
+) -> Tensor:
+    from codegen.runtime.cross_entropy import cross_entropy
+
+    x, target = (inputs[call.tensor(name).index] for name in ("self", "target"))
+    assert num_targets is not None
+    x_NC = x.movedim(1, -1).reshape(-1, x.shape[1]) if x.dim() > 1 else x.unsqueeze(0)
+    return cross_entropy(
+        x_NC,
+        target.reshape(-1),
+        num_targets,
+        ignore_index=call["ignore_index"],
+        vocab_axis=mesh.axes[lowering.axes[0]] if lowering.axes else None,
+        label_smoothing=call["label_smoothing"],
+    )
+
+
+def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
+    from codegen.runtime.attention import attention
+
+    q, k, v = (inputs[call.tensor(name).index] for name in ("query", "key", "value"))
+    mask = call.get("attn_mask")
+    return attention(
+        q,
+        k,
+        v,
+        mask=inputs[mask.index] if isinstance(mask, Operand) else None,
+        dropout_p=call["dropout_p"],
+        is_causal=call["is_causal"],
+        scale=call["scale"],
+        enable_gqa=call["enable_gqa"],
+        key=DROPOUT_KEY,
+        layout=_layout(lowering, mesh),
+        mesh=mesh,
+    )

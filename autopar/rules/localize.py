@@ -1,0 +1,257 @@
+"""What one rank calls: the node with global sizes replaced by local ones, and the lowering if it needs one.
+
+Works for any number of mesh axes at once. Used by the emitter and by the proof harness, so that what is emitted is
+what was proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.graph import Node, TensorMeta
+from autopar.placement import Placement, Placements, R, S, divides, local_shape
+from autopar.rules.call import Call, find_op, normal_dim
+from autopar.rules.rule import AxisOption, Rule, find_factor
+from autopar.rules.shape import slice_bounds, squeezed_dims
+
+Shape = tuple[int, ...]
+
+@dataclass(frozen=True, slots=True)
+class LoweringCall:
+    """A lowering with its parameters.
+
+    name            meaning                                                      parameters used
+    mean            the call's result divided by `divisor`                       divisor
+    vocab_embedding masked look-up of rows sharded over axes[0]                   axes
+    cross_entropy   sum over local tokens / global count of valid targets         axes: the one that shards the classes
+                    (reduction "sum": count 1)
+    dropout         mask from global positions                                   layout_shape, layout (of the result)
+    attention       dropout mask from global positions                           layout_shape, layout ([..., H, S, T])
+    arange          start + step * global position                               layout_shape, layout (of the result)
+
+    axes: numbers of mesh axes. divisor: product of the sizes of the mesh axes that shard a mean.
+    layout: one placement per mesh axis, S or R, of a tensor of global shape layout_shape.
+    """
+
+    name: str
+    axes: tuple[int, ...] = ()
+    divisor: int = 1
+    layout_shape: Shape = ()
+    layout: Placements = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """`op(*args, **kwargs)` on one rank. Tensors are Refs as in the node."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    lowering: LoweringCall | None = None
+
+
+def tensor_placements(options: tuple[AxisOption, ...]) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
+    """(per input, per output): one placement per axis, from one option per axis."""
+    if not options:
+        raise ValueError("no mesh axis: call the node as it is")
+    inputs = tuple(zip(*(option.inputs for option in options), strict=True))
+    outputs = tuple(zip(*(option.outputs for option in options), strict=True))
+    return inputs, outputs
+
+
+def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int, ...]) -> bool:
+    """Whether these options, one per mesh axis, may be used together.
+
+    Two axes on one factor must divide the factor, not just the tensor dim that it is a part of (groups of a
+    convolution: 6 groups of 2 channels do not split over 2 x 2 ranks, though 12 channels do). A lowering that works
+    over one axis may be needed by one axis only.
+    """
+    by_factor: dict[str, list[tuple[int, int]]] = {}
+    for option, size in zip(options, axis_sizes, strict=True):
+        factor, _, sections = option.label.partition("/")
+        if factor in rule.sizes:
+            by_factor.setdefault(factor, []).append((int(sections or 1), size))
+    for factor, shards in by_factor.items():
+        places = tuple(S(0, sections) for sections, _ in shards)
+        if not divides((rule.sizes[factor],), places, tuple(size for _, size in shards)):
+            return False
+        lowering = rule.lowerings.get(factor)
+        if lowering and lowering.contiguous and len(shards) > 1:
+            return False
+    return True
+
+
+def local_call(
+    node: Node,
+    rule: Rule | None,
+    options: tuple[AxisOption, ...],
+    inputs: tuple[TensorMeta, ...],
+    axis_sizes: tuple[int, ...],
+) -> LocalCall:
+    """The call of one rank, given one option per mesh axis (mesh order).
+
+    rule None (an unknown op) allows replicated options only. Raises ValueError for options that `combines` refuses.
+    """
+    if not options:
+        return LocalCall(node.op, node.args, node.kwargs)
+    if rule and not combines(rule, options, axis_sizes):
+        raise ValueError(f"{node.op}: options {[o.label for o in options]} do not combine on axes of {axis_sizes}")
+    in_places, out_places = tensor_placements(options)
+    call = Call.of(node, inputs)
+    local_in = tuple(local_shape(m.shape, p, axis_sizes) for m, p in zip(inputs, in_places, strict=True))
+    local_out = tuple(local_shape(m.shape, p, axis_sizes) for m, p in zip(node.outputs, out_places, strict=True))
+    lowering = _lowering(call, rule, options, out_places, axis_sizes) if rule else None
+    changed = local_in != tuple(m.shape for m in inputs) or local_out != tuple(m.shape for m in node.outputs)
+    rewrite = REWRITES.get(call.packet)
+    if not changed or rewrite is None or not node.op.startswith("aten."):
+        return LocalCall(node.op, node.args, node.kwargs, lowering)
+    op, replaced = rewrite(call, local_in, local_out)
+    args, kwargs = replace_arguments(node, replaced)
+    return LocalCall(op, args, kwargs, lowering)
+
+
+def _lowering(
+    call: Call,
+    rule: Rule,
+    options: tuple[AxisOption, ...],
+    out_places: tuple[Placements, ...],
+    axis_sizes: tuple[int, ...],
+) -> LoweringCall | None:
+    """The lowering that the options name, or the one that the op needs whatever is sharded ("*")."""
+    always = rule.lowerings.get("*")
+    names = {option.lowering for option in options if option.lowering} | ({always.name} if always else set())
+    if not names:
+        return None
+    if len(names) > 1:
+        raise ValueError(f"{call.node.op} needs the lowerings {sorted(names)} at once")
+    (name,) = names
+    axes = tuple(i for i, option in enumerate(options) if option.lowering == name)
+    if name == "mean":
+        return LoweringCall(name, axes, divisor=math.prod(axis_sizes[i] for i in axes))
+    if name == "cross_entropy":
+        classes = {factor for factor, lowering in rule.lowerings.items() if lowering.contiguous}
+        return LoweringCall(name, tuple(i for i in axes if options[i].label in classes))
+    if name == "attention":
+        dims, shape = _probabilities(call, rule)
+        layout = tuple(_factor_shard(rule, dims, option) for option in options)
+        return LoweringCall(name, layout_shape=shape, layout=layout)
+    if name in ("dropout", "arange"):
+        layout = tuple(p if p.is_shard else R for p in out_places[0])
+        return LoweringCall(name, layout_shape=call.outputs[0].shape, layout=layout)
+    return LoweringCall(name, axes)
+
+
+def _probabilities(call: Call, rule: Rule) -> tuple[tuple[tuple[str, ...], ...], Shape]:
+    """Factors and global shape of an attention's probabilities [..., H, S, T]."""
+    k = call.tensor("key")
+    return (*rule.outputs[0][:-1], rule.inputs[k.index][-2]), (*call.outputs[0].shape[:-1], k.shape[-2])
+
+
+def _factor_shard(rule: Rule, dims: tuple[tuple[str, ...], ...], option: AxisOption) -> Placement:
+    """How a tensor inside the op lies under an option that shards a factor; R if it lacks the factor."""
+    factor, _, sections = option.label.partition("/")
+    if factor not in rule.sizes:
+        return R
+    return find_factor(rule, dims, factor, int(sections or 1)) or R
+
+
+def replace_arguments(node: Node, replaced: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """The node's args and kwargs with arguments replaced by schema name; those not given before become kwargs."""
+    op = find_op(node.op)
+    names = [a.name for a in op._schema.arguments] if op is not None else []
+    args = tuple(replaced.get(names[i], value) if i < len(names) else value for i, value in enumerate(node.args))
+    kwargs = dict(node.kwargs)
+    kwargs.update({n: v for n, v in replaced.items() if n not in names[: len(node.args)]})
+    return args, tuple(kwargs.items())
+
+
+Rewrite = Callable[[Call, tuple[Shape, ...], tuple[Shape, ...]], tuple[str, dict[str, Any]]]
+"""(call, local input shapes, local output shapes) -> the op to call, and the arguments that change, by name."""
+
+
+def _sizes(argument: str) -> Rewrite:
+    """Ops whose argument is the output's shape. A -1 stays: torch infers it."""
+
+    def rewrite(call: Call, _: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+        given = call[argument]
+        local = tuple(-1 if old == -1 else new for old, new in zip(given, out[0], strict=True))
+        return call.node.op, {argument: local}
+
+    return rewrite
+
+
+def _unflatten(call: Call, _: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    dim = normal_dim(call["dim"], len(call.inputs[0].shape))
+    given = call["sizes"]
+    local = out[0][dim : dim + len(given)]
+    return call.node.op, {"sizes": tuple(-1 if old == -1 else new for old, new in zip(given, local, strict=True))}
+
+
+def _split(call: Call, _: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    dim = normal_dim(call["dim"], len(call.inputs[0].shape))
+    name = "split_sizes" if "split_sizes" in call.arguments else "split_size"
+    if isinstance(call[name], int):
+        return call.node.op, {name: out[0][dim]}
+    return call.node.op, {name: tuple(shape[dim] for shape in out)}
+
+
+def _slice(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    dim, start, step = slice_bounds(call)
+    length, local = call.outputs[0].shape[dim], out[0][dim]
+    if local == length:
+        return call.node.op, {}
+    begin = start // length * local  # whole sections only are sharded, see shape.slice_
+    if "length" in call.arguments:
+        return call.node.op, {"start": begin, "length": local}
+    return call.node.op, {"start": begin, "end": begin + local}
+
+
+def _repeat(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    source = (1,) * (len(out[0]) - len(inputs[0])) + inputs[0]
+    return call.node.op, {"repeats": tuple(m // n for n, m in zip(source, out[0], strict=True))}
+
+
+def _repeat_interleave(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    dim = normal_dim(call["dim"], len(out[0]))
+    return call.node.op, {"repeats": out[0][dim] // inputs[0][dim]}
+
+
+def _convolution(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    x, weight = call.tensor("input"), call.tensor("weight")
+    channels = inputs[x.index][1 - len(weight.shape)]
+    return call.node.op, {"groups": channels // inputs[weight.index][1]}
+
+
+def _group_norm(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    return call.node.op, {"num_groups": call["num_groups"] * out[0][1] // call.outputs[0].shape[1]}
+
+
+def _squeeze(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    """A dim of local size 1 must stay if its global size is not 1: name the dims."""
+    return "aten.squeeze.dims", {"dim": squeezed_dims(call)}
+
+
+REWRITES: Mapping[str, Rewrite] = {
+    "view": _sizes("size"),
+    "_unsafe_view": _sizes("size"),
+    "reshape": _sizes("shape"),
+    "expand": _sizes("size"),
+    "broadcast_to": _sizes("size"),
+    **{name: _sizes("size") for name in ("full", "zeros", "ones", "empty")},
+    **{name: _sizes("size") for name in ("new_full", "new_zeros", "new_ones", "new_empty")},
+    "unflatten": _unflatten,
+    "split": _split,
+    "split_with_sizes": _split,
+    "slice": _slice,
+    "narrow": _slice,
+    "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
+    "group_norm": _group_norm,
+    "squeeze": _squeeze,
+}

@@ -1,0 +1,132 @@
+"""From a node to its rule: the built-in tables, and what users add.
+
+The built-in tables are immutable. A `Registry` holds a user's additions; `default_registry()` is the one that
+`register_rule` writes to and that everything reads unless it is given another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+
+from autopar.graph import Node, TensorMeta
+from autopar.rules import (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    lookup,
+    loss,
+    norm,
+    pointwise,
+    reduction,
+    shape,
+)
+from autopar.rules.call import Call, find_op, linear_sets, packet_name
+from autopar.rules.equation import Equation
+from autopar.rules.rule import Lowering, Rule
+
+RuleFunction = Callable[[Call], Rule | None]
+Row = str | tuple[str, str] | RuleFunction
+"""An equation, an equation with its linear sets, or a function."""
+
+
+@cache
+def builtin_table() -> Mapping[str, Row]:
+    """Every built-in row by packet ("aten.linear"), for all its overloads and its in-place form."""
+    families = (attention, contraction, convolution, creation, lookup, loss, norm, pointwise, reduction, shape)
+    table: dict[str, Row] = {}
+    for family in families:
+        for name, row in family.TABLE.items():
+            if name in table:
+                raise ValueError(f"two rules for {name}")
+            table[name] = row
+    return MappingProxyType(table)
+
+
+@dataclass(slots=True)
+class Registry:
+    """The built-in rules, extended or overridden by `register`."""
+
+    additions: dict[str, RuleFunction] = field(default_factory=dict)
+
+    def register(
+        self,
+        op_name: str,
+        rule: str | RuleFunction,
+        *,
+        linear: tuple[str, ...] = (),
+        lowerings: Mapping[str, Lowering] | None = None,
+    ) -> None:
+        """Add or replace the rule of `op_name`: an overload ("lib.op.default") or a packet ("lib.op").
+
+        rule: an equation such as "b* k, n k -> b* n", or a function from `Call` to `Rule`.
+        linear: argument names in which the op is jointly linear, space-separated, one string per set; lowerings: by
+        factor. Both belong to an equation; a function states them in its Rule. Raises ValueError on a bad equation.
+        """
+        if callable(rule):
+            if linear or lowerings:
+                raise ValueError(f"{op_name}: a function returns a whole Rule; put linear and lowerings there")
+            self.additions[op_name] = rule
+            return
+        equation = Equation.parse(rule)
+
+        def bind(call: Call) -> Rule:
+            return equation.bind(call.inputs, call.outputs, linear_sets(call, linear), dict(lowerings or {}))
+
+        self.additions[op_name] = bind
+
+    def rule_for(self, node: Node, inputs: tuple[TensorMeta, ...]) -> Rule | None:
+        """The call's rule, or None for an op (or a form of it) without one: it is to be replicated and reported."""
+        row = self._find(node.op)
+        if row is None:
+            return None
+        call = Call.of(node, inputs)
+        if callable(row):
+            return row(call)
+        text, linear = row if isinstance(row, tuple) else (row, "")
+        return contraction.equation_rule(call, text, linear)
+
+    def _find(self, op: str) -> Row | None:
+        packet = packet_name(op)
+        plain = packet.rstrip("_") if not packet.endswith("__") else packet
+        for name in (op, packet):
+            if name in self.additions:
+                return self.additions[name]
+        table = builtin_table()
+        return table.get(packet) or table.get(plain)
+
+    def known_ops(self) -> tuple[str, ...]:
+        """Names of all packets and overloads that have a rule, sorted."""
+        return tuple(sorted({*builtin_table(), *self.additions}))
+
+
+@cache
+def default_registry() -> Registry:
+    """The registry of this process, made on first use."""
+    return Registry()
+
+
+def rule_for(node: Node, inputs: tuple[TensorMeta, ...], registry: Registry | None = None) -> Rule | None:
+    """`Registry.rule_for` of the default registry or of the one given."""
+    return (registry or default_registry()).rule_for(node, inputs)
+
+
+def register_rule(
+    op_name: str,
+    rule: str | RuleFunction,
+    *,
+    linear: tuple[str, ...] = (),
+    lowerings: Mapping[str, Lowering] | None = None,
+) -> None:
+    """`Registry.register` on the default registry. Prove the rule first, with `autopar.rules.prove_rule`."""
+    if find_op(op_name) is None and len(op_name.split(".")) == 3:
+        raise ValueError(f"torch has no operator {op_name!r}; import the library that defines it first")
+    default_registry().register(op_name, rule, linear=linear, lowerings=lowerings)
+
+
+def known_ops(registry: Registry | None = None) -> tuple[str, ...]:
+    """Every op that has a rule."""
+    return (registry or default_registry()).known_ops()

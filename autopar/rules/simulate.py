@@ -1,0 +1,184 @@
+"""Ranks without processes: cut tensors by placement, run every rank's call here, put the results together again.
+
+Written independently of the runtime's shard and reshard code, so that a proof does not rest on what it proves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.placement import P, Placement, Placements, R, Rp
+
+Coordinate = tuple[int, ...]
+Sizes = tuple[int, ...]
+AXIS_NAMES = ("dp", "tp", "cp")
+
+
+def conjugate(placement: Placement) -> Placement:
+    """The placement of the gradient of a value, see placement.py."""
+    return {R: R, Rp: P, P: R}.get(placement, placement)
+
+
+def coordinates(axis_sizes: Sizes) -> list[Coordinate]:
+    """Every rank, last axis fastest."""
+    return list(itertools.product(*(range(n) for n in axis_sizes)))
+
+
+def cut(tensor: Tensor, placements: Placements, axis_sizes: Sizes, coordinate: Coordinate) -> Tensor:
+    """The rank's slice. On one dim, shards with more sections are cut first; equal ones in mesh order."""
+    order = sorted(range(len(placements)), key=lambda axis: (-placements[axis].sections, axis))
+    for axis in order:
+        place = placements[axis]
+        if place.is_shard:
+            shape = tensor.shape
+            grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
+            mine = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
+            tensor = mine.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
+    return tensor.contiguous()
+
+
+def distribute(
+    tensor: Tensor, placements: Placements, axis_sizes: Sizes, generator: torch.Generator
+) -> dict[Coordinate, Tensor]:
+    """Every rank's part: slices for S, copies for R and Rp, random summands for P."""
+    partial = [axis for axis, place in enumerate(placements) if place == P]
+    ways = coordinates(tuple(axis_sizes[axis] for axis in partial))
+    summands = dict(zip(ways, _summands(tensor, len(ways), generator), strict=True))
+    return {
+        rank: cut(summands[tuple(rank[axis] for axis in partial)], placements, axis_sizes, rank)
+        for rank in coordinates(axis_sizes)
+    }
+
+
+def _summands(tensor: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+    if count == 1:
+        return [tensor]
+    if tensor.dtype == torch.bool:
+        raise ValueError("a bool tensor cannot be a sum")
+    if tensor.dtype.is_floating_point:
+        parts = [torch.randn(tensor.shape, generator=generator).to(tensor) for _ in range(count - 1)]
+    else:
+        parts = [torch.randint(-9, 9, tensor.shape, generator=generator).to(tensor) for _ in range(count - 1)]
+    return [*parts, tensor - sum(parts)]
+
+
+def assembled(
+    parts: dict[Coordinate, Tensor], placements: Placements, axis_sizes: Sizes, shape: tuple[int, ...]
+) -> list[Tensor]:
+    """The whole value as seen by each group of ranks that should hold all of it: slices joined, summands added.
+
+    One tensor for each coordinate on the replicated axes; a right result has all of them equal to the value.
+    Raises ValueError if a part has the wrong shape.
+    """
+    replicated = [axis for axis, place in enumerate(placements) if place.is_replicated]
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    found: dict[Coordinate, Tensor] = {}
+    for rank, part in parts.items():
+        positions = cut(numbers, placements, axis_sizes, rank)
+        if positions.shape != part.shape:
+            raise ValueError(f"local shape {tuple(part.shape)}, expected {tuple(positions.shape)}")
+        key = tuple(rank[axis] for axis in replicated)
+        # bool has no sum; int64 keeps a wrong partial sum of bools visible
+        dtype = torch.int64 if part.dtype == torch.bool else part.dtype
+        total = found.setdefault(key, torch.zeros(math.prod(shape), dtype=dtype))
+        total.index_add_(0, positions.flatten(), part.detach().to(dtype).flatten())
+    return [total.reshape(shape) for total in found.values()]
+
+
+@dataclass(slots=True)
+class _Board:
+    """Where the ranks of one group exchange a tensor. A rank that fails breaks the barrier for all."""
+
+    size: int
+    barrier: threading.Barrier
+    slots: list[Tensor | None]
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self.slots[rank] = tensor.detach().clone()
+        self.barrier.wait(timeout=60)
+        found = [slot for slot in self.slots if slot is not None]
+        self.barrier.wait(timeout=60)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedAxis:
+    """The part of the runtime's Axis that lowerings use."""
+
+    name: str
+    size: int
+    rank: int
+    board: _Board
+    group: None = None
+
+    def sum_over(self, x: Tensor) -> Tensor:
+        """The sum over the axis' ranks; no gradient."""
+        return torch.stack(self.board.exchange(self.rank, x)).sum(0)
+
+    def max_over(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over the axis' ranks; no gradient."""
+        return torch.stack(self.board.exchange(self.rank, x)).amax(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMesh:
+    """One rank's mesh: axes by name (`mesh.dp`) and by number."""
+
+    axes: tuple[SimulatedAxis, ...]
+    rank: int
+    world_size: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> SimulatedAxis:
+        for axis in object.__getattribute__(self, "axes"):
+            if axis.name == name:
+                return axis  # type: ignore[no-any-return]
+        if name in ("pp", "dp", "cp", "ep", "tp"):
+            return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
+        raise AttributeError(name)
+
+
+def meshes(axis_sizes: Sizes) -> dict[Coordinate, SimulatedMesh]:
+    """One mesh per rank, sharing boards along each axis."""
+    boards: dict[tuple[int, Coordinate], _Board] = {}
+    ranks = coordinates(axis_sizes)
+    found = {}
+    for number, rank in enumerate(ranks):
+        axes = []
+        for axis, size in enumerate(axis_sizes):
+            key = (axis, rank[:axis] + rank[axis + 1 :])
+            board = boards.setdefault(key, _Board(size, threading.Barrier(size), [None] * size))
+            axes.append(SimulatedAxis(AXIS_NAMES[axis], size, rank[axis], board))
+        found[rank] = SimulatedMesh(tuple(axes), number, len(ranks))
+    return found
+
+
+def run_ranks(ranks: Sequence[Coordinate], work: Callable[[Coordinate], Any], together: bool) -> dict[Coordinate, Any]:
+    """`work` of every rank: one after the other, or as threads when they communicate. The first error is raised."""
+    if not together:
+        return {rank: work(rank) for rank in ranks}
+    results: dict[Coordinate, Any] = {}
+    errors: list[Exception] = []
+
+    def run(rank: Coordinate) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as error:  # noqa: BLE001 - handed to the caller below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results

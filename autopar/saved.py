@@ -1,0 +1,77 @@
+"""Which tensors autograd keeps for the backward of each operator.
+
+Source: torch's `derivatives.yaml`. A tensor that several operators keep is one allocation, and so is a view and its
+base; `saved_tensors` names each allocation once, at the first node that keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.graph import Node, Ref, TensorMeta
+
+VIEWS = frozenset(
+    "view reshape transpose permute unsqueeze squeeze expand slice select split split_with_sizes chunk flatten "
+    "unflatten t detach alias getitem narrow unbind _unsafe_view view_as".split()
+)
+"""Operators whose output shares memory with their first input (reshape: when it can)."""
+
+KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
+    "linear": (0, 1), "addmm": (1, 2), "mm": None, "bmm": None, "matmul": None, "baddbmm": (1, 2), "conv1d": (0, 1),
+    "conv2d": (0, 1), "einsum": None, "mul": None, "div": None, "pow": (0,), "layer_norm": (0, 1), "gelu": (0,), "silu": (0,),
+    "scaled_dot_product_attention": (0, 1, 2, 3), "cross_entropy_loss": (0, 1), "embedding": (1,), "where": (0,),
+    "masked_fill": (1,), "sin": (0,), "cos": (0,), "mse_loss": (0, 1), "abs": (0,), "log": (0,), "gather": (1,),
+    "cumsum": (), "smooth_l1_loss": (0, 1), "l1_loss": (0, 1), "batch_norm": (0, 1), "max_pool2d": (0,), "log_sigmoid": (0,),
+    "clamp": (0,), "leaky_relu": (0,), "index": (1,), "var": (0,), "std": (0,), "rms_norm": (0, 1),
+}  # fmt: skip
+"""Input positions kept; None keeps every input that another differentiable input needs."""
+
+KEEPS_OUTPUT = frozenset("softmax log_softmax tanh sigmoid rsqrt sqrt exp relu scaled_dot_product_attention".split())
+
+
+def base_name(op: str) -> str:
+    """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
+    return op.split(".")[1].removeprefix("_").removesuffix("_")
+
+
+def saved_tensors(nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], parameters: frozenset[str]) -> dict[str, tuple[Ref, ...]]:
+    """Per node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs."""
+    base: dict[Ref, Ref] = {}
+    counted: set[Ref] = set()
+    found: dict[str, tuple[Ref, ...]] = {}
+    for node in nodes:
+        if base_name(node.op) in VIEWS and node.inputs:
+            root = base.get(node.inputs[0], node.inputs[0])
+            base |= {Ref(node.name, i): root for i in range(len(node.outputs))}
+        if not any(meta.requires_grad for meta in node.outputs):
+            continue
+        kept = []
+        for ref in _kept(node, metas):
+            root = base.get(ref, ref)
+            if root not in counted and root.node not in parameters:
+                counted.add(root)
+                kept.append(ref)
+        found[node.name] = tuple(kept)
+    return found
+
+
+def _kept(node: Node, metas: Mapping[Ref, TensorMeta]) -> list[Ref]:
+    name = base_name(node.op)
+    refs: list[Ref] = []
+    if name in KEEPS_INPUTS:
+        positions = KEEPS_INPUTS[name]
+        if positions is None:
+            grads = [metas[ref].requires_grad for ref in node.inputs]
+            refs += [ref for i, ref in enumerate(node.inputs) if any(g for j, g in enumerate(grads) if j != i)]
+            if len(node.inputs) == 1 and name != "mul" and name != "div":
+                refs += list(node.inputs)
+        else:
+            refs += [node.inputs[i] for i in positions if i < len(node.inputs)]
+    if name in KEEPS_OUTPUT:
+        refs.append(Ref(node.name))
+    return refs
+
+
+def extra_saved_bytes(node: Node, num_local_outputs: int) -> int:
+    """Bytes kept that are neither inputs nor outputs: dropout's mask (one byte an element)."""
+    return num_local_outputs if base_name(node.op) == "dropout" else 0

@@ -1,0 +1,82 @@
+"""What the kernels share: the optional Triton import, the choice of path, and launch shapes.
+
+Triton is optional. Without it (CPU-only installations, Windows, macOS) every operation runs its torch reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+try:
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
+except ImportError:
+    triton = tl = None
+
+KERNEL_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+# `triton.jit` reads TRITON_INTERPRET when it decorates, which is when the kernel files are imported. Reading it at
+# the same moment keeps the dispatch true to what the kernels became, whatever happens to the environment later.
+INTERPRETING: Final[bool] = triton is not None and bool(triton.knobs.runtime.interpret)
+
+# Elements one warp holds of one tile: 16 per thread. ptxas for sm_90 then reports 17 to 119 registers a thread and no
+# spills for every kernel here at every tile size the launchers choose, in bf16 and fp32.
+_ELEMENTS_PER_WARP: Final = 512
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` where Triton is installed; otherwise `function` itself, which nothing then calls."""
+    return function if triton is None else triton.jit(function)
+
+
+def use_triton(*tensors: torch.Tensor) -> bool:
+    """Whether the Triton kernels can take these tensors; otherwise the torch reference must.
+
+    True when all are on CUDA, or when the kernels run in Triton's interpreter. False for dtypes the kernels do not
+    compute in (float64 would silently lose digits), for empty tensors (an empty grid), and for tensor subclasses
+    (fake tensors and DTensors have no memory to point at).
+    """
+    if triton is None:
+        return False
+    return all(
+        (tensor.is_cuda or (INTERPRETING and tensor.device.type == "cpu"))
+        and tensor.dtype in KERNEL_DTYPES
+        and tensor.numel() > 0
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        for tensor in tensors
+    )
+
+
+def launch_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the tensor's GPU current: Triton launches on the current device, not on the one its arguments live on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`[..., C]` as `[N, C]` with unit stride in the last dim and any row stride.
+
+    A view where the leading dims collapse (so halves of a fused projection are read in place), otherwise a copy:
+    kernels that took every stride would load uncoalesced, which costs more than the copy.
+    """
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def power_of_2_at_least(value: int) -> int:
+    """The smallest power of two that is >= `value` (>= 1): Triton's tile sizes are powers of two."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def num_warps(num_elements: int) -> int:
+    """Warps for a program whose largest tile has `num_elements` elements: between 4 and 32."""
+    return min(max(power_of_2_at_least(num_elements // _ELEMENTS_PER_WARP), 4), 32)
+
+
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 elsewhere, so that the interpreter also meets several programs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

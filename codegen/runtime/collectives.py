@@ -1,0 +1,56 @@
+"""Flat collectives on a process group, under names that torch 2.11 to 2.13 have in common.
+
+torch 2.13 deprecates `all_gather_into_tensor` and `reduce_scatter_tensor` for `*_single`, which 2.11 lacks.
+Every function takes contiguous tensors and returns a work handle with `async_op=True`, else None.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any
+"""A `torch.distributed.ProcessGroup`, or None for an axis of one rank."""
+
+
+class Work(Protocol):
+    """A collective under way. `wait` blocks the caller (gloo) or the current stream (NCCL)."""
+
+    def wait(self) -> Any: ...
+
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _wire(x: Tensor) -> Tensor:
+    """The same bytes, flat (gloo compares shapes), in a dtype that every backend moves (gloo knows no bool, no fp8)."""
+    flat = x.view(-1)
+    return flat.view(torch.uint8) if x.dtype.itemsize == 1 else flat
+
+
+def all_gather(output: Tensor, part: Tensor, group: Group, async_op: bool = False) -> Work | None:
+    """output [n, *part] (any shape of n times the elements): every rank's `part`, in rank order."""
+    work: Work | None = _all_gather(_wire(output), _wire(part), group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter(output: Tensor, parts: Tensor, group: Group, async_op: bool = False) -> Work | None:
+    """output [*part]: the sum over ranks of their `parts[rank]`, with parts [n, *part] (any shape)."""
+    work: Work | None = _reduce_scatter(output.view(-1), parts.view(-1), group=group, async_op=async_op)
+    return work
+
+
+def all_reduce(x: Tensor, group: Group, async_op: bool = False, largest: bool = False) -> Work | None:
+    """Sum (or maximum) over the ranks, in place."""
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    work: Work | None = dist.all_reduce(x, op=op, group=group, async_op=async_op)
+    return work
+
+
+def all_to_all(output: Tensor, parts: Tensor, group: Group) -> None:
+    """output[i] is what rank i has in its `parts[this rank]`; both [n, *part]."""
+    dist.all_to_all_single(_wire(output), _wire(parts), group=group)

@@ -1,0 +1,40 @@
+"""Embedding lookup in a table whose rows are sharded over an axis."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layout import AxisLike
+
+
+def vocab_embedding(ids: Tensor, weight: Tensor, axis: AxisLike, padding_idx: int | None = None) -> Tensor:
+    """This rank's share of `F.embedding`: the looked-up rows that it holds, zeros for the others (placement P).
+
+    Args:
+        ids: integers of any shape in [0, V), equal on all ranks of `axis`.
+        weight: [V / axis.size, D]: rows [rank * V / size, (rank + 1) * V / size) of the table.
+        axis: the vocabulary's mesh axis.
+        padding_idx: the row (numbered globally, negative from the end) that gets no gradient.
+
+    Returns [*ids.shape, D] in weight's dtype. Raises IndexError for ids outside the vocabulary on CPU; on a GPU, where
+    looking would wait for the device, such ids give zeros (F.embedding: a device assertion).
+    """
+    num_rows = weight.shape[0]
+    num_vocabulary = num_rows * axis.size
+    if padding_idx is not None:
+        if not -num_vocabulary <= padding_idx < num_vocabulary:
+            raise ValueError(f"padding_idx {padding_idx} is not one of the {num_vocabulary} rows")
+        padding_idx %= num_vocabulary
+    if axis.size == 1:
+        return F.embedding(ids, weight, padding_idx)
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_vocabulary:
+        raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {num_vocabulary}")
+    local = ids - axis.rank * num_rows
+    elsewhere = (local < 0) | (local >= num_rows)
+    local_padding = None
+    if padding_idx is not None and axis.rank * num_rows <= padding_idx < (axis.rank + 1) * num_rows:
+        local_padding = padding_idx - axis.rank * num_rows
+    # The other ranks' ids read row 0 here; masked_fill's backward hands that row zeros for them.
+    rows = F.embedding(local.masked_fill(elsewhere, 0), weight, local_padding)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)

@@ -1,0 +1,258 @@
+"""Flat buffers: parameters that are stored, gathered and reduced together.
+
+Layout: the parameters of a bucket one after the other, as the program uses them (this rank's shards), padded at the end
+to a multiple of the ranks of the ZeRO axis; rank r stores the r-th of equal ranges. Views are zero-copy. Three copies
+of that line exist, as far as the stage needs them: `flat` in the compute dtype, `master` (this rank's range, what the
+optimiser updates) and `gradient` (this rank's range).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives
+from .collectives import Work
+from .mesh import Axis, Mesh
+from .parameters import Slot, parse_placement
+
+_ALIGNMENT = 8
+"""Elements; every rank's range starts at 16 bytes even in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What parameters of one bucket have in common. others: further axes with partial gradients."""
+
+    stage: int
+    zero_axis: str
+    others: tuple[str, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter in a bucket.
+
+    used: the leaf that the program computes with. stored: what the optimiser sees of it on this rank, elements
+    lo to hi of the flattened parameter (of the local shape if that is all of it, else flat); None if there are none.
+    start: of the flattened parameter in the bucket. replicas: ranks of the world that store the same elements.
+    """
+
+    slot: Slot
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    lo: int
+    hi: int
+    replicas: int
+    used: nn.Parameter
+    stored: nn.Parameter | None
+
+
+def key_of(slot: Slot, mesh: Mesh) -> Key:
+    """The bucket a parameter belongs to. A ZeRO axis of one rank means stage 0."""
+    spec = slot.spec
+    partial = [axis.name for axis in mesh.axes if axis.size > 1 and spec.placements.get(axis.name) == "Rp"]
+    stage = spec.zero if mesh.axis(spec.zero_axis).size > 1 else 0
+    if not spec.requires_grad:
+        partial, stage = [], stage if stage == 3 else 0
+    zero_axis = spec.zero_axis if stage else ""
+    return Key(stage, zero_axis, tuple(name for name in partial if name != zero_axis), spec.dtype, spec.requires_grad)
+
+
+class Bucket:
+    """The flat buffers of some parameters of equal key.
+
+    master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and
+    reduced once per step (stages 0 and 1), rather than reduced every micro-batch.
+    """
+
+    def __init__(self, key: Key, slots: Sequence[Slot], mesh: Mesh, low_precision: bool, whole_gradient: bool) -> None:
+        self.key = key
+        self.mesh = mesh
+        self.axis = mesh.axis(key.zero_axis) if key.stage else Axis("none")
+        self.others = mesh.joint(key.others)
+        self.is_gathered = key.stage < 3
+        self.is_complete = False
+        self._work: Work | None = None
+        self._sent: Tensor | None = None
+        floating = key.dtype.is_floating_point
+        self.compute_dtype = torch.bfloat16 if low_precision and floating else key.dtype
+        self.master_dtype = torch.float32 if floating and key.dtype.itemsize < 4 else key.dtype
+        shapes = [slot.spec.local_shape(mesh) for slot in slots]
+        self.numel = sum(math.prod(shape) for shape in shapes)
+        granule = self.axis.size * _ALIGNMENT
+        self.shard_numel = -(-self.numel // granule) * _ALIGNMENT
+        self.offset = self.axis.rank * self.shard_numel
+        self._allocate()
+        self.entries = self._place(slots, shapes)
+        self._allocate_gradients(whole_gradient)
+        self._missing = len(self.entries)
+
+    def _allocate(self) -> None:
+        total, device = self.axis.size * self.shard_numel, self.mesh.device
+        self.flat = torch.zeros(total, dtype=self.compute_dtype, device=device)
+        self._num_bytes = total * self.compute_dtype.itemsize
+        # Stages below 3 in full precision: the masters are this rank's range of the parameters themselves.
+        if self.key.stage < 3 and self.compute_dtype == self.master_dtype:
+            self.master = self.flat.narrow(0, self.offset, self.shard_numel)
+        else:
+            self.master = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=device)
+
+    def _place(self, slots: Sequence[Slot], shapes: Sequence[tuple[int, ...]]) -> tuple[Entry, ...]:
+        entries, start = [], 0
+        for slot, shape in zip(slots, shapes, strict=True):
+            numel = math.prod(shape)
+            lo = min(max(self.offset - start, 0), numel)
+            hi = min(max(self.offset + self.shard_numel - start, 0), numel)
+            # `.data` has a version counter of its own: gathers and optimiser steps write behind autograd's back.
+            view = self.flat.data.narrow(0, start, numel).view(shape)
+            used = nn.Parameter(view, requires_grad=slot.spec.requires_grad)
+            stored = None
+            if hi > lo:
+                part = self.master.data.narrow(0, start + lo - self.offset, hi - lo)
+                part = part.view(shape) if hi - lo == numel else part
+                stored = nn.Parameter(part, requires_grad=slot.spec.requires_grad)
+            kinds = ((axis, parse_placement(slot.spec.placements.get(axis.name, "R"))[0]) for axis in self.mesh.axes)
+            shared = self.axis.size * math.prod(axis.size for axis, kind in kinds if kind == "S")
+            replicas = self.mesh.world_size // shared
+            entries.append(Entry(slot, shape, start, numel, lo, hi, replicas, used, stored))
+            start += numel
+            for owner, attribute in slot.places:
+                owner.register_parameter(attribute, used)
+        return tuple(entries)
+
+    def _allocate_gradients(self, whole: bool) -> None:
+        self.whole_gradient: Tensor | None = None
+        if not self.key.requires_grad:
+            return
+        device = self.mesh.device
+        self.gradient = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=device)
+        if self.axis.size == 1:
+            self.whole_gradient = self.gradient
+        elif whole:
+            self.whole_gradient = torch.zeros(len(self.flat), dtype=self.master_dtype, device=device)
+        for entry in self.entries:
+            if entry.stored is not None:
+                first = entry.start + entry.lo - self.offset
+                entry.stored.grad = self.gradient.narrow(0, first, entry.hi - entry.lo).view_as(entry.stored)
+        if self.whole_gradient is not None:
+            self._whole_views = self._views(self.whole_gradient)
+
+    def _views(self, line: Tensor) -> list[Tensor]:
+        parts = torch.split(line[: self.numel], [entry.numel for entry in self.entries])
+        return [part.view(entry.shape) for part, entry in zip(parts, self.entries, strict=True)]
+
+    # Gathering (stage 3) and publishing (stages 0 to 2) ---------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to fill `flat` with everyone's masters, unless it is full or being filled."""
+        if self.is_gathered or self._work is not None:
+            return
+        self.flat.untyped_storage().resize_(self._num_bytes)
+        self._sent = self.master.to(self.compute_dtype)
+        self._work = collectives.all_gather(self.flat, self._sent, self.axis.group, async_op=True)
+
+    def finish_gather(self) -> None:
+        """`flat` may be read when this returns."""
+        self.start_gather()
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._sent = None
+            self.is_gathered = True
+
+    def release(self) -> None:
+        """Free `flat` (stage 3). Views stay valid for when it is filled again."""
+        if self.key.stage == 3:
+            if self._work is not None:
+                self.finish_gather()
+            self.is_gathered = False
+            self.flat.untyped_storage().resize_(0)
+
+    def start_publish(self) -> Work | None:
+        """Bring new masters to every `flat` (stages 0 to 2); the work to wait for, if any."""
+        if self.key.stage == 3:
+            return None
+        own = self.flat.narrow(0, self.offset, self.shard_numel)
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        if self.axis.size == 1:
+            return None
+        return collectives.all_gather(self.flat, own, self.axis.group, async_op=True)
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def expect_gradients(self) -> None:
+        """A backward begins."""
+        self._missing = len(self.entries)
+        self.is_complete = False
+
+    def count_gradient(self) -> bool:
+        """One more gradient is there; True if it is the last."""
+        self._missing -= 1
+        return self._missing == 0
+
+    def collect(self, accumulate: bool) -> Tensor:
+        """Move the parameters' gradients into one line, and free them; those that are absent count as zeros.
+
+        accumulate: add to what the whole gradient holds (no effect where none is kept).
+        """
+        self.is_complete = True
+        line = self.whole_gradient
+        accumulate = accumulate and line is not None
+        if line is None:
+            line = self.flat.new_empty(self.axis.size * self.shard_numel, dtype=self.master_dtype)
+            line[self.numel :].zero_()
+            views = self._views(line)
+        else:
+            views = self._whole_views
+        gradients = []
+        for entry, view in zip(self.entries, views, strict=True):
+            gradient, entry.used.grad = entry.used.grad, None
+            if gradient is not None:
+                gradients.append((view, gradient))
+            elif not accumulate:
+                view.zero_()
+        if gradients:
+            targets, sources = [view for view, _ in gradients], [gradient for _, gradient in gradients]
+            if accumulate:
+                torch._foreach_add_(targets, sources)
+            else:
+                torch._foreach_copy_(targets, sources)
+        return line
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared gradient norm (0-dim): shares of all ranks of the world sum to the whole."""
+        total = self.gradient.new_zeros(())
+        for lo, hi, replicas in self._norm_segments():
+            norm = torch.linalg.vector_norm(self.gradient[lo:hi])
+            total += norm * norm / replicas
+        return total
+
+    def _norm_segments(self) -> list[tuple[int, int, int]]:
+        segments: list[tuple[int, int, int]] = []
+        for entry in self.entries:
+            if entry.hi > entry.lo:
+                lo, hi = entry.start + entry.lo - self.offset, entry.start + entry.hi - self.offset
+                if segments and segments[-1][2] == entry.replicas:
+                    lo = segments.pop()[0]
+                segments.append((lo, hi, entry.replicas))
+        return segments
+
+    # Whole lines, for reading out -------------------------------------------------------------------------------------
+
+    def whole(self, part: Tensor) -> list[Tensor]:
+        """From everyone's range (master or gradient): each entry's tensor in its local shape."""
+        line = part if self.axis.size == 1 else self.axis.gather_parts(part).view(-1)
+        return self._views(line)
+
+    def store(self, entry: Entry, local: Tensor) -> None:
+        """Set the masters of one entry from its tensor in local shape; call `start_publish` after the last."""
+        if entry.stored is not None:
+            entry.stored.data.view(-1).copy_(local.reshape(-1)[entry.lo : entry.hi])

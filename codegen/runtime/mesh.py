@@ -1,0 +1,216 @@
+"""The device mesh of a generated program: named axes over the ranks, and the reshards as methods of an axis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import collectives, reshard
+from .collectives import Group
+
+AXIS_NAMES = ("pp", "dp", "cp", "ep", "tp")
+"""Axes that a program may name although its mesh lacks them; they then have one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis as this rank sees it: `rank` of `size`, and the process group of the ranks that differ in it only.
+
+    The methods of the first half change a tensor's placement on this axis, forward and backward (`reshard.py`); with
+    one rank they return their argument. Negative dims count from the end. `sections` k: the dim is k equal sections,
+    each split over the ranks. The second half is plain communication without gradients; a simulation of several ranks
+    overrides gather_parts, scatter_sum, exchange_parts, sum_over and max_over.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: Group = field(default=None, repr=False, compare=False)
+
+    def all_gather(
+        self, x: Tensor, dim: int, sections: int = 1, grad: Literal["partial", "full"] = "partial"
+    ) -> Tensor:
+        """S -> Rp (backward: reduce_scatter); with grad="full" S -> R (backward: slice)."""
+        if self.size == 1:
+            return x
+        function = reshard.AllGather if grad == "partial" else reshard.AllGatherFull
+        return _apply(function, x, dim % x.ndim, sections, self)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sections: int = 1) -> Tensor:
+        """P -> S (backward: all_gather)."""
+        return x if self.size == 1 else _apply(reshard.ReduceScatter, x, dim % x.ndim, sections, self)
+
+    def all_reduce(self, x: Tensor, grad: Literal["partial", "full"] = "full") -> Tensor:
+        """P -> R (backward: nothing); with grad="partial" P -> Rp (backward: all_reduce)."""
+        if self.size == 1:
+            return x
+        function = reshard.AllReducePartial if grad == "partial" else reshard.AllReduce
+        return _apply(function, x, self)
+
+    def for_use(self, x: Tensor) -> Tensor:
+        """R -> Rp: nothing forward, all_reduce backward."""
+        return x if self.size == 1 else _apply(reshard.ForUse, x, self)
+
+    def slice(self, x: Tensor, dim: int, sections: int = 1, grad: Literal["partial", "full"] = "full") -> Tensor:
+        """R -> S (backward: all_gather); with grad="partial" Rp -> S (backward: zeros around)."""
+        if self.size == 1:
+            return x
+        function = reshard.SlicePartial if grad == "partial" else reshard.Slice
+        return _apply(function, x, dim % x.ndim, sections, self)
+
+    def first_rank_only(self, x: Tensor, grad: Literal["partial", "full"] = "full") -> Tensor:
+        """R -> P: zeros on all ranks but the first (backward: nothing; with grad="partial", Rp -> P: the same)."""
+        if self.size == 1:
+            return x
+        function = reshard.FirstRankOnlyPartial if grad == "partial" else reshard.FirstRankOnly
+        return _apply(function, x, self)
+
+    def first_rank_grad(self, x: Tensor) -> Tensor:
+        """Rp -> R: nothing forward; backward the gradient stays on the first rank, zeros elsewhere."""
+        return x if self.size == 1 else _apply(reshard.FirstRankGrad, x, self)
+
+    def all_to_all(
+        self, x: Tensor, split_dim: int, concat_dim: int, split_sections: int = 1, concat_sections: int = 1
+    ) -> Tensor:
+        """S(concat_dim) -> S(split_dim) (backward: the reverse)."""
+        if self.size == 1:
+            return x
+        split, concat = (split_dim % x.ndim, split_sections), (concat_dim % x.ndim, concat_sections)
+        return _apply(reshard.AllToAll, x, split, concat, self)
+
+    def sum_over(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, a new tensor. No gradient."""
+        return self._reduced(x, largest=False)
+
+    def max_over(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks, a new tensor. No gradient."""
+        return self._reduced(x, largest=True)
+
+    def _reduced(self, x: Tensor, largest: bool) -> Tensor:
+        if self.size == 1:
+            return x.detach()
+        # A new tensor, since the argument may be saved for a backward or be the gradient of several values.
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        collectives.all_reduce(result, self.group, largest=largest)
+        return result
+
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """[*part] -> [n, *part]: every rank's part, in rank order. No gradient."""
+        result = part.new_empty((self.size, *part.shape))
+        collectives.all_gather(result, part.detach().contiguous(), self.group)
+        return result
+
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """[n, *part] -> [*part]: the sum over ranks of their parts[this rank]. No gradient."""
+        result = parts.new_empty(parts.shape[1:])
+        collectives.reduce_scatter(result, parts.detach().contiguous(), self.group)
+        return result
+
+    def exchange_parts(self, parts: Tensor) -> Tensor:
+        """[n, *part] -> [n, *part]: result[i] is rank i's parts[this rank]. No gradient."""
+        sent = parts.detach().contiguous()
+        result = torch.empty_like(sent)
+        collectives.all_to_all(result, sent, self.group)
+        return result
+
+
+def _apply(function: Any, *args: object) -> Tensor:
+    """`function.apply`, which torch leaves untyped."""
+    result: Tensor = function.apply(*args)
+    return result
+
+
+class Mesh:
+    """Named axes over all ranks, row-major: the last axis joins neighbouring ranks.
+
+    `mesh.dp` is the Axis of that name; one that the mesh lacks has a single rank. `world` is the axis of all ranks.
+    """
+
+    def __init__(self, axes: tuple[Axis, ...], world: Axis, device: torch.device) -> None:
+        self.axes = axes
+        self.world = world
+        self.rank = world.rank
+        self.world_size = world.size
+        self.device = device
+        self._joint: dict[tuple[str, ...], Axis] = {}
+        for name in AXIS_NAMES:
+            setattr(self, name, Axis(name))
+        for axis in axes:
+            setattr(self, axis.name, axis)
+
+    def __getattr__(self, name: str) -> Axis:
+        raise AttributeError(f"the mesh {self} has no axis {name!r}; known names are {', '.join(AXIS_NAMES)}")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name}{axis.size}" for axis in self.__dict__.get("axes", ())) or "single"
+
+    @classmethod
+    def create(cls, axes: tuple[str, ...], sizes: tuple[int, ...], device: torch.device | str = "cpu") -> Mesh:
+        """The mesh over all ranks of the default process group, which must be up if there is more than one rank.
+
+        device: "cpu", or this rank's GPU ("cuda" means the current one). Raises ValueError if the sizes do not
+        multiply to the number of processes. Every rank must call it, with equal axes and sizes.
+        """
+        if len(axes) != len(sizes) or len(set(axes)) != len(axes):
+            raise ValueError(f"axes {axes} and sizes {sizes} must pair up without repetition")
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        is_up = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_up else (0, 1)
+        needed = math.prod(sizes)
+        if needed != world_size:
+            shape = " x ".join(f"{name}{size}" for name, size in zip(axes, sizes, strict=True)) or "single"
+            raise ValueError(
+                f"the program's mesh {shape} needs {needed} processes, but {world_size} run: start it with "
+                f"torchrun --nproc-per-node (times --nnodes) = {needed}, or plan for {world_size} devices"
+            )
+        kept = tuple((name, size) for name, size in zip(axes, sizes, strict=True) if size > 1)
+        world = Axis("world", world_size, rank, dist.group.WORLD if is_up else None)
+        if not kept:
+            return cls(tuple(Axis(name) for name in axes), world, device)
+        torch_mesh = dist.device_mesh.init_device_mesh(
+            device.type, tuple(size for _, size in kept), mesh_dim_names=tuple(name for name, _ in kept)
+        )
+        groups = {name: torch_mesh.get_group(name) for name, _ in kept}
+        ranks = {name: torch_mesh.get_local_rank(name) for name, _ in kept}
+        built = (Axis(name, size, ranks.get(name, 0), groups.get(name)) for name, size in zip(axes, sizes, strict=True))
+        return cls(tuple(built), world, device)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        found: Axis = getattr(self, name)
+        return found
+
+    def joint(self, names: tuple[str, ...]) -> Axis:
+        """One axis over all ranks that differ in the named axes only (row-major, in mesh order).
+
+        Makes process groups the first time, so every rank must ask for the same axes in the same order.
+        """
+        joined = [axis for axis in self.axes if axis.name in names and axis.size > 1]
+        if len(joined) <= 1:
+            return joined[0] if joined else Axis("+".join(names) or "none")
+        key = tuple(axis.name for axis in joined)
+        if key not in self._joint:
+            self._joint[key] = self._join(joined)
+        return self._joint[key]
+
+    def _join(self, joined: list[Axis]) -> Axis:
+        size = math.prod(axis.size for axis in joined)
+        name = "+".join(axis.name for axis in joined)
+        if size == self.world_size:
+            return Axis(name, size, self.rank, self.world.group)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(itertools.product(*(range(axis.size) for axis in self.axes))):
+            outside = tuple(i for i, axis in zip(place, self.axes, strict=True) if axis not in joined)
+            members.setdefault(outside, []).append(rank)
+        # Every rank makes every group, as torch requires, and keeps its own.
+        groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
+        ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
+        return Axis(name, size, ranks.index(self.rank), group)

@@ -1,0 +1,244 @@
+"""Parameters, buffers and inputs by their global shapes and placements, and the base class of generated modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import reshard
+from .dropout import dropout_key
+from .mesh import Mesh
+
+_FORM = re.compile(r"(R|Rp|P)|S\((\d+)(?:/(\d+))?\)")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Param:
+    """A tensor of the program: its global shape, how it lies on the mesh and what is stored of it.
+
+    placements: axis name -> "R" (equal on all ranks, and so are its gradients; what an axis not named has), "Rp" (equal
+    on all ranks, gradients are partial sums), "S(dim)" or "S(dim/sections)" (sharded).
+    zero: 0 stores it whole; 1 shards the optimiser state over `zero_axis`; 2 the accumulated gradients too; 3 the
+    parameter itself too, gathered for use. aliases: further names of the same tensor (tied weights). persistent:
+    whether a buffer belongs to the state dict.
+    """
+
+    shape: tuple[int, ...]
+    placements: Mapping[str, str]
+    zero: int
+    zero_axis: str
+    aliases: tuple[str, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    persistent: bool
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        zero: int = 0,
+        zero_axis: str = "dp",
+        aliases: tuple[str, ...] = (),
+        dtype: str = "float32",
+        requires_grad: bool = True,
+        persistent: bool = True,
+        **placements: str,
+    ) -> None:
+        kept = {axis: text for axis, text in placements.items() if text != "R"}
+        for text in kept.values():
+            parse_placement(text)
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
+        if zero and requires_grad and kept.get(zero_axis) != "Rp":
+            raise ValueError(f"ZeRO shards over an Rp axis only, {zero_axis} has {kept.get(zero_axis, 'R')}")
+        values = (tuple(shape), kept, zero, zero_axis, tuple(aliases), getattr(torch, dtype), requires_grad, persistent)
+        for name, value in zip(Param.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of one rank's part as the program uses it (gathered, under ZeRO-3).
+
+        Raises ValueError if a sharded dim does not divide.
+        """
+        local = list(self.shape)
+        for axis, dim, sections in shards(self.placements, mesh):
+            size = mesh.axis(axis).size
+            if dim >= len(local) or local[dim] % (sections * size):
+                raise ValueError(f"S({dim}/{sections}) over {axis}{size} does not divide shape {self.shape}")
+            local[dim] //= size
+        return tuple(local)
+
+
+def parse_placement(text: str) -> tuple[str, int, int]:
+    """"S(1/3)" -> ("S", 1, 3), "Rp" -> ("Rp", -1, 1). ValueError with the legal forms."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not a placement: {text!r}; write R, Rp, P, S(dim) or S(dim/sections)")
+    kind, dim, sections = match.groups()
+    return (kind, -1, 1) if kind else ("S", int(dim), int(sections or 1))
+
+
+def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, int]]:
+    """The (axis, dim, sections) that shard, in the order in which a whole tensor is cut.
+
+    Where several axes shard one dim, the finest sections are cut first (that leaves the coarser ones whole), and
+    of equal sections the first axis of the mesh.
+    """
+    order = [axis.name for axis in mesh.axes if axis.size > 1]
+    parsed = ((axis, *parse_placement(placements[axis])) for axis in order if axis in placements)
+    found = [(axis, dim, sections) for axis, kind, dim, sections in parsed if kind == "S"]
+    return sorted(found, key=lambda entry: -entry[2])
+
+
+def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
+    """This rank's part of a whole tensor, contiguous (a view where that is one)."""
+    for axis, dim, sections in shards(_placements(spec), mesh):
+        tensor = reshard.own_part(tensor, dim, sections, mesh.axis(axis))
+    return tensor.contiguous()
+
+
+def unshard(local: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
+    """The whole tensor, from every rank's part: sharded axes gathered, partial ones ("P") summed. No gradient."""
+    for axis, dim, sections in reversed(shards(_placements(spec), mesh)):
+        local = reshard.gather(local, dim, sections, mesh.axis(axis))
+    for name, text in _placements(spec).items():
+        if text == "P":
+            local = mesh.axis(name).sum_over(local)
+    return local
+
+
+def _placements(spec: Param | Mapping[str, str]) -> Mapping[str, str]:
+    return spec.placements if isinstance(spec, Param) else spec
+
+
+@dataclass(slots=True)
+class RngState:
+    """Where training is, as far as random numbers depend on it; shared by all modules of a program.
+
+    micro_batch: index in the step. micro_batch_rows: rows (dim 0) of one global micro-batch.
+    """
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    micro_batch_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter of a module tree: full name, spec, and every (module, attribute) that must hold it.
+
+    unit: 0 for the root's own, then one per layer instance, in the order of LAYERS.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    spec: Param
+    unit: int
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class Module(nn.Module):
+    """Base of generated classes: the root of a program, and one class per kind of layer.
+
+    Parameters are declared, not created: `ZeroUnits` (made by `Step`) allocates them and puts them in place, so that
+    `self.self_attn.q_proj.weight` is the tensor that this rank computes with. Names are the user's own.
+
+    PARAMETERS, BUFFERS: name (relative to the instance's path) -> Param. LAYERS (root only): class -> the paths of its
+    instances in order of use. INPUTS (root only): what `forward` takes besides num_targets, with the global shape of
+    one micro-batch.
+    dropout_calls, dropout_base: a layer instance's dropout calls are numbered from dropout_base + index *
+    dropout_calls; a tuple of bases has one for each instance.
+    """
+
+    PARAMETERS: ClassVar[Mapping[str, Param]] = {}
+    BUFFERS: ClassVar[Mapping[str, Param]] = {}
+    LAYERS: ClassVar[Mapping[type[Module], tuple[str, ...]]] = {}
+    INPUTS: ClassVar[Mapping[str, Param]] = {}
+    dropout_base: ClassVar[int | tuple[int, ...]] = 0
+    dropout_calls: ClassVar[int] = 0
+
+    def __init__(self, mesh: Mesh, rng: RngState | None = None, path: str = "", layer_index: int = 0) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.rng = rng or RngState()
+        self.path = path
+        base = self.dropout_base
+        self._first_dropout = base[layer_index] if isinstance(base, tuple) else base + layer_index * self.dropout_calls
+        self._instances: dict[type[Module], tuple[Module, ...]] = {}
+        for cls, paths in self.LAYERS.items():
+            self._instances[cls] = tuple(self._add_layer(cls, p, index) for index, p in enumerate(paths))
+        for name, spec in self.BUFFERS.items():
+            owner, attribute = self._place(name)
+            value = torch.empty(spec.local_shape(mesh), dtype=spec.dtype, device=mesh.device)
+            owner.register_buffer(attribute, value, persistent=spec.persistent)
+        for name, spec in self.PARAMETERS.items():
+            for each in (name, *spec.aliases):
+                owner, attribute = self._place(each)
+                owner.register_parameter(attribute, None)
+
+    def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[Module, ...]:
+        """The layer instances of that class in order, or a run of them."""
+        return self._instances[cls][start:stop]
+
+    def dropout_key(self, call: int) -> int:
+        """The key of this instance's `call`-th dropout (from 0) in this step."""
+        return dropout_key(self.rng.seed, self.rng.step, self._first_dropout + call)
+
+    @property
+    def batch_offset(self) -> int:
+        """Row of the step's global batch at which the current micro-batch starts."""
+        return self.rng.micro_batch * self.rng.micro_batch_rows
+
+    def count_targets(self, **inputs: Tensor) -> list[Tensor]:
+        """Valid targets of the global micro-batch, one 0-dim tensor per cross-entropy; generated where there is one.
+
+        A class that overrides it takes their means over the micro-batches as `num_targets` in `forward`.
+        """
+        raise NotImplementedError
+
+    @property
+    def counts_targets(self) -> bool:
+        """Whether `forward` takes num_targets."""
+        return type(self).count_targets is not Module.count_targets
+
+    def units(self) -> tuple[Module, ...]:
+        """This module and its layer instances."""
+        return (self, *(layer for layers in self._instances.values() for layer in layers))
+
+    def slots(self) -> Iterator[Slot]:
+        """Every parameter once, the root's first."""
+        for unit, module in enumerate(self.units()):
+            prefix = f"{module.path}." if module.path else ""
+            for name, spec in module.PARAMETERS.items():
+                places = tuple(module._place(each) for each in (name, *spec.aliases))
+                yield Slot(prefix + name, tuple(prefix + alias for alias in spec.aliases), spec, unit, places)
+
+    def buffer_slots(self) -> Iterator[tuple[str, Param, Tensor]]:
+        """Every buffer's full name, spec and this rank's tensor."""
+        for module in self.units():
+            prefix = f"{module.path}." if module.path else ""
+            for name, spec in module.BUFFERS.items():
+                owner, attribute = module._place(name)
+                yield prefix + name, spec, owner.get_buffer(attribute)
+
+    def _add_layer(self, cls: type[Module], path: str, index: int) -> Module:
+        owner, attribute = self._place(path)
+        layer = cls(self.mesh, self.rng, path, index)
+        owner.register_module(attribute, layer)
+        return layer
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds `name` and the attribute's name, with containers made where they are missing."""
+        owner: nn.Module = self
+        *parents, attribute = name.split(".")
+        for parent in parents:
+            if parent not in owner._modules:
+                # Raises KeyError if the name is one of this class' own attributes.
+                owner.register_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        return owner, attribute

@@ -1,0 +1,153 @@
+"""The user's eager model with our dropout masks: what a generated program is compared with."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .attention import attention
+from .dropout import dropout, dropout_key
+from .layout import whole
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutCall:
+    """One random call that the mode replaced: what it was, its probability and the shape of its mask."""
+
+    kind: Literal["dropout", "attention"]
+    p: float
+    shape: tuple[int, ...]
+
+
+class SameDropout(TorchFunctionMode):
+    """Within it, the n-th dropout of an eager model uses the mask of key `dropout_key(seed, step, n)`.
+
+    A generated program numbers its dropout calls in the order of the traced forward, so a model run under this mode
+    (one process, whole batch) drops the same elements, and its losses and gradients can be compared. One instance is
+    one step: use a new one for the next.
+
+    Replaced: F.dropout, torch.dropout and their in-place variants (so nn.Dropout and F.multi_head_attention_forward
+    too) in training with p > 0; F.scaled_dot_product_attention with dropout_p > 0. Calls with p = 0 or not in training
+    do not count. Raises NotImplementedError for the random functions of torch.nn that generated programs lack (alpha
+    dropout, channel dropout, recurrent layers with dropout, rrelu).
+
+    Attributes:
+        calls: the calls replaced so far, in order.
+    """
+
+    def __init__(self, seed: int, step: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.step = step
+        self.calls: list[DropoutCall] = []
+        aten = torch.ops.aten
+        self._handlers: dict[object, Callable[..., Tensor | None]] = {
+            F.dropout: self._functional_dropout,
+            torch.dropout: self._dropout,
+            torch.dropout_: self._dropout_,
+            aten.dropout.default: self._dropout,
+            aten.dropout_.default: self._dropout_,
+            F.scaled_dot_product_attention: self._attention,
+            aten.scaled_dot_product_attention.default: self._attention,
+        }
+        self._attention_forward = _without_override_check(F.multi_head_attention_forward)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = self._handlers.get(func)
+        if handler is not None:
+            replaced = handler(*args, **kwargs)
+            return func(*args, **kwargs) if replaced is None else replaced
+        if func is F.multi_head_attention_forward:
+            # torch switches the mode off inside a function that it was told of, but this one's dropout is inside.
+            with self:
+                return self._attention_forward(*args, **kwargs)
+        _refuse_random(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _next_key(self, kind: Literal["dropout", "attention"], p: float, shape: tuple[int, ...]) -> int:
+        self.calls.append(DropoutCall(kind, p, shape))
+        return dropout_key(self.seed, self.step, len(self.calls) - 1)
+
+    def _functional_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor | None:
+        return self._dropout_(input, p, training) if inplace else self._dropout(input, p, training)
+
+    def _dropout(self, input: Tensor, p: float, train: bool) -> Tensor | None:
+        """The result, or None to run the original (which then draws nothing)."""
+        if not train or not 0.0 < p <= 1.0:
+            return None
+        key = self._next_key("dropout", p, tuple(input.shape))
+        return dropout(input, p, key=key, layout=whole(input.shape), mesh=None)
+
+    def _dropout_(self, input: Tensor, p: float, train: bool) -> Tensor | None:
+        dropped = self._dropout(input, p, train)
+        return None if dropped is None else input.copy_(dropped)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        if not 0.0 < dropout_p <= 1.0:
+            return None
+        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            query.shape[:-2], query.shape[:-2] if enable_gqa else key.shape[:-2]
+        )
+        shape = (*batch, query.shape[-2], key.shape[-2])
+        number = self._next_key("attention", dropout_p, shape)
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=number, layout=whole(shape)
+        )
+
+
+def _without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a torch.nn.functional function that runs its body even while a mode is on.
+
+    Such a function first asks has_torch_function and, told yes, hands itself to the mode. The copy sees a module
+    namespace in which the answer is no; the functions that it calls are the originals and still ask.
+    """
+    assert isinstance(function, types.FunctionType)
+    namespace = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, None)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_RANDOM_IN_TRAINING = (
+    F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu
+)  # fmt: skip
+_RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
+
+
+def _refuse_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise NotImplementedError if `func` would draw random numbers that no generated program draws."""
+    name = getattr(func, "__name__", "")
+    random = False
+    if func in _RANDOM_IN_TRAINING:
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        random = bool(bound.arguments["training"]) and bound.arguments.get("p", 1.0) > 0.0
+    elif name in _RECURRENT:
+        # (..., dropout, train, ...) stand side by side in both signatures (padded and packed).
+        random = any(isinstance(p, float) and p > 0.0 and train is True for p, train in pairwise(args))
+    if random:
+        raise NotImplementedError(f"{name} with random numbers has no counterpart in a generated program")

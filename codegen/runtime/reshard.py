@@ -1,0 +1,261 @@
+"""The reshards: one autograd function per change of placement, whose backward is the transposed change.
+
+    R -> Rp    ForUse                P -> R     AllReduce
+    R -> S     Slice                 P -> Rp    AllReducePartial
+    Rp -> S    SlicePartial          P -> S     ReduceScatter
+    Rp -> R    FirstRankGrad         S -> Rp    AllGather
+    R -> P     FirstRankOnly         S -> R     AllGatherFull
+    Rp -> P    FirstRankOnlyPartial  S -> S'    AllToAll
+
+They know nothing of process groups: an `Exchange` (an `Axis` of the mesh, or a simulation of several ranks) moves the
+bytes. Results are contiguous. None of these may be differentiated twice.
+
+Legend of the shapes below: n ranks of the axis; a dim of k equal sections, each split over the ranks, is the grid
+(k sections, n ranks, m elements), and its local part (k sections, m elements).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Exchange(Protocol):
+    """What the functions below need of an axis. Arguments may have any strides, results are contiguous and new."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """[*part] -> [n, *part]: every rank's part in rank order."""
+        ...
+
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """[n, *part] -> [*part]: the sum over ranks of their parts[this rank]."""
+        ...
+
+    def exchange_parts(self, parts: Tensor) -> Tensor:
+        """[n, *part] -> [n, *part]: result[i] is rank i's parts[this rank]."""
+        ...
+
+    def sum_over(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        ...
+
+
+def split_parts(x: Tensor, dim: int, sections: int, size: int) -> Tensor:
+    """A view [n, ..., k * m, ...] of x [..., k * n * m, ...] whose index r is rank r's part.
+
+    A copy if sections > 1 and dims do not merge. Raises ValueError if the dim does not divide.
+    """
+    length = x.shape[dim]
+    if length % (sections * size):
+        raise ValueError(f"dim {dim} of shape {tuple(x.shape)} is not {sections} sections over {size} ranks")
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    if sections == 1:
+        return x.reshape(*before, size, length // size, *after).movedim(dim, 0)
+    grid = x.reshape(*before, sections, size, length // sections // size, *after).movedim(dim + 1, 0)
+    return grid.reshape(size, *before, length // size, *after)
+
+
+def join_parts(parts: Tensor, dim: int, sections: int) -> Tensor:
+    """The inverse of `split_parts`: [n, ..., k * m, ...] -> contiguous [..., k * n * m, ...]; no copy if it is one."""
+    size, length = parts.shape[0], parts.shape[dim + 1]
+    before, after = parts.shape[1 : dim + 1], parts.shape[dim + 2 :]
+    grid = parts.reshape(size, *before, sections, length // sections, *after).movedim(0, dim + 1)
+    return grid.reshape(*before, size * length, *after).contiguous()
+
+
+def own_part(x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+    """This rank's part of x, contiguous (the generated code may view it)."""
+    return split_parts(x, dim, sections, axis.size)[axis.rank].contiguous()
+
+
+def pad_part(part: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+    """The whole tensor that holds `part` at this rank's place and zeros elsewhere."""
+    parts = part.new_zeros((axis.size, *part.shape))
+    parts[axis.rank] = part
+    return join_parts(parts, dim, sections)
+
+
+def gather(part: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+    """S -> replicated."""
+    return join_parts(axis.gather_parts(part), dim, sections)
+
+
+def scatter(x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+    """P -> S."""
+    return axis.scatter_sum(split_parts(x, dim, sections, axis.size))
+
+
+class ForUse(torch.autograd.Function):
+    """R -> Rp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.sum_over(grad), None
+
+
+class AllReduce(torch.autograd.Function):
+    """P -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
+        return axis.sum_over(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class AllReducePartial(torch.autograd.Function):
+    """P -> Rp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
+        ctx.axis = axis
+        return axis.sum_over(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.sum_over(grad), None
+
+
+class AllGather(torch.autograd.Function):
+    """S -> Rp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+        ctx.place = dim, sections, axis
+        return gather(x, dim, sections, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return scatter(grad, *ctx.place), None, None, None
+
+
+class AllGatherFull(torch.autograd.Function):
+    """S -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+        ctx.place = dim, sections, axis
+        return gather(x, dim, sections, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return own_part(grad, *ctx.place), None, None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """P -> S."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+        ctx.place = dim, sections, axis
+        return scatter(x, dim, sections, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather(grad, *ctx.place), None, None, None
+
+
+class Slice(torch.autograd.Function):
+    """R -> S."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+        ctx.place = dim, sections, axis
+        return own_part(x, dim, sections, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather(grad, *ctx.place), None, None, None
+
+
+class SlicePartial(torch.autograd.Function):
+    """Rp -> S."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
+        ctx.place = dim, sections, axis
+        return own_part(x, dim, sections, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return pad_part(grad, *ctx.place), None, None, None
+
+
+class FirstRankOnly(torch.autograd.Function):
+    """R -> P."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
+        return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class FirstRankOnlyPartial(torch.autograd.Function):
+    """Rp -> P."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None
+
+
+class FirstRankGrad(torch.autograd.Function):
+    """Rp -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None
+
+
+def _exchange(x: Tensor, split: tuple[int, int], concat: tuple[int, int], axis: Exchange) -> Tensor:
+    return join_parts(axis.exchange_parts(split_parts(x, *split, axis.size)), *concat)
+
+
+class AllToAll(torch.autograd.Function):
+    """S(concat dim) -> S(split dim); `split` and `concat` are (dim, sections)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: tuple[int, int], concat: tuple[int, int], axis: Exchange) -> Tensor:
+        ctx.place = concat, split, axis
+        return _exchange(x, split, concat, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(grad, *ctx.place), None, None, None

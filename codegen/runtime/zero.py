@@ -1,0 +1,275 @@
+"""When parameters are gathered and released, and gradients reduced, in one training step.
+
+ZeRO stages 0 to 2 keep the parameters; their buckets span layers and hold about `BUCKET_BYTES`. Under stage 3 a unit
+(one layer instance, or the root) has buckets of its own, gathered before the layer runs and freed after it: in forward
+by module hooks, in backward by a hook on the layer's outputs and by the arrival of its last gradient. The next unit is
+gathered while one computes. Collectives start in the order in which gradients arrive, which is the same on all ranks
+because all run the same graph; buckets that got none, or not all, are reduced at the end, in a fixed order, with zeros.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives
+from .collectives import Work
+from .flat import Bucket, Key, key_of
+from .mesh import Mesh
+from .parameters import Module, Slot
+
+BUCKET_BYTES = 25 * 2**20
+"""Size from which latency no longer matters, as in DistributedDataParallel."""
+_MAX_IN_FLIGHT = 2
+"""Reduce-scatters whose whole gradients are still held; more would only cost memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduction under way. line: keeps the sent buffer alive. partial: to be added to the bucket's gradient."""
+
+    bucket: Bucket
+    work: Work | None
+    line: Tensor
+    partial: Tensor | None
+
+    def finish(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.partial is not None:
+            self.bucket.gradient.add_(self.partial)
+
+
+class _Unit:
+    """A layer instance with parameters under stage 3. place: in the order of execution, from the first forward."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = tuple(buckets)
+        self.place = -1
+        self.is_in_backward = False
+        # Frozen weights are needed for the gradients of activations, of which nothing tells the end.
+        self.releases_itself = all(bucket.key.requires_grad for bucket in buckets)
+        self._num_left = 0
+
+    def expect_gradients(self) -> None:
+        self.is_in_backward = False
+        self._num_left = len(self.buckets)
+
+    def start_gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def finish_gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
+    def bucket_done(self) -> None:
+        self._num_left -= 1
+        if self._num_left == 0 and self.releases_itself:
+            self.release()
+
+
+class ZeroUnits:
+    """All parameters of a module tree, allocated as their ZeRO stages say.
+
+    precision: "fp32" computes in the parameters' own dtypes, "bf16" in bf16 (masters and gradients stay fp32).
+    num_micro_batches: with one, stage 1 works as stage 2, which needs no more communication and less memory.
+    """
+
+    def __init__(self, model: Module, mesh: Mesh, precision: str = "fp32", num_micro_batches: int = 1) -> None:
+        self.mesh = mesh
+        self.buckets: list[Bucket] = []
+        self._root_buckets: list[Bucket] = []
+        self._units: list[_Unit] = []
+        self._order: list[_Unit] = []
+        self._in_flight: deque[_Reduction] = deque()
+        self._accumulate = False
+        self._is_last = True
+        for unit, slots in _groups(model, mesh):
+            key = key_of(slots[0], mesh)
+            whole = key.stage == 0 or (key.stage == 1 and num_micro_batches > 1)
+            bucket = Bucket(key, slots, mesh, precision == "bf16", whole)
+            self.buckets.append(bucket)
+            if key.stage == 3:
+                bucket.release()
+                if unit == 0:
+                    self._root_buckets.append(bucket)
+        self._trainable = [bucket for bucket in self.buckets if bucket.key.requires_grad]
+        owners = self._hook_layers(model)
+        for bucket in self._trainable:
+            hook = self._gradient_hook(bucket, owners.get(id(bucket)))
+            for entry in bucket.entries:
+                leaf: Any = entry.used
+                leaf.register_post_accumulate_grad_hook(hook)
+
+    def _hook_layers(self, model: Module) -> dict[int, _Unit]:
+        owners: dict[int, _Unit] = {}
+        for index, module in enumerate(model.units()):
+            own = [b for b in self.buckets if b.key.stage == 3 and b.entries[0].slot.unit == index]
+            if index and own:
+                unit = _Unit(own)
+                self._units.append(unit)
+                owners.update((id(bucket), unit) for bucket in own)
+                module.register_forward_pre_hook(self._pre_forward_hook(unit))
+                module.register_forward_hook(self._forward_hook(unit))
+        return owners
+
+    # The course of a micro-batch --------------------------------------------------------------------------------------
+
+    def begin(self, accumulate: bool, is_last: bool) -> None:
+        """Before a forward. accumulate: add to the gradients there are. is_last: of the step's micro-batches."""
+        self._accumulate, self._is_last = accumulate, is_last
+        for bucket in self._trainable:
+            bucket.expect_gradients()
+        for unit in self._units:
+            unit.expect_gradients()
+        for bucket in self._root_buckets:
+            bucket.start_gather()
+        if self._order:
+            self._order[0].start_gather()
+        for bucket in self._root_buckets:
+            bucket.finish_gather()
+
+    def end(self, has_backward: bool = True) -> None:
+        """After the backward (or, without one, the forward): all gradients are reduced when the last one returns."""
+        if has_backward:
+            for bucket in self._trainable:
+                if not bucket.is_complete:
+                    self._reduce(bucket)
+            while self._in_flight:
+                self._in_flight.popleft().finish()
+            if self._is_last:
+                self._reduce_over_others()
+        for bucket in self.buckets:
+            bucket.release()
+
+    def publish(self) -> None:
+        """After the masters changed: the parameters that are kept whole follow."""
+        works = [bucket.start_publish() for bucket in self.buckets]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        line = bucket.collect(self._accumulate)
+        if bucket.axis.size == 1:
+            if self._is_last and bucket.others.size > 1:
+                work = collectives.all_reduce(line, bucket.others.group, async_op=True)
+                self._in_flight.append(_Reduction(bucket, work, line, None))
+            return
+        is_whole = bucket.whole_gradient is not None
+        if is_whole and not self._is_last:
+            return
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and not is_whole:
+            self._in_flight.popleft().finish()
+        adds = self._accumulate and not is_whole
+        target = torch.empty_like(bucket.gradient) if adds else bucket.gradient
+        work = collectives.reduce_scatter(target, line, bucket.axis.group, async_op=True)
+        self._in_flight.append(_Reduction(bucket, work, line, target if adds else None))
+
+    def _reduce_over_others(self) -> None:
+        """Once per step: sums of sums over the ZeRO axis, over the other axes with partial gradients."""
+        works = [
+            collectives.all_reduce(bucket.gradient, bucket.others.group, async_op=True)
+            for bucket in self._trainable
+            if bucket.axis.size > 1 and bucket.others.size > 1
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def _gradient_hook(self, bucket: Bucket, unit: _Unit | None) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            if bucket.count_gradient():
+                self._reduce(bucket)
+                if unit is not None:
+                    unit.bucket_done()
+
+        return hook
+
+    def _pre_forward_hook(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
+        def hook(_: nn.Module, __: Any) -> None:
+            if unit.place < 0:
+                unit.place = len(self._order)
+                self._order.append(unit)
+            unit.finish_gather()
+            # In backward (recomputation) the next layer is done, and must not be gathered again.
+            if not unit.is_in_backward and unit.place + 1 < len(self._order):
+                self._order[unit.place + 1].start_gather()
+
+        return hook
+
+    def _forward_hook(self, unit: _Unit) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if unit.is_in_backward:
+                return
+            has_backward = torch.is_grad_enabled()
+            if has_backward:
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda _: self._before_backward(unit))
+            # The last layer's backward is the next thing to run.
+            if not (has_backward and unit.place == len(self._units) - 1):
+                unit.release()
+
+        return hook
+
+    def _before_backward(self, unit: _Unit) -> None:
+        if unit.is_in_backward:
+            return
+        unit.is_in_backward = True
+        unit.finish_gather()
+        following = unit.place + 1
+        if following < len(self._order) and not self._order[following].releases_itself:
+            self._order[following].release()
+        if unit.place > 0:
+            self._order[unit.place - 1].start_gather()
+
+
+def _groups(model: Module, mesh: Mesh) -> Iterator[tuple[int, list[Slot]]]:
+    """The parameters of each bucket, with the unit (0 the root) under stage 3.
+
+    Stage 3: one bucket per unit and key. Below: layers together, from the last to the first as gradients arrive, and
+    the root's apart (its gradients arrive first or last), cut at BUCKET_BYTES.
+    """
+    slots = list(model.slots())
+    by_key: dict[tuple[Key, int], list[Slot]] = {}
+    for slot in slots:
+        key = key_of(slot, mesh)
+        by_key.setdefault((key, slot.unit if key.stage == 3 else min(slot.unit, 1)), []).append(slot)
+    for (key, unit), members in by_key.items():
+        if key.stage == 3:
+            yield unit, members
+            continue
+        group: list[Slot] = []
+        num_bytes = 0
+        for slot in sorted(members, key=lambda slot: -slot.unit):
+            group.append(slot)
+            num_bytes += torch.Size(slot.spec.local_shape(mesh)).numel() * max(4, key.dtype.itemsize)
+            if num_bytes >= BUCKET_BYTES:
+                yield unit, group
+                group, num_bytes = [], 0
+        if group:
+            yield unit, group
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in a nested output (their hook methods are untyped in torch)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

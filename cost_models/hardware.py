@@ -1,0 +1,157 @@
+"""Frozen descriptions of one device and one link. Figures and their sources live in ``machines/*.toml``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DTYPE_FALLBACKS: Mapping[str, tuple[str, ...]] = {
+    "fp32": (),
+    "tf32": ("fp32",),
+    "bf16": ("fp32",),
+    "fp16": ("fp32",),
+    "fp8": ("fp16", "bf16", "fp32"),
+    "fp64": (),
+    "complex64": ("fp32",),
+    "bool": ("fp32",),
+    "uint8": ("fp32",),
+    "int8": ("fp32",),
+    "int16": ("fp32",),
+    "int32": ("fp32",),
+    "int64": ("fp32",),
+}
+"""Where a dtype is computed if the device has no units for it: the first listed dtype that holds its values exactly
+(so bf16 never runs as fp16, whose range is smaller). Integers and complex numbers are priced as fp32."""
+
+
+def _require_positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{owner}: {name} must be positive and finite, got {value!r}")
+
+
+def _require_not_negative(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{owner}: {name} must be zero or more and finite, got {value!r}")
+
+
+def _require_fraction(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value <= 1:
+            raise ValueError(f"{owner}: {name} must be in (0, 1], got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator (or CPU process).
+
+    memory_bytes: what one process can use, before `reserved_bytes`.
+    memory_bytes_per_second: nominal. peak_flops_per_second: nominal dense peak by dtype; "fp32" must be there and
+    means true fp32 (PyTorch does not use tf32 for fp32 matmuls unless asked to).
+    kernel_launch_seconds: fixed cost of one kernel.
+    matmul_efficiency, attention_efficiency, memory_efficiency: the fraction of the peak that large kernels reach.
+    matmul_ramp_seconds, memory_ramp_seconds: ideal time at which a kernel reaches half of that fraction.
+    matmul_tile: rows and columns of an output tile; smaller matrices are padded to it.
+    reserved_bytes: driver context, library workspaces and communication buffers.
+    intra_link, inter_link: names of the usual links inside and between nodes ("" if none is usual).
+    source: where the figures come from.
+
+    The mapping is copied and must not be changed afterwards. Raises ValueError for figures out of range.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    peak_flops_per_second: Mapping[str, float] = field(hash=False)
+    kernel_launch_seconds: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    source: str
+    attention_efficiency: float = 0.5
+    matmul_ramp_seconds: float = 0.0
+    memory_ramp_seconds: float = 0.0
+    matmul_tile: int = 1
+    reserved_bytes: int = 0
+    intra_link: str = ""
+    inter_link: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peak_flops_per_second", dict(self.peak_flops_per_second))
+        if "fp32" not in self.peak_flops_per_second:
+            raise ValueError(f"device {self.name}: peak_flops_per_second needs an entry for fp32")
+        owner = f"device {self.name}"
+        _require_positive(
+            owner,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_second=self.memory_bytes_per_second,
+            matmul_tile=self.matmul_tile,
+            **{f"peak_flops_per_second.{dtype}": peak for dtype, peak in self.peak_flops_per_second.items()},
+        )
+        _require_not_negative(
+            owner,
+            kernel_launch_seconds=self.kernel_launch_seconds,
+            matmul_ramp_seconds=self.matmul_ramp_seconds,
+            memory_ramp_seconds=self.memory_ramp_seconds,
+            reserved_bytes=self.reserved_bytes,
+        )
+        _require_fraction(
+            owner,
+            matmul_efficiency=self.matmul_efficiency,
+            attention_efficiency=self.attention_efficiency,
+            memory_efficiency=self.memory_efficiency,
+        )
+
+    def peak(self, dtype: str) -> float:
+        """Nominal peak FLOP/s of contractions in `dtype`, by DTYPE_FALLBACKS where the device lacks the dtype.
+
+        Raises ValueError for a dtype that is neither listed for the device nor has a fallback that is.
+        """
+        for candidate in (dtype, *DTYPE_FALLBACKS.get(dtype, ())):
+            if candidate in self.peak_flops_per_second:
+                return self.peak_flops_per_second[candidate]
+        known = ", ".join(sorted({*DTYPE_FALLBACKS, *self.peak_flops_per_second}))
+        raise ValueError(f"device {self.name} has no peak for dtype {dtype!r}; known dtypes: {known}")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One kind of connection between devices.
+
+    bytes_per_second: nominal, one direction, per device; per node if `shared_by_node`.
+    efficiency: the fraction that large messages reach. latency_seconds: of one hop of one message.
+    startup_seconds: fixed cost of one collective.
+    contention_per_doubling: c in rate / (1 + c log2(nodes)), for fabrics that slow down as more nodes talk at once.
+    in_network_reduction: the switch sums, so that an all_reduce moves every byte once up and once down (NVLink SHARP).
+    shared_by_node: the devices of a node share the link.
+    source: where the figures come from.
+
+    Raises ValueError for figures out of range.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    source: str
+    efficiency: float = 1.0
+    startup_seconds: float = 0.0
+    contention_per_doubling: float = 0.0
+    in_network_reduction: bool = False
+    shared_by_node: bool = False
+
+    def __post_init__(self) -> None:
+        owner = f"link {self.name}"
+        _require_positive(owner, bytes_per_second=self.bytes_per_second)
+        _require_not_negative(
+            owner,
+            latency_seconds=self.latency_seconds,
+            startup_seconds=self.startup_seconds,
+            contention_per_doubling=self.contention_per_doubling,
+        )
+        _require_fraction(owner, efficiency=self.efficiency)
+
+    @property
+    def achievable_bytes_per_second(self) -> float:
+        """What large messages reach: bytes_per_second x efficiency."""
+        return self.bytes_per_second * self.efficiency

@@ -1,0 +1,245 @@
+"""Exact min-sum variable elimination (bucket elimination) on dense tables.
+
+For variables v1, v2, ... in elimination order, the bucket of v holds every table that mentions v and no earlier
+variable. The message of v is
+
+    m_v(S_v) = min over x_v of the sum of v's bucket
+
+with S_v, the separator, the other variables of that bucket. It joins the bucket of v's parent, the earliest variable
+in S_v (the next variable in the order where S_v is empty, so that the components of the graph form one tree and the
+last message is the optimum). A backward pass gives the completion
+
+    r_v(S_v) = min over all variables outside v's subtree and S_v of all tables outside v's subtree
+
+so that m_v + r_v is the best objective with S_v fixed. Source: R. Dechter, "Bucket elimination: a unifying framework
+for reasoning", Artificial Intelligence 113 (1999), sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from search.core import Pairwise
+from search.problem import Array
+
+BLOCK_CELLS = 1 << 16
+TARGET_BLOCK_CELLS = 1 << 14
+"""Cells per block of a table sum, and of the result it is minimised into: 512 KiB and 128 KiB, so that the
+passes over a block stay in a core's second-level cache. Measured: 1.5 ns per cell, against 2 at 1 << 10."""
+
+Check = Callable[[], None]
+
+
+class Factor(NamedTuple):
+    """A table; axis i of ``array`` is variable ``scope[i]``. Scopes are in elimination order."""
+
+    scope: tuple[int, ...]
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An elimination order and the sizes that follow from it.
+
+    ``separators`` and ``parents`` are indexed by variable; the last variable has parent -1. ``total_cells`` counts the
+    cells of all bucket tables (the time), ``message_cells`` those of all messages (the memory).
+    """
+
+    order: tuple[int, ...]
+    separators: tuple[tuple[int, ...], ...]
+    parents: tuple[int, ...]
+    total_cells: float
+    message_cells: float
+
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """For each variable, the variables whose message joins its bucket, in elimination order."""
+        found: list[list[int]] = [[] for _ in self.order]
+        for variable in self.order[:-1]:
+            found[self.parents[variable]].append(variable)
+        return tuple(tuple(group) for group in found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elimination:
+    """The forward pass: each variable's bucket (messages of ``plan.children()`` last) and message, and the optimum."""
+
+    plan: Plan
+    sizes: tuple[int, ...]
+    buckets: tuple[tuple[Factor, ...], ...]
+    messages: tuple[Factor, ...]
+    value: float
+
+
+def plan_elimination(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> Plan:
+    """The cheaper of two greedy orders: least bucket table, and least added fill (in cells), by actual table sizes."""
+    plans = [_plan_for(_greedy_order(sizes, pairs, by_fill), sizes, pairs) for by_fill in (False, True)]
+    return min(plans, key=lambda plan: plan.total_cells + plan.message_cells)
+
+
+def eliminate(function: Pairwise, plan: Plan, check: Check) -> Elimination:
+    """The forward pass. ``check`` is called once per block of work and may raise to stop it."""
+    count, sizes = len(plan.order), function.sizes
+    position = {variable: index for index, variable in enumerate(plan.order)}
+    buckets: list[list[Factor]] = [[Factor((v,), function.unaries[v])] for v in range(count)]
+    for a, b in sorted(function.edges):
+        first, second = (a, b) if position[a] < position[b] else (b, a)
+        buckets[first].append(Factor((first, second), function.table(first, second)))
+    messages = [Factor((), np.zeros(()))] * count
+    for variable in plan.order:
+        messages[variable] = project(buckets[variable], plan.separators[variable], sizes, check)
+        if plan.parents[variable] >= 0:
+            buckets[plan.parents[variable]].append(messages[variable])
+    value = float(messages[plan.order[-1]].array) if count else 0.0
+    return Elimination(plan, sizes, tuple(tuple(bucket) for bucket in buckets), tuple(messages), value)
+
+
+def decode(elimination: Elimination) -> tuple[int, ...]:
+    """Choices that attain the optimum; ties go to the lowest option, from the last eliminated variable backwards."""
+    choices = [0] * len(elimination.sizes)
+    for variable in reversed(elimination.plan.order):
+        total = np.zeros(elimination.sizes[variable])
+        for factor in elimination.buckets[variable]:
+            total = total + factor.array[tuple(slice(None) if v == variable else choices[v] for v in factor.scope)]
+        choices[variable] = int(np.argmin(total))
+    return tuple(choices)
+
+
+def completions(elimination: Elimination, check: Check) -> tuple[Factor, ...]:
+    """The backward pass: r_v of the module's docstring for each variable v, over the axes S_v."""
+    plan = elimination.plan
+    children = plan.children()
+    result = [Factor((), np.zeros(()))] * len(plan.order)
+    for variable in reversed(plan.order):
+        bucket = elimination.buckets[variable]
+        num_own = len(bucket) - len(children[variable])
+        for index, child in enumerate(children[variable], start=num_own):
+            others = [*bucket[:index], *bucket[index + 1 :], result[variable]]
+            result[child] = project(others, plan.separators[child], elimination.sizes, check)
+    return tuple(result)
+
+
+def marginals(elimination: Elimination, rests: Sequence[Factor], check: Check) -> tuple[Array, ...]:
+    """For each variable and option, the best objective with that option fixed (inf if there is none).
+
+    Read off m_u + r_u for the smallest separator S_u that has the variable, or off its own bucket if none has.
+    """
+    sizes, smallest = elimination.sizes, [-1] * len(elimination.sizes)
+    for child, message in enumerate(elimination.messages):
+        for v in message.scope:
+            if smallest[v] < 0 or message.array.size < elimination.messages[smallest[v]].array.size:
+                smallest[v] = child
+    found: list[Array] = []
+    for v, child in enumerate(smallest):
+        factors = elimination.buckets[v] if child < 0 else (elimination.messages[child],)
+        rest = rests[v] if child < 0 else rests[child]
+        found.append(project([*factors, rest], (v,), sizes, check).array)
+    return tuple(found)
+
+
+def project(factors: Sequence[Factor], target: tuple[int, ...], sizes: Sequence[int], check: Check) -> Factor:
+    """The minimum, over all variables outside ``target``, of the sum of ``factors``; the sum is never held whole."""
+    eliminated = tuple(sorted({v for factor in factors for v in factor.scope} - set(target)))
+    axes = eliminated + target
+    arrays = sorted((_aligned(factor, axes) for factor in factors), key=lambda array: array.size)
+    out = np.full(tuple(sizes[v] for v in target), np.inf)
+    eliminated_shape = tuple(sizes[v] for v in eliminated)
+    eliminated_axes = tuple(range(len(eliminated)))
+    for target_block in _blocks(out.shape, TARGET_BLOCK_CELLS):
+        view = out[target_block] if target else out
+        for eliminated_block in _blocks(eliminated_shape, max(1, BLOCK_CELLS // max(1, view.size))):
+            block = eliminated_block + target_block
+            total = _part(arrays[0], block)
+            for array in arrays[1:]:
+                total = total + _part(array, block)
+            np.minimum(view, total.min(axis=eliminated_axes), out=view)
+        check()
+    return Factor(target, out)
+
+
+def _aligned(factor: Factor, axes: tuple[int, ...]) -> Array:
+    """The factor's array with one axis per entry of ``axes``, of length one where the factor does not depend on it."""
+    permutation = sorted(range(len(factor.scope)), key=lambda axis: axes.index(factor.scope[axis]))
+    array = np.ascontiguousarray(factor.array.transpose(permutation))
+    lengths = {factor.scope[axis]: factor.array.shape[axis] for axis in permutation}
+    return array.reshape(tuple(lengths.get(v, 1) for v in axes))
+
+
+def _part(array: Array, block: tuple[slice, ...]) -> Array:
+    """A block of an aligned array."""
+    part: Array = array[tuple(slice(None) if size == 1 else s for size, s in zip(array.shape, block, strict=True))]
+    return part
+
+
+def _blocks(shape: tuple[int, ...], max_cells: int) -> Iterator[tuple[slice, ...]]:
+    """Cut a shape into blocks of at most ``max_cells`` cells (at least one), leading axes first."""
+    if math.prod(shape) <= max_cells:
+        yield tuple(slice(0, size) for size in shape)
+        return
+    rest = math.prod(shape[1:])
+    step = max(1, max_cells // max(1, rest))
+    for start in range(0, shape[0], step):
+        for block in _blocks(shape[1:], max_cells):
+            yield (slice(start, min(start + step, shape[0])), *block)
+
+
+def _greedy_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by_fill: bool) -> tuple[int, ...]:
+    """Eliminate, again and again, the variable with the least score; ties go to the lowest index."""
+    adjacent: list[set[int]] = [set() for _ in sizes]
+    for a, b in pairs:
+        adjacent[a].add(b)
+        adjacent[b].add(a)
+
+    def score(v: int) -> tuple[float, float]:
+        cells = float(sizes[v]) * math.prod(float(sizes[u]) for u in adjacent[v])
+        if not by_fill:
+            return cells, 0.0
+        around = sorted(adjacent[v])
+        fill = sum(sizes[a] * sizes[b] for i, a in enumerate(around) for b in around[i + 1 :] if b not in adjacent[a])
+        return float(fill), cells
+
+    scores = {v: score(v) for v in range(len(sizes))}
+    order: list[int] = []
+    while scores:
+        chosen = min(scores, key=lambda v: (scores[v], v))
+        order.append(chosen)
+        del scores[chosen]
+        around = adjacent[chosen]
+        for v in around:
+            adjacent[v] |= around
+            adjacent[v] -= {v, chosen}
+        # A fill edge between two neighbours of w changes w's fill score although w is no neighbour of ``chosen``.
+        touched = set(around)
+        if by_fill:
+            touched |= {w for v in around for w in adjacent[v]}
+        for v in touched:
+            scores[v] = score(v)
+    return tuple(order)
+
+
+def _plan_for(order: tuple[int, ...], sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> Plan:
+    """Separators, parents and sizes of one order."""
+    position = {variable: index for index, variable in enumerate(order)}
+    scopes: list[set[int]] = [set() for _ in sizes]
+    for a, b in pairs:
+        first, second = (a, b) if position[a] < position[b] else (b, a)
+        scopes[first].add(second)
+    separators: list[tuple[int, ...]] = [()] * len(sizes)
+    parents = [-1] * len(sizes)
+    total_cells = message_cells = 0.0
+    for index, variable in enumerate(order):
+        separator = tuple(sorted(scopes[variable], key=position.__getitem__))
+        separators[variable] = separator
+        if separator:
+            parents[variable] = separator[0]
+            scopes[separator[0]].update(separator[1:])
+        elif index + 1 < len(order):
+            parents[variable] = order[index + 1]
+        cells = math.prod(float(sizes[v]) for v in separator)
+        message_cells += cells
+        total_cells += cells * sizes[variable]
+    return Plan(order, tuple(separators), tuple(parents), total_cells, message_cells)

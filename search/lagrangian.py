@@ -1,0 +1,151 @@
+"""The Lagrangian relaxation of the budgets: a lower bound, and choices near the optimum.
+
+    L(l) = min over choices of [cost + sum_k l_k (usage_k - limit_k)],   l >= 0
+
+is a lower bound for every l. It is concave and piecewise linear; each evaluation (one elimination) yields a choice and
+with it a plane above L. Kelley's cutting-plane method (J. Kelley, SIAM J. 8 (1960)) maximises the minimum of the
+planes, a linear program in K + 1 variables, until it meets L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from search.core import Core
+from search.elimination import (
+    Check,
+    Elimination,
+    Factor,
+    completions,
+    decode,
+    eliminate,
+    marginals,
+    plan_elimination,
+)
+from search.problem import Array
+
+MAX_ITERATIONS = 60
+RELATIVE_TOLERANCE = 1e-10
+GAP_FRACTION = 0.01
+"""Stop once the bound can rise by no more than this fraction of the distance to the best known choice."""
+
+BOX = 1e4
+"""Upper limit of the scaled multipliers; at 1 they weigh a budget's whole excess like the whole range of costs."""
+
+MIN_SLOPE = 1e-9
+"""Scaled slopes below this are rounding; left in, they unsettle the linear solver."""
+
+Plane = tuple[float, tuple[float, ...]]
+"""A choice as the dual sees it: its cost and its usage minus limit per budget."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dual:
+    """The best multipliers found, the bound L there, and the relaxation solved forwards and backwards.
+
+    ``margins[v][x]`` is the optimum of the Lagrangian (without its constant) with option x of v fixed.
+    """
+
+    core: Core
+    multipliers: tuple[float, ...]
+    value: float
+    forward: Elimination
+    rests: tuple[Factor, ...]
+    margins: tuple[Array, ...]
+
+
+def maximise(
+    core: Core,
+    limits: Sequence[float],
+    start: Sequence[float],
+    planes: list[Plane],
+    offer: Callable[[Core, tuple[int, ...]], float],
+    learn: Callable[[float], None],
+    check: Check,
+    gap_fraction: float = GAP_FRACTION,
+) -> Dual | None:
+    """Maximise L; None when the bound reaches the cutoff.
+
+    Args:
+        core: at least one budget.
+        limits: per budget.
+        start: multipliers to try first.
+        planes: planes known already; those found are appended.
+        offer: is given each choice found and returns the cutoff: choices that do not cost less are of no interest.
+        learn: is told each new lower bound.
+        check: may raise to stop.
+        gap_fraction: stop once the bound can rise by no more than this fraction of its distance to the cutoff.
+    """
+    plan = plan_elimination(core.sizes, core.pairs())
+    multipliers, best_value = tuple(start), -np.inf
+    best: tuple[tuple[float, ...], Elimination] | None = None
+    for _ in range(MAX_ITERATIONS):
+        forward = eliminate(core.weighted(multipliers), plan, check)
+        choices = decode(forward)
+        cutoff = offer(core, choices)
+        value = forward.value - float(np.dot(multipliers, limits))
+        if best is None or value > best_value:
+            best_value, best = value, (multipliers, forward)
+            learn(value)
+        if best_value >= cutoff:
+            return None
+        planes.append(plane(core, choices, limits))
+        found = best_multipliers(planes, len(limits))
+        if found is None or found[0] == multipliers:
+            break
+        multipliers, ceiling = found
+        settled = RELATIVE_TOLERANCE * abs(ceiling)
+        if np.isfinite(cutoff):
+            settled = max(settled, gap_fraction * (cutoff - best_value))
+        if not ceiling - best_value > settled:
+            break
+        del forward  # Two sets of messages at once are enough.
+    assert best is not None
+    rests = completions(best[1], check)
+    return Dual(core, best[0], best_value, best[1], rests, marginals(best[1], rests, check))
+
+
+def drop_above(dual: Dual, threshold: float) -> Core | None:
+    """The core without options whose Lagrangian margin is not below ``threshold``; None if a variable has none."""
+    masks = [margin < threshold for margin in dual.margins]
+    return dual.core.keep(masks) if all(mask.any() for mask in masks) else None
+
+
+def plane(core: Core, choices: Sequence[int], limits: Sequence[float]) -> Plane:
+    """The plane of one choice."""
+    totals: list[float] = []
+    for function in (core.costs, *core.usages):
+        total = sum(float(unary[choice]) for unary, choice in zip(function.unaries, choices, strict=True))
+        total += sum(float(table[choices[a], choices[b]]) for (a, b), table in function.edges.items())
+        totals.append(total)
+    return totals[0], tuple(used - limit for used, limit in zip(totals[1:], limits, strict=True))
+
+
+def best_multipliers(planes: Sequence[Plane], num_budgets: int) -> tuple[tuple[float, ...], float] | None:
+    """Multipliers that maximise the least plane, and that maximum; None if the linear solver gives up.
+
+    Costs and excesses are scaled so that the solver sees numbers near one.
+    """
+    costs = np.array([plane[0] for plane in planes])
+    excess = np.array([plane[1] for plane in planes])
+    base, cost_scale = float(costs.min()), float(np.ptp(costs)) or 1.0
+    usage_scale = np.maximum(np.abs(excess).max(axis=0), np.finfo(np.float64).tiny)
+    slopes_SK = excess / usage_scale  # S planes, K budgets
+    slopes_SK[np.abs(slopes_SK) < MIN_SLOPE] = 0.0
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    height = solver.NumVar(-solver.infinity(), solver.infinity(), "height")
+    weights = [solver.NumVar(0.0, BOX, f"multiplier_{k}") for k in range(num_budgets)]
+    for cost, over in zip((costs - base) / cost_scale, slopes_SK, strict=True):
+        slopes = zip(over.tolist(), weights, strict=True)
+        solver.Add(height - sum(slope * weight for slope, weight in slopes) <= float(cost))
+    solver.Maximize(height)
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return None
+    scaled = np.array([max(0.0, weight.solution_value()) for weight in weights])
+    # Whatever the solver's tolerances did, these are valid multipliers, and the ceiling only decides when to stop.
+    ceiling = float(((costs - base) / cost_scale + slopes_SK @ scaled).min()) * cost_scale + base
+    return tuple(float(value) for value in scaled * cost_scale / usage_scale), ceiling

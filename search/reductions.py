@@ -1,0 +1,137 @@
+"""Exact reductions: options that no optimal choice needs are dropped before any search.
+
+Two rules, applied until neither drops anything (the second for a few rounds only):
+
+* dead ends: an option with infinite cost, or without an allowed partner across some edge;
+* dominance (Goldstein's dead-end elimination; R. Goldstein, Biophysical Journal 66 (1994), equation 4): option q of
+  variable v is dropped for option p when
+
+      c_v(p) - c_v(q) + sum over edges (v, w) of max over x_w of [c(p, x_w) - c(q, x_w)] <= 0
+
+  and the same holds for the usage of every budget. Swapping q for p then never costs more and never uses more, whatever
+  the other variables do. Equal options keep the lowest index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from search.core import Core, Mask, Pairwise
+from search.elimination import Check
+from search.problem import Array
+
+MAX_DOMINANCE_ROUNDS = 3
+NUM_SAMPLED_PARTNERS = 4
+
+
+class EmptyDomainError(Exception):
+    """No option of ``variable`` is left; caught inside the package."""
+
+    def __init__(self, variable: int) -> None:
+        super().__init__(variable)
+        self.variable = variable
+
+
+def reduce_core(core: Core, check: Check) -> Core:
+    """The core without dead ends and without dominated options.
+
+    Raises:
+        EmptyDomainError: a variable has no option left.
+    """
+    core = drop_dead_ends(core)
+    for _ in range(MAX_DOMINANCE_ROUNDS):
+        smaller = drop_dead_ends(_drop_dominated(core, check))
+        if smaller.sizes == core.sizes:
+            break
+        core = smaller
+    return core
+
+
+def drop_dead_ends(core: Core) -> Core:
+    """Drop options of infinite cost and options without an allowed partner, until none is left (arc consistency)."""
+    masks: list[Mask] = [np.isfinite(unary) for unary in core.costs.unaries]
+    finite = {pair: np.isfinite(table) for pair, table in core.costs.edges.items()}
+    finite = {pair: table for pair, table in finite.items() if not table.all()}
+    for variable, mask in enumerate(masks):
+        if not mask.any():
+            raise EmptyDomainError(variable)
+    changed = True
+    while changed:
+        changed = False
+        for (a, b), table in finite.items():
+            for v, supported in ((a, table[:, masks[b]].any(axis=1)), (b, table[masks[a], :].any(axis=0))):
+                smaller = masks[v] & supported
+                if smaller.sum() < masks[v].sum():
+                    masks[v], changed = smaller, True
+                    if not smaller.any():
+                        raise EmptyDomainError(v)
+    return core.keep(masks)
+
+
+def _drop_dominated(core: Core, check: Check) -> Core:
+    """One round of the dominance rule over all variables, each judged with its neighbours' current options."""
+    neighbours = Pairwise(core.costs.unaries, {pair: np.empty((0, 0)) for pair in core.pairs()}).neighbours()
+    masks: list[Mask] = [np.ones(size, dtype=np.bool_) for size in core.sizes]
+    for v, size in enumerate(core.sizes):
+        if size > 1:
+            masks[v] = _undominated(core, v, neighbours[v], masks)
+            check()
+    return core.keep(masks)
+
+
+def _undominated(core: Core, v: int, neighbours: Sequence[int], masks: Sequence[Mask]) -> Mask:
+    """Which options of ``v`` remain, judged with the neighbours' options in ``masks``."""
+    keep: Mask = np.ones(core.sizes[v], dtype=np.bool_)
+    functions = (core.costs, *core.usages)
+    sampled = {w: _sample(np.flatnonzero(masks[w])) for w in neighbours}
+    everyone = np.arange(core.sizes[v])
+    better, worse = np.meshgrid(everyone, everyone, indexing="ij")
+    likely = better != worse
+    for function in functions:
+        # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
+        excess = _excess(core, function, v, better.ravel(), worse.ravel(), sampled)
+        likely &= excess.reshape(better.shape) <= 0
+        if not likely.any():
+            return keep
+    first, second = np.nonzero(likely)
+    partners = {w: np.flatnonzero(masks[w]) for w in neighbours}
+    proven = np.ones(first.shape, dtype=np.bool_)
+    for function in functions:
+        proven &= _excess(core, function, v, first, second, partners) <= 0
+    for p, q in zip(first[proven].tolist(), second[proven].tolist(), strict=True):
+        if keep[p] and keep[q]:
+            keep[q] = False
+    return keep
+
+
+def _sample(partners: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """A few evenly spaced partners."""
+    places = np.linspace(0, len(partners) - 1, num=min(NUM_SAMPLED_PARTNERS, len(partners)))
+    return partners[places.astype(np.int64)]
+
+
+def _excess(
+    core: Core,
+    function: Pairwise,
+    v: int,
+    better: npt.NDArray[np.int64],
+    worse: npt.NDArray[np.int64],
+    partners: dict[int, npt.NDArray[np.int64]],
+) -> Array:
+    """The left side of the dominance rule for each pair (better[i], worse[i]); NaN where it is undecided."""
+    total: Array = function.unaries[v][better] - function.unaries[v][worse]
+    for w, kept in partners.items():
+        pair = (v, w) if v < w else (w, v)
+        if pair not in function.edges:
+            continue
+        table = function.table(v, w)[:, kept]
+        with np.errstate(invalid="ignore"):
+            gaps = table[better] - table[worse]
+            if pair in core.costs.edges:
+                # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
+                gaps[np.isinf(core.costs.table(v, w)[:, kept])[worse]] = -np.inf
+            total = total + gaps.max(axis=1)
+    return total

@@ -1,0 +1,62 @@
+"""Every distinct call of every example model, proven. Run with -s for the totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from autopar.graph import Node, TensorMeta, map_refs
+from autopar.rules import ProofReport, prove_rule, rule_for
+from autopar.strategies import scopes_of
+from autopar.trace import trace
+from examples.models import EXAMPLES
+
+DECLINED = {"Rp, P, P -> P"}
+"""A LayerNorm is linear in its weight and bias together, but parameters are never partial sums."""
+
+
+def calls_of(name: str, dropout: float) -> dict[object, tuple[Node, tuple[TensorMeta, ...]]]:
+    """The model's calls by op, constants and input metas."""
+    example = EXAMPLES[name](dropout=dropout)
+    graph = trace(example.model, example.inputs, example.loss_fn)
+    found: dict[object, tuple[Node, tuple[TensorMeta, ...]]] = {}
+    for scope in scopes_of(graph):
+        for node in scope.nodes:
+            metas = tuple(scope.metas[ref] for ref in node.inputs)
+            constants = map_refs((node.args, tuple(value for _, value in node.kwargs)), lambda _: "tensor")
+            found.setdefault((node.op, repr(constants), metas), (node, metas))
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[object, tuple[Node, tuple[TensorMeta, ...]]]:
+    found: dict[object, tuple[Node, tuple[TensorMeta, ...]]] = {}
+    for name in EXAMPLES:
+        for dropout in (0.0, 0.1):
+            found = calls_of(name, dropout) | found
+    return found
+
+
+def test_every_op_has_a_rule(calls: dict[object, tuple[Node, tuple[TensorMeta, ...]]]) -> None:
+    without = {node.op for node, metas in calls.values() if rule_for(node, metas) is None}
+    assert without == set()
+
+
+def test_every_option_of_every_call_is_right(calls: dict[object, tuple[Node, tuple[TensorMeta, ...]]]) -> None:
+    reports: list[ProofReport] = []
+    for node, metas in calls.values():
+        rule = rule_for(node, metas)
+        assert rule is not None
+        reports.append(prove_rule(node, metas, rule))
+    wrong = [(report.op, text) for report in reports for text in report.wrong]
+    missed = Counter((report.op, text) for report in reports for text in report.missed)
+    checked = sum(report.options_checked for report in reports)
+    print(
+        f"\n{len(reports)} calls of {len({r.op for r in reports})} ops, {checked} options checked, "
+        f"{len(wrong)} wrong, {len(missed)} missed: {dict(missed)}"
+    )
+    assert wrong == []
+    assert {text for op, text in missed if op == "aten.layer_norm.default"} <= DECLINED
+    assert {op for op, _ in missed} <= {"aten.layer_norm.default"}
+    assert checked > 20 * len(reports)

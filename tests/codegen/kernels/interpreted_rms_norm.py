@@ -1,0 +1,127 @@
+"""RMS norm kernels in Triton's interpreter, against the formula and its gradient in fp64.
+
+Run by test_kernels_isolated.py with TRITON_INTERPRET=1 in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from codegen.kernels import dispatch, rms_norm
+
+# `codegen.kernels.rms_norm` as an attribute is the function, not the file.
+module = importlib.import_module("codegen.kernels.rms_norm")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+EPS = 1e-5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def expected(x, weight, dy):
+    """(y, dx, dw) in fp64, by torch's autograd on the formula without any rounding."""
+    x, weight, dy = (tensor.detach().double() for tensor in (x, weight, dy))
+    x.requires_grad_()
+    weight.requires_grad_()
+    y = weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+
+
+def check(x, weight, dy, assert_near):
+    x = x.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
+    y = rms_norm(x, weight, EPS)
+    assert type(y.grad_fn).__name__ == "_RmsNormBackward", "the reference ran, not the kernel"
+    assert y.dtype == x.dtype and y.shape == x.shape
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    assert dx.dtype == x.dtype and dw.dtype == weight.dtype
+    for actual, wanted in zip((y, dx, dw), expected(x, weight, dy), strict=True):
+        # x's dtype also for the gradient of a wider weight: it is a sum of values rounded to x's dtype.
+        assert_near(actual, wanted, x.dtype)
+
+
+def test_interpreter_is_on():
+    assert dispatch.INTERPRETING
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 65), (5, 128), (40, 96), (0, 8)])
+def test_matches_fp64(shape, dtype, assert_near):
+    torch.manual_seed(0)
+    x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[-1]).to(dtype)
+    if x.numel() == 0:
+        assert rms_norm(x, weight, EPS).shape == shape
+    else:
+        check(x, weight, dy, assert_near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("max_tile", "num_cols"), [(16, 17), (16, 100)])
+def test_rows_longer_than_a_tile(max_tile, num_cols, dtype, monkeypatch, assert_near):
+    monkeypatch.setattr(module, "_MAX_FORWARD_TILE", max_tile)
+    monkeypatch.setattr(module, "_MAX_BACKWARD_TILE", max_tile)
+    monkeypatch.setattr(module, "_MIN_TILE", 1)
+    torch.manual_seed(1)
+    # 11 rows on 8 row chunks: chunks of two rows and of one.
+    check(
+        torch.randn(11, num_cols).to(dtype),
+        torch.randn(num_cols).to(dtype),
+        torch.randn(11, num_cols).to(dtype),
+        assert_near,
+    )
+
+
+def test_row_longer_than_the_real_tiles(assert_near):
+    num_cols = module._MAX_FORWARD_TILE + 3
+    torch.manual_seed(2)
+    check(torch.randn(2, num_cols), torch.randn(num_cols), torch.randn(2, num_cols), assert_near)
+
+
+def test_strided_inputs_surrounded_by_nan(assert_near):
+    """A read outside the given elements would turn the result into nan."""
+    torch.manual_seed(3)
+
+    def strided(num_rows, num_cols):
+        buffer = torch.full((2 * num_rows, num_cols + 5), float("nan"))
+        view = buffer[::2, 2 : 2 + num_cols]
+        view.copy_(torch.randn(num_rows, num_cols))
+        return view
+
+    check(strided(6, 33), strided(1, 33)[0], strided(6, 33), assert_near)
+    # No unit stride at all: transposed x, weight taken from every second element, gradient expanded.
+    check(torch.randn(33, 6).t(), torch.randn(66)[::2], torch.ones(()).expand(6, 33), assert_near)
+
+
+def test_fp32_weight_with_bf16_activations(assert_near):
+    torch.manual_seed(4)
+    check(torch.randn(4, 48).bfloat16(), torch.randn(48), torch.randn(4, 48).bfloat16(), assert_near)
+
+
+@pytest.mark.parametrize("max_tile", [64, 16])
+def test_gradients_one_at_a_time(max_tile, monkeypatch, assert_near):
+    """A zero-bubble schedule takes dx first and dw later."""
+    monkeypatch.setattr(module, "_MAX_BACKWARD_TILE", max_tile)
+    torch.manual_seed(5)
+    x, weight, dy = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True), torch.randn(3, 50)
+    _, dx_wanted, dw_wanted = expected(x, weight, dy)
+    y = rms_norm(x, weight, EPS)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    (dw,) = torch.autograd.grad(y, weight, dy)
+    assert_near(dx, dx_wanted)
+    assert_near(dw, dw_wanted)
+
+
+def test_rounds_where_hugging_face_rounds():
+    """fp16 output bit for bit, on rows whose mean square is exact so that no summation order matters.
+
+    Not bf16: the interpreter truncates fp32 to bf16 where GPUs round to nearest.
+    """
+    torch.manual_seed(6)
+    x = (torch.randint(0, 2, (8, 64)) * 2 - 1).half() * torch.tensor([1.25, 1.5] * 32).half()
+    weight = torch.randn(64).half()
+    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)).half()
+    unrounded = (weight.float() * x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)).half()
+    assert (weight * normed != unrounded).any(), "the inputs do not tell the two roundings apart"
+    torch.testing.assert_close(rms_norm(x, weight, EPS), weight * normed, rtol=0, atol=0)

@@ -1,0 +1,139 @@
+"""The torch references, the choice between them and the kernels, and the folder as a copy beside a program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import codegen.kernels
+from codegen.kernels import cross_entropy, dispatch, rms_norm, swiglu
+from codegen.kernels.cross_entropy import cross_entropy_reference
+from codegen.kernels.rms_norm import rms_norm_reference
+from codegen.kernels.swiglu import swiglu_reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_reference_is_hugging_faces(dtype: torch.dtype) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    torch.manual_seed(0)
+    theirs = llama.LlamaRMSNorm(65, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn(65))
+    x, dy = torch.randn(2, 3, 65, dtype=dtype, requires_grad=True), torch.randn(2, 3, 65, dtype=dtype)
+    ours = rms_norm_reference(x, theirs.weight, 1e-5)
+    torch.testing.assert_close(ours, theirs(x), rtol=0, atol=0)
+    grads = torch.autograd.grad(ours, (x, theirs.weight), dy)
+    grads_theirs = torch.autograd.grad(theirs(x), (x, theirs.weight), dy)
+    torch.testing.assert_close(grads, grads_theirs, rtol=0, atol=0)
+
+
+def test_references_pass_gradcheck_in_fp64() -> None:
+    torch.manual_seed(0)
+    x, weight, other = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (5,), (3, 5)))
+    target = torch.tensor([4, -100, 0])
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(swiglu, (x, other))
+    assert torch.autograd.gradcheck(lambda a: cross_entropy(a, target), (x,))
+
+
+def test_swiglu_reference_values() -> None:
+    gate = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)
+    up = torch.tensor([5.0, 2.0, 3.0], dtype=torch.float64)
+    sigmoid_of_1 = 0.7310585786300049
+    expected = torch.tensor([0.0, 2 * sigmoid_of_1, -3 * (1 - sigmoid_of_1)], dtype=torch.float64)
+    torch.testing.assert_close(swiglu_reference(gate, up), expected)
+
+
+def test_cross_entropy_reference_values() -> None:
+    """Equal logits over V classes cost log(V); bf16 logits are summed in fp32; ignored rows cost nothing."""
+    loss = cross_entropy_reference(torch.zeros(3, 1000, dtype=torch.bfloat16), torch.tensor([0, -100, 999]))
+    log_1000 = 6.907755278982137
+    torch.testing.assert_close(loss, torch.tensor([log_1000, 0.0, log_1000]))
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("label", [-1, 5])
+def test_cross_entropy_reference_refuses_targets_out_of_range(label: int) -> None:
+    with pytest.raises(IndexError):
+        cross_entropy(torch.zeros(1, 5), torch.tensor([label]))
+
+
+def test_wrong_arguments_name_what_was_given() -> None:
+    with pytest.raises(ValueError, match=r"weight must have shape \(4,\).*got \(3,\)"):
+        rms_norm(torch.zeros(2, 4), torch.ones(3), 1e-6)
+    with pytest.raises(ValueError, match="agree in shape and dtype"):
+        swiglu(torch.zeros(2, 4), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="agree in shape and dtype"):
+        swiglu(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="int64"):
+        cross_entropy(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"\[N, V\]"):
+        cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_dispatch_refuses_what_kernels_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton", object())
+    monkeypatch.setattr(dispatch, "INTERPRETING", True)
+    plain = torch.zeros(2, 3)
+    assert dispatch.use_triton(plain, torch.nn.Parameter(plain))
+    assert not dispatch.use_triton(plain, plain.double())
+    assert not dispatch.use_triton(plain.to("meta"))
+    assert not dispatch.use_triton(torch.zeros(0, 3))
+    with FakeTensorMode() as mode:
+        assert not dispatch.use_triton(mode.from_tensor(plain))
+    monkeypatch.setattr(dispatch, "INTERPRETING", False)
+    assert not dispatch.use_triton(plain)
+
+
+@pytest.mark.parametrize("num_elements", [1, 2, 3, 512, 2047, 2048, 2049, 8192, 1 << 20])
+def test_launch_shapes(num_elements: int) -> None:
+    power = dispatch.power_of_2_at_least(num_elements)
+    assert power >= num_elements and power.bit_count() == 1 and (power == 1 or power // 2 < num_elements)
+    warps = dispatch.num_warps(num_elements)
+    assert warps.bit_count() == 1 and 4 <= warps <= 32
+
+
+def test_as_rows_copies_only_what_has_no_unit_stride() -> None:
+    fused = torch.randn(2, 3, 10)
+    half = fused.chunk(2, dim=-1)[1]
+    rows = dispatch.as_rows(half)
+    assert rows.data_ptr() == half.data_ptr() and rows.stride() == (10, 1)
+    transposed = fused.transpose(1, 2)
+    torch.testing.assert_close(dispatch.as_rows(transposed), transposed.reshape(-1, 3))
+    assert dispatch.as_rows(transposed).stride() == (3, 1)
+
+
+PROGRAM = """
+import sys
+sys.modules["triton"] = None  # as on a machine where it is not installed
+import torch
+from kernels import cross_entropy, rms_norm, swiglu
+from kernels.dispatch import triton
+assert triton is None and "codegen" not in sys.modules and "autopar" not in sys.modules
+x = torch.tensor([[3.0, 4.0]], requires_grad=True)
+y = rms_norm(x, torch.ones(2), 0.0)
+loss = cross_entropy(swiglu(y, y), torch.tensor([1]))
+loss.sum().backward()
+print(*(f"{value:.6f}" for value in [*y.flatten().tolist(), loss.item()]))
+"""
+
+
+def test_copy_beside_a_program_runs_without_triton(tmp_path: Path) -> None:
+    shutil.copytree(Path(codegen.kernels.__file__).parent, tmp_path / "kernels")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    y_0, y_1, loss = (float(word) for word in result.stdout.split())
+    # rms of (3, 4) is sqrt(12.5); the logits are y * silu(y).
+    assert (y_0, y_1) == pytest.approx((3 / 12.5**0.5, 4 / 12.5**0.5), abs=1e-6)
+    logits = [y * y / (1 + 2.718281828459045**-y) for y in (y_0, y_1)]
+    assert 2.718281828459045**-loss == pytest.approx(1 / (1 + 2.718281828459045 ** (logits[0] - logits[1])), abs=1e-5)

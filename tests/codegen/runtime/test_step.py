@@ -1,0 +1,77 @@
+"""Step on real gloo processes against plain torch on one: loss, gradients, norm and parameters after three steps."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from codegen.runtime.mesh import Mesh
+from codegen.runtime.step import Step
+from tests.codegen.runtime.mlp_program import EagerTraining, make_optimizer, make_program, whole_batch, whole_state
+from tests.codegen.runtime.ranks import run_ranks
+
+ROWS, NUM_STEPS = 16, 3
+
+
+def make_step(mesh: Mesh, zero: int, micro: int, kind: str, norm: float | None, **options: Any) -> Step:
+    program = make_program(zero, ROWS // micro, options.pop("dtype", "float64"))
+    step = Step(
+        program,
+        mesh,
+        optimizer_factory=partial(make_optimizer, kind),
+        num_micro_batches=micro,
+        max_grad_norm=norm,
+        **options,
+    )
+    step.load(whole_state())
+    return step
+
+
+def check_training(mesh: Mesh, zero: int, micro: int, kind: str, norm: float | None, **options: Any) -> None:
+    tolerance = options.pop("tolerance", 1e-10)
+    step, eager = make_step(mesh, zero, micro, kind, norm, **options), EagerTraining(kind, norm)
+    case = f"{mesh}, zero {zero}, {micro} micro-batches, {kind}, clipping {norm}, {options}"
+
+    def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        error = (actual.double() - expected.detach()).norm() / (expected.detach().norm() + 1e-3)
+        assert error < tolerance, f"{case}: {what} is off by {error:.1e}"
+
+    for index in range(NUM_STEPS):
+        batch = whole_batch(ROWS, seed=index)
+        before = step.evaluate(step.local_batch(batch))
+        loss = step.forward_backward(step.local_batch(batch))
+        expected = eager.step(batch)
+        assert_near(loss, expected, f"loss of step {index}")
+        assert_near(before, expected, f"loss without gradients of step {index}")
+        gradients = step.gradients()
+        assert gradients.keys() == eager.gradients.keys()
+        for name, gradient in eager.gradients.items():
+            assert_near(gradients[name], gradient, f"gradient {name} of step {index}")
+        step.update()
+        if norm is not None:
+            assert step.grad_norm is not None
+            assert_near(step.grad_norm, eager.grad_norm, f"gradient norm of step {index}")
+    state = step.full_state_dict()
+    assert state.keys() == {*eager.state, "head.weight"}
+    assert state["head.weight"] is state["embed.weight"]
+    for name, value in eager.state.items():
+        assert_near(state[name], value, f"{name} after training")
+
+
+def four_ranks(rank: int, world_size: int) -> None:
+    meshes = [Mesh.create(("dp", "tp"), (2, 2)), Mesh.create(("dp",), (4,))]
+    for mesh, zero, micro in itertools.product(meshes, (0, 1, 2, 3), (1, 4)):
+        check_training(mesh, zero, micro, "adamw", None)
+        check_training(mesh, zero, micro, "sgd", 0.05)
+    for zero, micro in itertools.product((0, 1, 2, 3), (1, 4)):
+        check_training(meshes[0], zero, micro, "sgd", 0.05, precision="bf16", dtype="float32", tolerance=0.06)
+        check_training(meshes[0], zero, micro, "sgd", None, dtype="float32", tolerance=1e-5)
+
+
+@pytest.mark.distributed
+def test_four_ranks_train_like_one_process() -> None:
+    run_ranks(four_ranks, 4)

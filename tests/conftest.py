@@ -1,0 +1,63 @@
+"""What every test shares: one thread per process, fixed seeds, and golden files."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+# Before torch and numpy are imported, here and in the processes that tests start: many of them share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+GOLDEN_FOLDER = Path(__file__).parent / "golden"
+
+# Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
+
+
+@pytest.fixture(autouse=True)
+def reproducible() -> None:
+    """Every test starts from the same random state, on one thread."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` must equal the file tests/golden/<name>; see `compare_golden`."""
+    update = bool(request.config.getoption("--update-golden"))
+    return lambda name, text: compare_golden(GOLDEN_FOLDER / name, text, update)
+
+
+def compare_golden(path: Path, text: str, update: bool) -> None:
+    """Fail with a diff where `text` differs from the file, and also when there is no file; `update` writes it."""
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return
+    how = "run pytest with --update-golden, then read the difference in git"
+    if not path.exists():
+        pytest.fail(f"no golden file {path}: {how}", pytrace=False)
+    expected = path.read_text(encoding="utf-8")
+    if text != expected:
+        diff = difflib.unified_diff(
+            expected.splitlines(), text.splitlines(), f"golden/{path.name}", "now", lineterm="", n=2
+        )
+        lines = list(diff) or ["only line ends or the last newline differ"]
+        pytest.fail("\n".join([f"{path} differs; if that is right, {how}", *lines]), pytrace=False)

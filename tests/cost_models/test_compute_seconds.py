@@ -1,0 +1,149 @@
+"""Kernel times: properties of the roofline, and layers that others timed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import catalog
+from cost_models.compute import Work, seconds
+from cost_models.machine import Device
+
+devices = st.sampled_from(sorted(catalog.devices())).map(catalog.device)
+kinds: st.SearchStrategy[Literal["matmul", "attention", "memory"]] = st.sampled_from(["matmul", "attention", "memory"])
+amounts = st.floats(0, 1e18)
+dims = st.integers(1, 100_000)
+
+
+@given(devices, kinds, amounts, amounts, amounts, amounts)
+def test_more_work_never_takes_less_time(
+    device: Device, kind: Literal["matmul", "attention", "memory"], flops: float, num_bytes: float, a: float, b: float
+) -> None:
+    assert seconds(Work(kind, flops + a, num_bytes + b), device) >= seconds(Work(kind, flops, num_bytes), device)
+
+
+@given(devices, dims, dims, dims, st.integers(0, 2))
+def test_a_larger_matmul_never_takes_less_time(device: Device, m: int, n: int, k: int, grown: int) -> None:
+    def matmul(m: int, n: int, k: int) -> float:
+        return seconds(Work("matmul", 2.0 * m * n * k, 4.0 * (m * k + k * n + m * n), "fp32", (m, n, k)), device)
+
+    larger = [m, n, k]
+    larger[grown] += 1
+    assert matmul(*larger) >= matmul(m, n, k) * (1 - 1e-12)
+
+
+@given(devices, kinds, amounts, amounts)
+def test_no_kernel_beats_the_nominal_peaks(
+    device: Device, kind: Literal["matmul", "attention", "memory"], flops: float, num_bytes: float
+) -> None:
+    bound = max(flops / device.peak("fp32"), num_bytes / device.memory_bytes_per_second)
+    assert seconds(Work(kind, flops, num_bytes), device) >= bound
+
+
+@given(devices, kinds)
+def test_no_work_costs_nothing_and_some_costs_a_launch(
+    device: Device, kind: Literal["matmul", "attention", "memory"]
+) -> None:
+    assert seconds(Work(kind, 0, 0), device) == 0
+    assert seconds(Work(kind, 1, 1), device) >= device.kernel_launch_seconds > 0
+
+
+def test_the_asymptotes_are_the_efficiencies() -> None:
+    device = catalog.device("a100-80g")
+    assert 1e18 / seconds(Work("matmul", 1e18, 0, "bf16"), device) == pytest.approx(0.80 * 312e12, rel=1e-3)
+    assert 1e18 / seconds(Work("attention", 1e18, 0, "bf16"), device) == pytest.approx(0.60 * 312e12, rel=1e-3)
+    assert 1e15 / seconds(Work("memory", 0, 1e15), device) == pytest.approx(0.77 * 2039e9, rel=1e-3)
+
+
+def test_the_ramp_is_where_half_of_the_efficiency_is_reached() -> None:
+    device = replace(catalog.device("a100-80g"), kernel_launch_seconds=0.0)
+    flops = device.matmul_ramp_seconds * device.peak("bf16")
+    assert flops / seconds(Work("matmul", flops, 0, "bf16"), device) == pytest.approx(0.5 * 0.80 * 312e12)
+
+
+def test_matrices_are_padded_to_tiles() -> None:
+    device = catalog.device("h100-sxm")  # tiles of 64 x 64
+    thin = Work("matmul", 2.0 * 65 * 4096**2, 0, "bf16", (65, 4096, 4096))
+    full = Work("matmul", 2.0 * 128 * 4096**2, 0, "bf16", (128, 4096, 4096))
+    assert seconds(thin, device) == pytest.approx(seconds(full, device))
+
+
+def test_skinny_matmuls_are_bound_by_their_weights() -> None:
+    """Decoding one token reads every weight once: 2 bytes x 16384 x 16384 over the memory."""
+    device = catalog.device("h100-sxm")
+    num_bytes = 2.0 * 16384**2
+    time = seconds(Work("matmul", 2.0 * 16384**2, num_bytes, "bf16", (1, 16384, 16384)), device)
+    assert time == pytest.approx(num_bytes / (0.77 * 3352e9), rel=0.1)
+
+
+def test_impossible_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown kind of work 'conv'"):
+        Work("conv", 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="zero or more"):
+        Work("matmul", -1, 0)
+    with pytest.raises(ValueError, match="zero or more"):
+        Work("matmul", float("nan"), 0)
+    with pytest.raises(ValueError, match=r"\(m, n, k\)"):
+        Work("matmul", 1, 1, shape=(1, 2))
+
+
+# Forward microseconds of layers without tensor parallelism, one micro-batch: Dazz993/Mist
+# benchmark/superscaler/results-ref/profiled-time-*. (device, dtype, tokens, hidden size, dense [h -> h], GELU [4h])
+MIST = [
+    ("a100-40g", 4096, 2048, 164.4, 123.6),
+    ("a100-40g", 4096, 5120, 823.7, 288.8),
+    ("a100-40g", 4096, 8192, 2136.9, 462.7),
+    ("v100-32g", 2048, 2048, 225.2, 103.7),
+    ("v100-32g", 2048, 4096, 884.5, 186.5),
+    ("v100-32g", 2048, 6144, 1809.4, 282.2),
+    ("a10g", 2048, 5120, 1585.4, 366.2),
+]
+
+
+def dense_seconds(device: Device, tokens: int, rows: int, columns: int) -> float:
+    """A linear layer [tokens, rows] -> [tokens, columns] in fp16."""
+    num_bytes = 2.0 * (tokens * rows + rows * columns + tokens * columns)
+    return seconds(Work("matmul", 2.0 * tokens * rows * columns, num_bytes, "fp16", (tokens, columns, rows)), device)
+
+
+@pytest.mark.parametrize(("name", "tokens", "hidden", "dense", "gelu"), MIST)
+def test_against_timed_layers(name: str, tokens: int, hidden: int, dense: float, gelu: float) -> None:
+    device = catalog.device(name)
+    assert dense_seconds(device, tokens, hidden, hidden) * 1e6 == pytest.approx(dense, rel=0.15)
+    # GELU reads and writes tokens x 4h in fp16.
+    assert seconds(Work("memory", 0, 16.0 * tokens * hidden), device) * 1e6 == pytest.approx(gelu, rel=0.12)
+
+
+HIDDEN = {
+    "gpt-1.3B": 2048, "gpt-2.6B": 2560, "gpt-6.7B": 4096, "gpt-13B": 5120,
+    "gpt-20B": 6144, "gpt-22B": 6144, "gpt-40B": 8192,
+}  # fmt: skip
+CLUSTERS = {
+    "a100-sxm4-40gb": ("a100-40g", 4096, 0.15),
+    "v100-sxm2-32gb-seq2048": ("v100-32g", 2048, 0.10),
+    "a10g": ("a10g", 2048, 0.10),
+    "l4": ("l4", 2048, 0.25),  # its clock depends on how warm it is
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_median_error_over_all_timed_linear_layers(cluster: str, measured: Callable[[str], Any]) -> None:
+    """Rows without tensor parallelism; weights are printed in MB of fp16."""
+    name, sequence, tolerance = CLUSTERS[cluster]
+    device = catalog.device(name)
+    errors = []
+    for row in measured("measured_ops.json")["rows"]:
+        if row.get("cluster") != cluster or row["tp"] != 1 or row["algo"] != 0:
+            continue
+        hidden, tokens = HIDDEN[row["model"]], row["mbs"] * sequence
+        for layer in ("enc-attention-qkv", "enc-attention-dense", "enc-MLP-GEMM-1"):
+            time, weights = row["ops"][layer][0] * 1e-6, row["ops"][layer][4] * 2**20 / 2
+            errors.append(abs(dense_seconds(device, tokens, hidden, round(weights / hidden)) / time - 1))
+    assert len(errors) > 50 or cluster == "a100-sxm4-40gb" and len(errors) > 30
+    assert statistics.median(errors) < tolerance

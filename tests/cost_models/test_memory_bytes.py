@@ -1,0 +1,72 @@
+"""Bytes per device: the ZeRO paper's table, and what fits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import catalog, memory
+from cost_models.memory import MemoryBreakdown, Precision
+
+amounts = st.floats(0, 1e13)
+breakdowns = st.builds(MemoryBreakdown, amounts, amounts, amounts, amounts, amounts, amounts)
+
+
+def state_bytes(num_parameters: float, precision: Precision, degrees: tuple[int, int, int]) -> float:
+    """Model states with (weights, gradients, optimiser) sharded over `degrees` devices, AdamW."""
+    weights, gradients, optimizer = degrees
+    return (
+        memory.weight_bytes(num_parameters, precision, weights)
+        + memory.gradient_bytes(num_parameters, precision, gradients)
+        + memory.optimizer_bytes(num_parameters, memory.optimizer("adamw"), precision, optimizer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "gigabytes"), [((1, 1, 1), 120), ((1, 1, 64), 31.4), ((1, 64, 64), 16.6), ((64, 64, 64), 1.88)]
+)
+def test_figure_1_of_the_zero_paper(degrees: tuple[int, int, int], gigabytes: float) -> None:
+    """7.5 billion parameters on 64 devices with 2-byte gradients: Rajbhandari et al. (2020), figure 1."""
+    paper = Precision("paper", compute_bytes=2, gradient_bytes=2, master_bytes=4)
+    assert state_bytes(7.5e9, paper, degrees) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_bytes_per_parameter_of_the_named_precisions() -> None:
+    assert state_bytes(1, memory.precision("fp32"), (1, 1, 1)) == 4 + 4 + 8
+    assert state_bytes(1, memory.precision("bf16"), (1, 1, 1)) == 2 + 4 + (4 + 8)
+    states = {name: item.state_bytes_per_parameter for name, item in memory.OPTIMIZERS.items()}
+    assert states["sgd"] == 0 and states["sgd-momentum"] == 4 and states["adamw"] == 8
+
+
+def test_unknown_names_and_degrees_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown optimizer 'adamx'; known: sgd"):
+        memory.optimizer("adamx")
+    with pytest.raises(ValueError, match="unknown precision 'fp16'; known: fp32, bf16"):
+        memory.precision("fp16")
+    with pytest.raises(ValueError, match="at least 1"):
+        memory.weight_bytes(1, memory.precision("fp32"), 0)
+
+
+@given(breakdowns)
+def test_fitting_leaves_room_for_fragmentation_of_what_comes_and_goes(parts: MemoryBreakdown) -> None:
+    assert parts.reserved(0) == pytest.approx(parts.total)
+    spare = memory.FRAGMENTATION * (parts.activations + parts.transient)
+    assert parts.reserved() == pytest.approx(parts.total + spare)
+    assert parts.fits(parts.reserved()) and not parts.fits(parts.reserved() * (1 - 1e-9) - 1)
+
+
+def test_llama_70b_needs_sharding_on_h100() -> None:
+    """70e9 parameters at 18 bytes are 1.26 TB: 16 devices of 80 GB hold the states only just not, 32 do."""
+    device = catalog.device("h100-sxm")
+    for degree, fits in ((1, False), (8, False), (16, False), (32, True)):
+        states = state_bytes(70e9, memory.precision("bf16"), (degree, degree, degree))
+        whole = MemoryBreakdown(parameters=states, activations=10e9, workspace=memory.workspace_bytes(device))
+        assert whole.fits(device.memory_bytes) == fits
+
+
+def test_the_workspace_of_every_gpu_is_of_the_usual_size() -> None:
+    """The workspace is what an empty process shows in nvidia-smi plus NCCL: between 0.3 and 3 GiB on GPUs."""
+    for name, device in catalog.devices().items():
+        if name != "cpu":
+            assert 0.3 * 2**30 <= memory.workspace_bytes(device) <= 3 * 2**30 < device.memory_bytes
