@@ -6,6 +6,7 @@ Every use of a tensor in other placements than it lies in becomes one reshard st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +143,7 @@ class _Lowering:
         for (owner, name), stored in choices.parameters.items():
             if owner == scope.name:
                 self.lies[Ref(name)] = stored.placements
-                self.at_hand[Ref(name), stored.placements] = Var(f"self.{name}")
+                self.at_hand[Ref(name), stored.placements] = Var(attribute_path(name))
         entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
         for name in entering:
             ref = Ref(name)
@@ -235,7 +236,7 @@ class _Lowering:
         keeps_name = not is_stored and (not rename or self.uses.get(ref, 0) == 1)
         target = variable.name if keeps_name else self._fresh(variable.name.rpartition(".")[2] if is_stored else variable.name, wanted)
         if is_stored:
-            target = self._fresh("_".join(variable.name.split(".")[-2:]), wanted) if target in self.taken else target
+            target = self._fresh("_".join(re.findall(r"\w+", variable.name)[-2:]), wanted) if target in self.taken else target
             self.taken.add(target)
         for step in path:
             statement = self._reshard(step, variable, target, meta)
@@ -370,17 +371,28 @@ def bytes_text(num_bytes: float) -> str:
     return ""
 
 
+def attribute_path(name: str) -> str:
+    """`linears.0.weight` -> `self.linears[0].weight`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"self.{name}")
+
+
 def _spec(shared: _Shared, scope: str, parameter: Parameter) -> Spec:
     stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
     return Spec(
         parameter.meta.shape,
-        dtype_name(parameter.meta.dtype),
+        _stored_dtype(parameter),
         _pairs(stored.placements, shared.mesh),
         stored.zero,
         parameter.aliases,
         parameter.meta.requires_grad,
         parameter.persistent,
     )
+
+
+def _stored_dtype(parameter: Parameter) -> str:
+    """Trained half-precision parameters are stored in fp32; the runtime computes with a copy in the plan's precision."""
+    is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
+    return "float32" if is_master else dtype_name(parameter.meta.dtype)
 
 
 def _input_spec(shared: _Shared, name: str, meta: TensorMeta) -> Spec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -76,6 +77,14 @@ class Plan:
     def from_yaml(cls, text: str, source: str = "plan.yaml") -> Plan:
         """Raises PlanError naming the file, line and key of what cannot be read."""
         return _Reader(text, source).read()
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Plan:
+        """`from_yaml` of a file. Raises PlanError, also where it cannot be read."""
+        try:
+            return cls.from_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}", values=str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One solved mesh: its plan and everything needed to lower it."""
+    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
 
     plan: Plan
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
     choices: Choices
-    solution: Solution
+    solution: Solution | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,21 @@ def _candidate(
         prediction,
     )
     return Candidate(plan, graph, operators, choices, solution)
+
+
+def price_plan(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
+) -> Candidate:
+    """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
+    prediction = predict(graph, operators, pricer_for(request, plan.mesh, plan.num_micro_batches), choices)
+    capacity = request.constraints.memory_bytes or request.cluster.device.memory_bytes
+    if prediction.peak_bytes > capacity:
+        raise InfeasibleError(
+            "the plan does not fit the memory of one rank",
+            values={kind: bytes_text(value) for kind, value in prediction.num_bytes.items()} | {"capacity": bytes_text(capacity)},
+            alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
+        )
+    return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)
 
 
 def _nothing_fits(request: Request, failures: list[tuple[float, str]]) -> InfeasibleError:

@@ -23,7 +23,7 @@ EXPENSIVE_CELLS = 3e7
 
 MIN_SAVING = 4.0
 FIRST_COARSE_FRACTION = 1 / 16
-COARSE_GAP_FRACTION = 0.5
+COARSE_GAP_FRACTIONS = (0.5, 0.05)
 FIRST_FRACTION = 1 / 64
 FRACTION_GROWTH = 4.0
 FIRST_RELATIVE_STEP = 1e-3
@@ -33,44 +33,43 @@ STEP_GROWTH = 8.0
 def solve_budgeted(search: Search, node: Node) -> tuple[Array, ...] | None:
     """Search ``node.core`` completely, or return margins to split it by (``node`` is then tightened).
 
-    When one elimination of the node is expensive, multipliers near the best must do, and the options that pass a
-    threshold a little above their bound are searched first: usually few, and if they hold a choice below the
+    When one elimination of the node is expensive, multipliers near the best must do at first, and the options that pass
+    a threshold a little above their bound are searched by themselves: usually few, and if they hold a choice below the
     threshold, theirs is the optimum. So expensive relaxations are solved few times, their cheap remainder many times.
     """
     plan = plan_elimination(node.core.sizes, node.core.pairs())
-    if plan.total_cells <= EXPENSIVE_CELLS:
-        return _search_below(search, node, np.inf)
+    if plan.total_cells > EXPENSIVE_CELLS:
+        for gap_fraction in COARSE_GAP_FRACTIONS:
+            if _search_coarsely(search, node, gap_fraction, plan.total_cells / MIN_SAVING):
+                return None
+    return _search_below(search, node, np.inf)
+
+
+def _search_coarsely(search: Search, node: Node, gap_fraction: float, max_cells: float) -> bool:
+    """Whether the node could be settled with coarse multipliers and cores of at most ``max_cells``."""
 
     def learn(value: float) -> None:
         node.bound = max(node.bound, value)
 
     dual = maximise(
-        node.core,
-        search.limits,
-        node.multipliers,
-        search.planes,
-        search.offer,
-        learn,
-        search.check,
-        gap_fraction=COARSE_GAP_FRACTION,
+        node.core, search.limits, node.multipliers, search.planes, search.offer, learn, search.check, gap_fraction
     )
     if dual is None:
-        return None
+        return True
     node.multipliers = dual.multipliers
     for threshold in _thresholds(dual.core, dual.value, search.cutoff, FIRST_COARSE_FRACTION):
         smaller = _below(dual, threshold + float(np.dot(dual.multipliers, search.limits)))
         if smaller is not None:
-            sizes = plan_elimination(smaller.sizes, smaller.pairs())
-            if sizes.total_cells * MIN_SAVING > plan.total_cells:
-                break
+            if plan_elimination(smaller.sizes, smaller.pairs()).total_cells > max_cells:
+                return False
             if _search_below(search, Node(smaller, dual.value, dual.multipliers), threshold) is not None:
-                break
+                return False
             if search.best <= threshold:
-                return None
+                return True
         learn(threshold)
         if node.bound >= search.cutoff:
-            return None
-    return _search_below(search, node, np.inf)
+            return True
+    return True
 
 
 def _search_below(search: Search, node: Node, ceiling: float) -> tuple[Array, ...] | None:

@@ -133,7 +133,8 @@ def best_multipliers(planes: Sequence[Plane], num_budgets: int) -> tuple[tuple[f
     costs = np.array([plane[0] for plane in planes])
     excess = np.array([plane[1] for plane in planes])
     base, cost_scale = float(costs.min()), float(np.ptp(costs)) or 1.0
-    usage_scale = np.maximum(np.abs(excess).max(axis=0), np.finfo(np.float64).tiny)
+    usage_scale = np.abs(excess).max(axis=0)
+    usage_scale[usage_scale == 0.0] = 1.0
     slopes_SK = excess / usage_scale  # S planes, K budgets
     slopes_SK[np.abs(slopes_SK) < MIN_SLOPE] = 0.0
     solver = pywraplp.Solver.CreateSolver("GLOP")

@@ -64,6 +64,11 @@ def cross_entropy(
     return loss
 
 
+def count_valid(target: Tensor, ignore_index: int = -100) -> Tensor:
+    """How many of this rank's targets count: a 0-dim int64 tensor."""
+    return (target != ignore_index).sum()
+
+
 def _chunks(logits: Tensor) -> list[slice]:
     """Slices of rows of `logits` [N, V] with at most _ELEMENTS_PER_CHUNK_* elements (at least one row)."""
     limit = _ELEMENTS_PER_CHUNK_CPU if logits.device.type == "cpu" else _ELEMENTS_PER_CHUNK_GPU

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -195,3 +195,9 @@ def whole(shape: torch.Size | tuple[int, ...]) -> Layout:
     """The layout of a tensor that no axis splits."""
     unsharded: Mapping[str, str] = {}
     return Layout(tuple(shape), **unsharded)
+
+
+def arange(start: float, step: float, layout: Layout, mesh: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's part of `torch.arange(start, ..., step)` whose whole has the layout's (one-dim) shape."""
+    values = layout.index(mesh, mesh.device) * step + start
+    return values if dtype is None else values.to(dtype)

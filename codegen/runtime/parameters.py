@@ -142,6 +142,13 @@ class Slot:
     places: tuple[tuple[nn.Module, str], ...]
 
 
+class Container(nn.Module):
+    """A module on the way to a parameter; `self.linears[0]` is the child called "0"."""
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.get_submodule(str(index))
+
+
 class Module(nn.Module):
     """Base of generated classes: the root of a program, and one class per kind of layer.
 
@@ -239,6 +246,6 @@ class Module(nn.Module):
         for parent in parents:
             if parent not in owner._modules:
                 # Raises KeyError if the name is one of this class' own attributes.
-                owner.register_module(parent, nn.Module())
+                owner.register_module(parent, Container())
             owner = owner.get_submodule(parent)
         return owner, attribute

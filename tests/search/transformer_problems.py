@@ -6,13 +6,11 @@ import numpy as np
 
 from search import Budget, Edge, Problem, Variable
 
-LAYER = (
-    # offsets within a layer of 12: 0 norm, 1 q, 2 k, 3 v, 4 rope q, 5 rope k, 6 attention, 7 out, 8 add, 9 norm,
-    # 10 mlp, 11 add
-    *((0, 1), (0, 2), (0, 3), (1, 4), (2, 5), (4, 6), (5, 6), (3, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11), (8, 11)),
-)
+# Offsets within a layer: 0 norm, 1 q, 2 k, 3 v, 4 rope q, 5 rope k, 6 attention, 7 out, 8 add, 9 norm, 10 mlp, 11 add.
+ATTENTION = ((0, 1), (0, 2), (0, 3), (1, 4), (2, 5), (4, 6), (5, 6), (3, 6), (6, 7), (7, 8))
+LAYER = (*ATTENTION, (8, 9), (9, 10), (10, 11), (8, 11))
 LAYER_SIZE = 12
-NORM, KEY, QUERY, ROPE_Q, ROPE_K, FIRST_ADD, LAST = 0, 2, 1, 4, 5, 8, 11
+NORM, ROPE_Q, ROPE_K, FIRST_ADD, LAST = 0, 4, 5, 8, 11
 
 
 def edge_list(num_layers: int) -> list[tuple[int, int]]:

@@ -66,7 +66,12 @@ def test_malformed(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
-    [(((4, 8), (10, 7)), "factor k is 8 and 7"), (((4, 8), (10,)), "does not describe"), (((4,),) * 4, "4 tensors"), (((4, 8),), "1 tensors")],
+    [
+        (((4, 8), (10, 7)), "factor k is 8 and 7"),
+        (((4, 8), (10,)), "does not describe"),
+        (((4,),) * 4, "4 tensors"),
+        (((4, 8),), "1 tensors"),
+    ],
 )
 def test_shapes_that_contradict(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -77,7 +77,7 @@ def whole_state(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         shapes[block + "down.weight"] = (WIDTH, INNER)
         shapes[block + "frozen"] = (WIDTH,)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+        name: 0.4 * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()
     }
 
 

@@ -1,0 +1,34 @@
+"""autopar: a declarative auto-parallel compiler for PyTorch.
+
+`autopar.compile(model, cluster)` plans and generates a distributed training program; `autopar.verify` checks it against
+the single-process model; `python -m autopar --help` is the command line.
+"""
+
+from autopar.shadowing import check_shadowing
+
+check_shadowing()
+
+from autopar.cluster import ClusterSpec  # noqa: E402
+from autopar.compile import compile  # noqa: E402, A004
+from autopar.compiled import CompiledProgram  # noqa: E402
+from autopar.errors import AutoparError  # noqa: E402
+from autopar.plan import Plan  # noqa: E402
+from autopar.rules import prove_rule, register_rule  # noqa: E402
+from autopar.trainer import Trainer, TrainerConfig  # noqa: E402
+from autopar.verify import VerifyReport, verify  # noqa: E402
+
+__all__ = [
+    "AutoparError",
+    "ClusterSpec",
+    "CompiledProgram",
+    "Plan",
+    "Trainer",
+    "TrainerConfig",
+    "VerifyReport",
+    "compile",
+    "prove_rule",
+    "register_rule",
+    "verify",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,135 @@
+"""The conductor: every pass in order, from a single-GPU model to a distributed program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.cluster import as_cluster
+from autopar.compiled import CompiledProgram
+from autopar.constraints import Constraints
+from autopar.errors import ConstraintError, PlanError
+from autopar.graph import Graph
+from autopar.lower import lower
+from autopar.plan import Plan, expand
+from autopar.planner import Candidate, Request, SearchResult, price_plan, search_plans
+from autopar.price import Training
+from autopar.strategies import operators_of
+from autopar.trace import common_batch, name_inputs, trace
+from codegen.emit import emit_model
+from cost_models import memory
+from cost_models.machine import Cluster
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def compile(  # noqa: A001
+    model: nn.Module,
+    cluster_spec: Cluster | str,
+    *,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    global_batch_size: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: str = "fp32",
+    constraints: Mapping[str, Any] | None = None,
+    plan: Plan | str | None = None,
+) -> CompiledProgram:
+    """Plan and generate the distributed program of `model` on `cluster_spec`.
+
+    Args:
+        model: an ordinary module on one device or on meta; it is not changed.
+        cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
+        example_inputs: one batch as the model takes it (tuple or dict), with the targets that loss_fn takes after the
+            model's output. Shapes and dtypes matter, values do not.
+        loss_fn: `loss_fn(output, *targets) -> scalar` for models that do not return their loss.
+        global_batch_size: rows of one optimiser step over all ranks; the example's by default.
+        optimizer: `params -> torch.optim.Optimizer` with elementwise updates; AdamW by default.
+        precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
+        constraints: see autopar.constraints.
+        plan: a plan (or its file) to use instead of searching; it is validated and priced again.
+
+    Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
+    Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
+    """
+    if precision not in ("fp32", "bf16"):
+        raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
+    cluster = as_cluster(cluster_spec)
+    factory = optimizer or torch.optim.AdamW
+    batch = name_inputs(model, example_inputs, loss_fn)
+    rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
+    dtype = torch.bfloat16 if precision == "bf16" else None
+
+    @lru_cache(maxsize=8)
+    def traced(micro_rows: int) -> Graph:
+        return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype)
+
+    limits = Constraints.parse(constraints)
+    limits.check(traced(rows))
+    request = Request(traced, cluster, rows, precision, training_of(factory, precision), limits)
+    if plan is not None:
+        result = reprice(request, Plan.from_file(plan) if isinstance(plan, str) else plan)
+    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        result = _plan_on_rank_0(request)
+    else:
+        result = search_plans(request)
+    best = result.best
+    program = lower(best.graph, best.operators, best.plan, best.choices)
+    source = emit_model(program)
+    return CompiledProgram(model, cluster, factory, best, result, program, source, loss_fn)
+
+
+def reprice(request: Request, plan: Plan) -> SearchResult:
+    """Validate a given plan against the model and predict it anew. Raises PlanError."""
+    if plan.mesh.num_ranks != request.cluster.num_devices:
+        raise PlanError(
+            "the plan's mesh does not fill the cluster",
+            values=f"{plan.mesh} for {request.cluster.num_devices} devices",
+            alternatives="a cluster of that size, or a new plan",
+        )
+    if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.size("dp")):
+        raise PlanError(
+            "the plan's micro-batches do not divide its batch",
+            values={"global_batch_size": plan.global_batch_size, "micro_batches": plan.num_micro_batches, "mesh": str(plan.mesh)},
+        )
+    graph = request.trace(plan.global_batch_size // plan.num_micro_batches)
+    operators = operators_of(graph)
+    choices = expand(graph, operators, plan)
+    candidate: Candidate = price_plan(graph, operators, request, plan, choices)
+    return SearchResult((candidate,), (), ())
+
+
+def _plan_on_rank_0(request: Request) -> SearchResult:
+    """Every rank gets rank 0's plan, or its error."""
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [search_plans(request).best.plan.to_yaml()]
+        except Exception as error:  # must reach the other ranks, which wait for a plan
+            message = [error]
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    return reprice(request, Plan.from_yaml(message[0], "the broadcast plan"))
+
+
+def training_of(factory: OptimizerFactory, precision: str) -> Training:
+    """How the optimiser and the precision bear on memory: state is counted by one step on a small parameter."""
+    probe = nn.Parameter(torch.zeros(64))
+    probe.grad = torch.zeros(64)
+    optimizer = factory([probe])
+    optimizer.step()
+    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    state_bytes = sum(v.numel() * v.element_size() for v in tensors if v.numel() > 1) / probe.numel()
+    widths = memory.precision(precision)
+    return Training(
+        state_bytes=state_bytes,
+        compute_bytes=widths.compute_bytes,
+        master_bytes=widths.master_bytes,
+        gradient_bytes=widths.gradient_bytes,
+    )

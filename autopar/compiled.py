@@ -1,0 +1,144 @@
+"""What `autopar.compile` returns: the plan, its report, the generated source, and ways to save and run it."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import WorldSizeError
+from autopar.folder import write_folder
+from autopar.lower import bytes_text
+from autopar.plan import Plan
+from autopar.planner import Candidate, SearchResult
+from autopar.trace import name_inputs
+from autopar.weights import value_source
+from codegen.program import Program
+from cost_models.machine import Cluster
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A planned and generated program.
+
+    best: the chosen candidate (plan, graph, choices). result: it and its runner-ups. source: the text of model.py.
+    """
+
+    model: nn.Module
+    cluster: Cluster
+    optimizer: Callable[..., torch.optim.Optimizer]
+    best: Candidate
+    result: SearchResult
+    program: Program
+    source: str
+    loss_fn: Callable[..., torch.Tensor] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        return self.best.plan
+
+    def report(self) -> str:
+        """The plan in words: mesh, sharding by layer, predicted time and memory by kind, runner-ups."""
+        from autopar.report import render_report
+
+        return render_report(self)
+
+    def save(self, directory: str | Path, *, weights: bool = True) -> Path:
+        """Write the program as a folder that needs torch only; returns it.
+
+        weights: also write the model's values to `weights.safetensors`, which `main.py` starts from (not for models on
+        meta). The folder is complete or absent: it is written beside its place and renamed.
+        """
+        return write_folder(self, Path(directory), weights)
+
+    def build(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        init: Callable[[str, torch.Size, torch.dtype], torch.Tensor] | None = None,
+    ) -> Any:
+        """This rank's `step`: call it with this rank's batch. Needs a process group of as many ranks as the plan has.
+
+        init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
+        with equal results on every rank. Raises WorldSizeError, and AutoparError for meta values without init.
+        """
+        check_world_size(self.plan)
+        package = self.load_package()
+        runtime_mesh = importlib.import_module(f"{package.__name__}.runtime.mesh")
+        runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
+        generated = importlib.import_module(f"{package.__name__}.model")
+        where = device or ("cuda" if torch.cuda.is_available() and not self.cluster.device.name.startswith("cpu") else "cpu")
+        mesh = runtime_mesh.Mesh.create(self.program.axes, self.program.axis_sizes, where)
+        step = runtime_step.Step(
+            getattr(generated, self.program.root.name),
+            mesh,
+            optimizer_factory=self.optimizer,
+            num_micro_batches=self.plan.num_micro_batches,
+            precision=self.plan.precision,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+        step.load(value_source(self.model, init))
+        return step
+
+    def load_package(self) -> ModuleType:
+        """Import the generated folder under a name of its own, so that several programs can live in one process."""
+        home = Path(tempfile.mkdtemp(prefix="autopar_"))
+        name = f"autopar_program_{next(_numbers)}"
+        write_folder(self, home / name, weights=False)
+        sys.path.insert(0, str(home))
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.path.remove(str(home))
+
+    def local_batch(self, global_batch: tuple[Any, ...] | Mapping[str, Any], rank: int | None = None) -> dict[str, torch.Tensor]:
+        """One rank's part of a whole global batch (this rank's by default): rows of each micro-batch in turn."""
+        from autopar.batch import local_batch
+
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return local_batch(self.program, name_inputs(self.model, global_batch, self.loss_fn), rank)
+
+    def launch(self, function: Callable[..., Any], *args: Any, max_restarts: int = 0) -> list[Any]:
+        """Run `function(step, *args)` on every rank, as processes of this machine; returns the results by rank.
+
+        torch's elastic launcher starts them, so a rank that dies ends the others with its error. `function`, `args` and
+        the optimiser factory must be picklable (defined at module level).
+        """
+        from autopar.launch import launch_program
+
+        return launch_program(self, function, args, max_restarts)
+
+    def __repr__(self) -> str:
+        peak = bytes_text(self.plan.prediction.peak_bytes)
+        return f"<CompiledProgram {self.plan.model} on {self.plan.mesh}: {self.plan.prediction.step_seconds:.4g} s, {peak}>"
+
+
+def check_world_size(plan: Plan) -> None:
+    """Raises WorldSizeError unless as many processes run as the plan has ranks."""
+    running = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if running != plan.mesh.num_ranks:
+        raise WorldSizeError(
+            f"the plan is for {plan.mesh.num_ranks} processes ({plan.mesh})",
+            values=f"{running} running" + ("" if running > 1 else " (torch.distributed is not initialised)"),
+            alternatives=[
+                f"torchrun --nproc-per-node {plan.mesh.num_ranks}, with dist.init_process_group() before build()",
+                f"a plan for {running} device{'s' if running > 1 else ''}",
+            ],
+        )

@@ -1,0 +1,220 @@
+"""Checking a program against the single-process model: same weights, same batches, same dropout masks.
+
+The reference is the user's own eager module on one process, full batch, torch's own loss, optimiser and clipping. Only
+dropout is replaced, in both, by masks that depend on the element's global position (codegen/runtime/dropout.py).
+
+Errors are relative: ||distributed - reference|| / ||reference|| per tensor (fp32 for fp32 plans). A parameter whose
+true gradient is zero (an attention key's bias: softmax does not see it) has nothing but round-off to compare. The rule:
+where the reference gradient in fp32 differs from the one in fp64 by more than `ROUND_OFF` of the latter's norm it is
+round-off, and the parameter is left out of both comparisons and named in the report.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.compile import OptimizerFactory, compile
+from autopar.compiled import CompiledProgram
+from autopar.launch import run_ranks
+from autopar.trace import _LossModule, name_inputs
+from codegen.runtime.reference import SameDropout
+from cost_models.machine import Cluster
+
+ROUND_OFF = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Largest relative errors over all steps, and where they are.
+
+    gradients, parameters: error by name (parameters after the last step). round_off: names left out by the rule.
+    losses: (program, reference) of each step.
+    """
+
+    loss: float
+    gradients: Mapping[str, float]
+    parameters: Mapping[str, float]
+    round_off: tuple[str, ...]
+    losses: tuple[tuple[float, float], ...]
+    mesh: str
+
+    @property
+    def largest_gradient(self) -> float:
+        return max(self.gradients.values(), default=0.0)
+
+    @property
+    def largest_parameter(self) -> float:
+        return max(self.parameters.values(), default=0.0)
+
+    def ok(self, tolerance: float = 1e-5) -> bool:
+        """Whether every error is within `tolerance`."""
+        return max(self.loss, self.largest_gradient, self.largest_parameter) <= tolerance
+
+    def __str__(self) -> str:
+        def worst(errors: Mapping[str, float]) -> str:
+            name = max(errors, key=lambda n: errors[n], default="-")
+            return f"{errors.get(name, 0.0):.2e} ({name})"
+
+        left_out = f"; pure round-off, left out: {', '.join(self.round_off)}" if self.round_off else ""
+        return (
+            f"{self.mesh}: largest relative error of the loss {self.loss:.2e}, of a gradient {worst(self.gradients)}, "
+            f"of a parameter after {len(self.losses)} steps {worst(self.parameters)}{left_out}"
+        )
+
+
+def verify(
+    model: nn.Module,
+    cluster_spec: Cluster | str,
+    *,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    global_batch_size: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: str = "fp32",
+    constraints: Mapping[str, Any] | None = None,
+    steps: int = 3,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+) -> VerifyReport:
+    """Compile, run `steps` steps in real processes and on one, and compare loss, gradients and parameters.
+
+    Arguments as autopar.compile; optimizer defaults to SGD with momentum. Each step uses the batch with its rows
+    rotated by one more. Runs on this machine, so the cluster must be as many ranks as it can hold.
+    """
+    factory = optimizer or sgd_with_momentum
+    compiled = compile(
+        model,
+        cluster_spec,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        global_batch_size=global_batch_size,
+        optimizer=factory,
+        precision=precision,
+        constraints=constraints,
+    )
+    return verify_program(compiled, example_inputs, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
+
+
+def verify_program(
+    compiled: CompiledProgram,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    steps: int = 3,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+) -> VerifyReport:
+    """`verify` of a program that is compiled already."""
+    named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
+    batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
+    args = (compiled, batches, max_grad_norm, seed)
+    return next(r for r in run_ranks(_compare, args, compiled.plan.mesh.num_ranks) if r is not None)
+
+
+def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
+    """The default of verification: unlike Adam it does not magnify round-off in tiny gradients."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _rotated(batch: Mapping[str, Any], rows: int, shift: int) -> dict[str, Any]:
+    """The batch with `rows` rows (repeated or cut), rotated by `shift`."""
+    own = next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+    index = (torch.arange(rows) + shift) % own
+
+    def rotate(value: Any) -> Any:
+        is_batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == own
+        return value[index] if is_batched else value
+
+    return {name: rotate(value) for name, value in batch.items()}
+
+
+def _compare(compiled: CompiledProgram, batches: list[dict[str, Any]], max_grad_norm: float | None, seed: int) -> VerifyReport | None:
+    """On every rank: run the program; rank 0 also runs the references and returns the report."""
+    step = compiled.build(max_grad_norm=max_grad_norm, seed=seed)
+    is_first = dist.get_rank() == 0
+    reference = _Reference(compiled, max_grad_norm, seed) if is_first else None
+    loss_errors, losses, round_off = [], [], set()
+    gradient_errors: dict[str, float] = {}
+    for batch in batches:
+        loss = float(step.forward_backward(compiled.local_batch(batch)))
+        gradients = step.gradients()
+        if reference is not None:
+            expected = reference.forward_backward(batch)
+            loss_errors.append(abs(loss - expected) / max(abs(expected), 1e-30))
+            losses.append((loss, expected))
+            round_off |= reference.round_off(batch)
+            for name, gradient in reference.gradients().items():
+                error = relative_error(gradients[name], gradient)
+                gradient_errors[name] = max(gradient_errors.get(name, 0.0), error)
+            reference.update()
+        step.update()
+    state = step.full_state_dict()
+    if reference is None:
+        return None
+    trained = {n for n, p in reference.model.named_parameters() if p.requires_grad}
+    parameters = {n: relative_error(state[n], p) for n, p in reference.model.named_parameters() if n in trained and n in state}
+    return VerifyReport(
+        max(loss_errors),
+        {n: e for n, e in gradient_errors.items() if n not in round_off},
+        {n: e for n, e in parameters.items() if n not in round_off},
+        tuple(sorted(round_off)),
+        tuple(losses),
+        str(compiled.plan.mesh),
+    )
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected|| in fp64; 0 where both vanish."""
+    difference = (found.detach().double().cpu() - expected.detach().double().cpu()).norm().item()
+    size = expected.detach().double().norm().item()
+    return difference / size if size > 0 else difference
+
+
+class _Reference:
+    """The user's model trained eagerly on one process."""
+
+    def __init__(self, compiled: CompiledProgram, max_grad_norm: float | None, seed: int) -> None:
+        self.model = copy.deepcopy(compiled.model).train().cpu()
+        self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
+        self.optimizer = compiled.optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.step = 0
+
+    def forward_backward(self, batch: Mapping[str, Any]) -> float:
+        self.optimizer.zero_grad()
+        loss = self._loss(self.model, batch)
+        loss.backward()
+        return float(loss)
+
+    def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        with SameDropout(self.seed, self.step):
+            return _LossModule(model, self.loss_fn, tuple(batch))(**batch)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def round_off(self, batch: Mapping[str, Any]) -> set[str]:
+        """Parameters whose gradient in fp32 is noise, judged by the same gradient in fp64."""
+        exact = copy.deepcopy(self.model).double()
+        exact.zero_grad()
+        wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
+        self._loss(exact, wide).backward()
+        mine = dict(self.model.named_parameters())
+        found = set()
+        for name, parameter in exact.named_parameters():
+            if parameter.grad is not None and mine[name].grad is not None:
+                error = relative_error(mine[name].grad, parameter.grad)
+                if error > ROUND_OFF:
+                    found.add(name)
+        return found
+
+    def update(self) -> None:
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.step += 1

@@ -1,0 +1,196 @@
+"""The solver against brute force on random problems: objective, feasibility, errors, determinism."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from search import Budget, Edge, InfeasibleError, Problem, Solution, Variable, evaluate, exhaustive, intra_op
+
+SHAPES = {
+    "chain": lambda n: [(i, i + 1) for i in range(n - 1)],
+    "skips": lambda n: [(i, i + 1) for i in range(n - 1)] + [(i, i + 2) for i in range(0, n - 2, 2)],
+    "cycle": lambda n: [(i, (i + 1) % n) for i in range(n)],
+    "diamonds": lambda n: (
+        [(i, j) for i in range(0, n - 3, 3) for j in (i + 1, i + 2)]
+        + [(j, i + 3) for i in range(0, n - 3, 3) for j in (i + 1, i + 2)]
+    ),
+    "two parts": lambda n: [(i, i + 1) for i in range(n - 1) if i != n // 2],
+    "dense": lambda n: list(itertools.combinations(range(n), 2)),
+    "parallel and loops": lambda n: [(i, i + 1) for i in range(n - 1)] * 2 + [(i, i) for i in range(n)],
+    "none": lambda n: [],
+}
+
+
+def random_problem(seed: int, shape: str, num_budgets: int, *, whole: bool, forbidden: float) -> Problem:
+    """At most 7 variables of at most 4 options; ``whole`` numbers make many ties."""
+    rng = np.random.default_rng(seed)
+    num_variables = int(rng.integers(1, 8))
+    sizes = [int(size) for size in rng.integers(1, 5, size=num_variables)]
+
+    def costs(*shape: int) -> np.ndarray:
+        values = rng.integers(-1, 3, size=shape).astype(float) if whole else rng.random(shape) * 1e-3
+        values[rng.random(shape) < forbidden] = np.inf
+        return values
+
+    def usage(*shape: int) -> np.ndarray:
+        return np.rint(rng.random((num_budgets, *shape)) * (4 if whole else 4e10))
+
+    variables = [Variable(f"v{i}", costs(size), usage(size)) for i, size in enumerate(sizes)]
+    edges = []
+    for a, b in SHAPES[shape](num_variables):
+        if b >= num_variables:
+            continue
+        if rng.random() < 0.3:
+            a, b = b, a
+        edges.append(Edge(a, b, costs(sizes[a], sizes[b]), usage(sizes[a], sizes[b]) if rng.random() < 0.5 else None))
+    unlimited = Problem(tuple(variables), tuple(edges), tuple(Budget(f"b{k}", 0) for k in range(num_budgets)))
+    samples = np.array([evaluate(unlimited, [int(rng.integers(s)) for s in sizes])[1] for _ in range(3)])
+    limits = samples.min(axis=0) * rng.choice([0.6, 0.9, 1.0, 1.0], size=num_budgets)
+    budgets = tuple(Budget(f"b{k}", float(limit)) for k, limit in enumerate(limits))
+    return Problem(tuple(variables), tuple(edges), budgets)
+
+
+def solve_or_error(solver, problem: Problem) -> Solution | InfeasibleError:
+    try:
+        return solver(problem)
+    except InfeasibleError as error:
+        return error
+
+
+def assert_agree(problem: Problem) -> str:
+    """Compare with brute force; returns the solver's method, or "infeasible"."""
+    expected = solve_or_error(exhaustive.solve, problem)
+    found = solve_or_error(intra_op.solve, problem)
+    if isinstance(expected, InfeasibleError):
+        assert isinstance(found, InfeasibleError)
+        assert found.budget == expected.budget
+        assert ("jointly" in str(found)) == ("jointly" in str(expected))
+        if expected.budget is not None:
+            assert found.smallest_usage == expected.smallest_usage
+            index = [budget.name for budget in problem.budgets].index(expected.budget)
+            objective, usage = evaluate(problem, found.choices)
+            assert np.isfinite(objective) and usage[index] == found.smallest_usage
+        return "infeasible"
+    assert isinstance(found, Solution), str(found)
+    assert (found.objective, found.usage) == evaluate(problem, found.choices)
+    assert found.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-15)
+    assert found.lower_bound == found.objective
+    assert all(budget.allows(used) for budget, used in zip(problem.budgets, found.usage, strict=True))
+    return found.method
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_budgets=st.integers(0, 2),
+    whole=st.booleans(),
+    forbidden=st.sampled_from([0.0, 0.1, 0.3]),
+)
+def test_equals_exhaustive(shape: str, seed: int, num_budgets: int, whole: bool, forbidden: float) -> None:
+    assert_agree(random_problem(seed, shape, num_budgets, whole=whole, forbidden=forbidden))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from(sorted(SHAPES)), forbidden=st.sampled_from([0.0, 0.2]))
+def test_min_marginals_and_min_usage_equal_enumeration(seed: int, shape: str, forbidden: float) -> None:
+    problem = random_problem(seed, shape, 1, whole=False, forbidden=forbidden)
+    sizes = [variable.num_options for variable in problem.variables]
+    expected = [np.full(size, np.inf) for size in sizes]
+    least = np.inf
+    for choices in itertools.product(*map(range, sizes)):
+        objective, usage = evaluate(problem, choices)
+        if np.isfinite(objective):
+            least = min(least, usage[0])
+        for variable, option in enumerate(choices):
+            expected[variable][option] = min(expected[variable][option], objective)
+    for found, wanted in zip(intra_op.min_marginals(problem), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
+    if np.isinf(least):
+        with pytest.raises(InfeasibleError, match="infinite costs"):
+            intra_op.min_usage(problem, 0)
+    else:
+        solution = intra_op.min_usage(problem, 0)
+        assert solution.usage[0] == solution.lower_bound == least
+
+
+@pytest.mark.parametrize("max_rows", [1, 4])
+@pytest.mark.parametrize("num_budgets", [1, 2])
+def test_branching_equals_exhaustive(monkeypatch: pytest.MonkeyPatch, max_rows: int, num_budgets: int) -> None:
+    """With next to no room for tables and labels, every part of the machinery has to run, and stay exact."""
+    monkeypatch.setattr("search.budgeted.MAX_ROWS", max_rows)
+    monkeypatch.setattr("search.budgeted.EXPENSIVE_CELLS", 20)
+    monkeypatch.setattr("search.branching.CHEAP_CELLS", 4)
+    monkeypatch.setattr("search.branching.MAX_MESSAGE_CELLS", 30 * max_rows)
+    monkeypatch.setattr("search.branching.MAX_TOTAL_CELLS", 60 * max_rows)
+    monkeypatch.setattr("search.condense.MAX_BUCKET_CELLS", 16)
+    methods = []
+    for seed in range(180):
+        shape = sorted(SHAPES)[seed % len(SHAPES)]
+        methods.append(assert_agree(random_problem(seed, shape, num_budgets, whole=seed % 2 == 0, forbidden=0.05)))
+    assert methods.count("lagrangian and labels and branching") > 3
+
+
+def test_wide_problems_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without budgets, and with the min-marginals' own fallback."""
+    monkeypatch.setattr("search.branching.CHEAP_CELLS", 4)
+    monkeypatch.setattr("search.branching.MAX_MESSAGE_CELLS", 20)
+    monkeypatch.setattr("search.intra_op.MAX_MESSAGE_CELLS", 20)
+    num_branched = 0
+    for seed in range(60):
+        problem = random_problem(seed, "dense", 0, whole=False, forbidden=0.1)
+        assert_agree(problem)
+        if isinstance(found := solve_or_error(intra_op.solve, problem), Solution):
+            num_branched += "branching" in found.method
+            least = min(float(margin.min()) for margin in intra_op.min_marginals(problem))
+            assert least == pytest.approx(found.objective, rel=1e-9)
+    assert num_branched > 3
+
+
+def test_fractional_usage_exactly_at_the_limit() -> None:
+    """0.1 + 0.2 + 0.3 depends on the order of summation; a limit equal to either sum is met."""
+    usages = (0.1, 0.2, 0.3)
+    variables = tuple(Variable(f"v{i}", np.array([1.0, 5.0]), np.array([[used, 0.0]])) for i, used in enumerate(usages))
+    for order in itertools.permutations(usages):
+        limit = order[0] + order[1] + order[2]
+        assert intra_op.solve(Problem(variables, (), (Budget("memory", limit),))).choices == (0, 0, 0)
+
+
+DETERMINISM = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+from test_search_oracle import SHAPES, random_problem, solve_or_error
+from search import intra_op
+found = [solve_or_error(intra_op.solve, random_problem(seed, shape, seed % 3, whole=True, forbidden=0.1))
+         for seed in range(12) for shape in sorted(SHAPES)]
+print(json.dumps([list(getattr(f, "choices", ())) for f in found]))
+"""
+
+
+def test_equal_problems_give_equal_choices_in_other_processes() -> None:
+    """Whole-number costs tie often; hash seeds differ between the processes, the order of solving too."""
+    import pathlib
+
+    here = pathlib.Path(__file__).parent
+    paths = [str(here), str(here.parents[1])]
+    expected = [
+        list(solve_or_error(intra_op.solve, random_problem(s, k, s % 3, whole=True, forbidden=0.1)).choices)
+        for s, k in reversed([(s, k) for s in range(12) for k in sorted(SHAPES)])
+    ][::-1]
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", DETERMINISM, *paths],
+            env={"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(done.stdout) == expected

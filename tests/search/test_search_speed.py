@@ -1,0 +1,92 @@
+"""Transformer-sized problems: time, memory, time limits, and agreement of independent routes to one number."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import pytest
+
+from search import evaluate, intra_op
+
+
+def problems() -> ModuleType:
+    """The generator next to this file."""
+    path = pathlib.Path(__file__).with_name("transformer_problems.py")
+    spec = importlib.util.spec_from_file_location("transformer_problems", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
+    """min_marginals reduces and bounds nothing, so it is a second opinion on solve; so is a budget just met."""
+    free = problems().transformer(3, num_layers=1, structured=True)
+    best = intra_op.solve(free)
+    margins = intra_op.min_marginals(free)
+    for margin, choice in zip(margins, best.choices, strict=True):
+        assert margin.min() == pytest.approx(best.objective, rel=1e-9)
+        assert margin[choice] == pytest.approx(best.objective, rel=1e-9)
+    tight = problems().transformer(3, num_layers=1, structured=True, budget_fraction=0.3)
+    bounded = intra_op.solve(tight)
+    assert bounded.objective > best.objective
+    assert bounded.usage[0] <= tight.budgets[0].limit
+    # Independent optimality check: no change of one or two neighbouring variables is cheaper within the budget.
+    for edge in tight.edges[:10]:
+        for a in range(0, tight.variables[edge.a].num_options, 7):
+            for b in range(0, tight.variables[edge.b].num_options, 7):
+                choices = list(bounded.choices)
+                choices[edge.a], choices[edge.b] = a, b
+                objective, usage = evaluate(tight, choices)
+                assert objective >= bounded.objective - 1e-12 or usage[0] > tight.budgets[0].limit
+
+
+def test_a_time_limit_returns_the_incumbent_with_a_true_bound() -> None:
+    problem = problems().transformer(1, num_layers=2, structured=True, budget_fraction=0.5)
+    optimum = intra_op.solve(problem).objective
+    outcomes = []
+    for seconds in (0.15, 0.3, 0.6):
+        try:
+            found = intra_op.solve(problem, time_limit_seconds=seconds)
+        except intra_op.TimeLimitError:
+            continue
+        assert found.objective == evaluate(problem, found.choices)[0]
+        assert found.lower_bound <= optimum * (1 + 1e-9) and optimum <= found.objective * (1 + 1e-9)
+        assert ("time limit" in found.method) or found.objective == pytest.approx(optimum, rel=1e-9)
+        outcomes.append(found)
+    assert all(later.objective <= earlier.objective for earlier, later in zip(outcomes, outcomes[1:], strict=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget_fraction", "max_seconds"), [(None, 2.0), (0.9, 10.0), (0.6, 10.0), (0.3, 10.0)])
+def test_twelve_layers_in_time(budget_fraction: float | None, max_seconds: float) -> None:
+    """147 variables of 40 to 80 options, width 3; CPU seconds of one thread."""
+    problem = problems().transformer(0, structured=True, budget_fraction=budget_fraction)
+    start = time.process_time()
+    solution = intra_op.solve(problem)
+    assert time.process_time() - start < max_seconds
+    assert solution.lower_bound == solution.objective
+    if budget_fraction is None:
+        # The unreduced elimination is an independent route to the optimum.
+        least = min(float(margin.min()) for margin in intra_op.min_marginals(problem))
+        assert least == pytest.approx(solution.objective, rel=1e-9)
+    else:
+        assert solution.usage[0] <= problem.budgets[0].limit
+
+
+@pytest.mark.slow
+def test_twelve_layers_in_memory() -> None:
+    """Random costs without structure, which hardly any option can be dropped from: under 1 GiB in a fresh process."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[2])]!r}\n"
+        "import resource; from transformer_problems import transformer; from search import intra_op\n"
+        "intra_op.solve(transformer(0, structured=False, budget_fraction=0.6))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 2**30
