@@ -12,8 +12,27 @@ from itertools import groupby
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.strategies import Scope
 
-_RESERVED = frozenset({"self", "torch", "F", "nn", "dp", "tp", "layer", "mesh", "hidden", "num_targets"})
-_SHORT = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss", "layer_norm": "norm", "addmm": "linear"}
+_RESERVED = frozenset(
+    "self torch F nn dp tp cp ep pp layer mesh hidden num_targets dropout attention vocab_embedding cross_entropy count_valid "
+    "arange rms_norm swiglu Layout Module Param slice sum min max abs pow type range len tuple".split()
+)
+"""What generated code uses itself, and built-ins that a variable should not hide."""
+
+_SHORT = {
+    "scaled_dot_product_attention": "attended",
+    "attention": "attended",
+    "cross_entropy_loss": "loss",
+    "layer_norm": "norm",
+    "addmm": "linear",
+    "dropout": "dropped",
+    "arange": "positions",
+    "slice": "sliced",
+    "pow": "power",
+    "sum": "total",
+    "max": "largest",
+    "abs": "magnitude",
+}
+"""Names for what an operator makes, where its own name is taken or long."""
 
 
 def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
@@ -31,6 +50,7 @@ def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
                 names[Ref(piece.name, index)] = _unique("hidden_states" if index == 0 else f"{piece.name}_{index}", taken)
             continue
         wish = wishes.get(piece.name) or _plain(piece)
+        wish = _SHORT.get(wish, wish)
         for index in range(len(piece.outputs)):
             names[Ref(piece.name, index)] = _unique(wish if len(piece.outputs) == 1 else f"{wish}_{index}", taken)
     return names
@@ -38,7 +58,7 @@ def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
 
 def _plain(node: Node) -> str:
     stem = node.name.rstrip("0123456789").rstrip("_") or node.name
-    return _SHORT.get(stem, stem)
+    return stem
 
 
 def _module_wishes(nodes: tuple[Node, ...]) -> dict[str, str]:

@@ -231,7 +231,7 @@ def _names_in(statement: Statement) -> list[str]:
         return [statement.source.name]
     if isinstance(statement, LayerLoop):
         return [var.name for var in statement.args]
-    return re.findall(r"[A-Za-z_][\w.]*", expression(statement))
+    return re.findall(r"(?<![\w.])[A-Za-z_]\w*", expression(statement))
 
 
 def _reshard(statement: Reshard) -> str:

@@ -57,7 +57,8 @@ def from_table(kind: type[Part], name: str, table: Mapping[str, Any]) -> Part:
     values: dict[str, Any] = {"name": name, **table}
     allowed = [item.name for item in fields(kind)]
     surplus = sorted(values.keys() - set(allowed))
-    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in values]
+    required = [item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING]
+    missing = [key for key in required if key not in values]
     if surplus or missing:
         raise ValueError(f"{owner}: unknown keys {surplus}, missing keys {missing}; the keys are {', '.join(allowed)}")
     for key, value in values.items():

@@ -10,6 +10,7 @@ MPICH", IJHPCA 19 (2005), with the choices and step counts of NCCL (``src/graph/
     lat(s) latency of s ring steps per rank pair: hops inside nodes cost alpha_intra, hops between nodes alpha_inter
     s0     startup_seconds of the slowest link in use
 
+alpha, s0 and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind, if any.
 All groups of a mesh axis communicate at the same time, so a group owns p / devices_per_node of its nodes' network
 interfaces: that is where p w comes from.
 """
@@ -17,9 +18,10 @@ interfaces: that is where p w comes from.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from cost_models.hardware import COLLECTIVES, Link
 from cost_models.machine import Cluster
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
@@ -91,7 +93,7 @@ def seconds(kind: Kind, num_bytes: float, group: Group, cluster: Cluster) -> flo
     larger than the cluster.
     """
     _check(kind, num_bytes)
-    path = _path(group, cluster)
+    path = _path(kind, group, cluster)
     if group.size == 1 or num_bytes == 0:
         return 0.0
     if kind == "all_reduce":
@@ -106,9 +108,8 @@ def seconds(kind: Kind, num_bytes: float, group: Group, cluster: Cluster) -> flo
 
 
 def _check(kind: str, num_bytes: float) -> None:
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
-    if kind not in kinds:
-        raise ValueError(f"unknown collective {kind!r}; known: {', '.join(kinds)}")
+    if kind not in COLLECTIVES:
+        raise ValueError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVES)}")
     if not num_bytes >= 0:
         raise ValueError(f"num_bytes must be zero or more, got {num_bytes}")
 
@@ -154,9 +155,9 @@ class _Path:
         return inside * self.intra_latency + between * self.inter_latency
 
 
-def _path(group: Group, cluster: Cluster) -> _Path:
+def _path(kind: Kind, group: Group, cluster: Cluster) -> _Path:
     layout = lay_out(group, cluster)
-    intra, inter = cluster.intra_node, cluster.inter_node
+    intra, inter = _for_kind(cluster.intra_node, kind), _for_kind(cluster.inter_node, kind)
     sharers = cluster.devices_per_node if inter.shared_by_node else 1
     contention = 1 + inter.contention_per_doubling * math.log2(layout.num_nodes)
     links = [inter] if layout.ranks_per_node == 1 else [intra] if layout.num_nodes == 1 else [intra, inter]
@@ -169,6 +170,19 @@ def _path(group: Group, cluster: Cluster) -> _Path:
         inter_latency=inter.latency_seconds,
         startup_seconds=max(link.startup_seconds for link in links),
         in_network_reduction=intra.in_network_reduction,
+    )
+
+
+def _for_kind(link: Link, kind: Kind) -> Link:
+    """The link with its factors for `kind` applied."""
+    latency, rate = link.latency_factors.get(kind, 1.0), link.rate_factors.get(kind, 1.0)
+    if latency == rate == 1.0:
+        return link
+    return replace(
+        link,
+        bytes_per_second=link.bytes_per_second * rate,
+        latency_seconds=link.latency_seconds * latency,
+        startup_seconds=link.startup_seconds * latency,
     )
 
 
@@ -229,7 +243,7 @@ def _p2p_rate(group: Group, path: _Path, cluster: Cluster) -> float:
     if path.layout.num_nodes == 1:
         return path.intra_rate
     contention = 1 + cluster.inter_node.contention_per_doubling
-    rate = cluster.inter_node.achievable_bytes_per_second / contention
+    rate = _for_kind(cluster.inter_node, "p2p").achievable_bytes_per_second / contention
     if cluster.inter_node.shared_by_node:
         return rate / min(group.stride, cluster.devices_per_node)
     return rate

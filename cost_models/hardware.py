@@ -24,6 +24,9 @@ DTYPE_FALLBACKS: Mapping[str, tuple[str, ...]] = {
 """Where a dtype is computed if the device has no units for it: the first listed dtype that holds its values exactly
 (so bf16 never runs as fp16, whose range is smaller). Integers and complex numbers are priced as fp32."""
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+"""The kinds that `collective` prices and that a link may have factors for."""
+
 
 def _require_positive(owner: str, **values: float) -> None:
     for name, value in values.items():
@@ -125,9 +128,12 @@ class Link:
     contention_per_doubling: c in rate / (1 + c log2(nodes)), for fabrics that slow down as more nodes talk at once.
     in_network_reduction: the switch sums, so that an all_reduce moves every byte once up and once down (NVLink SHARP).
     shared_by_node: the devices of a node share the link.
+    latency_factors, rate_factors: by kind of collective ("all_reduce", ...; 1 if not listed), what its startup and
+    hops, and the rate that it reaches, are multiplied by. For libraries whose algorithm is not the one that
+    `collective` prices: gloo runs a reduce_scatter as an all_reduce.
     source: where the figures come from.
 
-    Raises ValueError for figures out of range.
+    The mappings are copied and must not be changed afterwards. Raises ValueError for figures out of range.
     """
 
     name: str
@@ -139,10 +145,21 @@ class Link:
     contention_per_doubling: float = 0.0
     in_network_reduction: bool = False
     shared_by_node: bool = False
+    latency_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    rate_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "latency_factors", dict(self.latency_factors))
+        object.__setattr__(self, "rate_factors", dict(self.rate_factors))
         owner = f"link {self.name}"
-        _require_positive(owner, bytes_per_second=self.bytes_per_second)
+        if surplus := sorted({*self.latency_factors, *self.rate_factors} - set(COLLECTIVES)):
+            raise ValueError(f"{owner}: factors for unknown collectives {surplus}; known: {', '.join(COLLECTIVES)}")
+        _require_positive(
+            owner,
+            bytes_per_second=self.bytes_per_second,
+            **{f"latency_factors.{kind}": factor for kind, factor in self.latency_factors.items()},
+            **{f"rate_factors.{kind}": factor for kind, factor in self.rate_factors.items()},
+        )
         _require_not_negative(
             owner,
             latency_seconds=self.latency_seconds,

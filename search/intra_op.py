@@ -13,8 +13,9 @@ The problem, with x_v the option of variable v:
 
        m_v(S_v) = min over x_v of the sum of all tables in v's bucket
 
-   If its tables are large, ``bounds.dual_ascent`` first drops every option whose bound reaches a known choice, and if
-   they do not fit at all, ``branching`` splits variables. An optimum that meets the budgets is the answer.
+   If its tables are large, ``weak.relax_weakly`` (``condense``, then ``bounds.dual_ascent``) first drops every option
+   whose bound reaches a known choice, and if they do not fit at all, ``branching`` splits variables. An optimum that
+   meets the budgets is the answer.
 3. ``min_usage`` per budget: a least usage above the limit is ``InfeasibleError``.
 4. ``lagrangian.maximise``: L(l) = min [cost + sum_k l_k (usage_k - limit_k)], maximised over l >= 0, bounds the
    optimum from below. ``lagrangian.drop_above`` removes option p of v if L with x_v = p fixed reaches a known choice.

@@ -62,4 +62,6 @@ def run_node(node: Node, values: dict[Ref, Tensor]) -> None:
 
 
 def _as_lists(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")  # a trace's device is not where it runs
     return [_as_lists(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,58 @@
+"""Memory as it is used: bytes of all tensor storages that are alive, followed operator by operator.
+
+What a plan predicts are tensors. Resident set size is not that: it also holds the interpreter, the libraries and what
+the allocator keeps, and a process forked from its parent shares pages with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """`with LiveBytes() as live:` counts storages that operators (forward, backward, optimiser) make on this thread.
+
+    num_bytes: alive now. peak_bytes: the most since the start or the last `reset_peak`. Tensors made before are not
+    counted, nor is memory inside a communication library. Slows every operator by some ten microseconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak_bytes = self.num_bytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                storage = leaf.untyped_storage()
+                if id(storage) not in before:
+                    self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._alive[key]
+            self.num_bytes -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
