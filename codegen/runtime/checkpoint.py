@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -70,8 +69,7 @@ def save(step: Step, directory: str | Path) -> None:
     groups = [{k: v for k, v in group.items() if k != "params"} for group in step.optimizer.param_groups]
     plain[_GROUPS] = groups
     plain[_PROGRESS] = {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed}
-    planner = _PieceSaver(pieces)
-    state_dict_saver.save(plain, checkpoint_id=directory, planner=planner, no_dist=not dist.is_initialized())
+    state_dict_saver.save(plain, checkpoint_id=directory, planner=_PieceSaver(pieces))
 
 
 def load(step: Step, directory: str | Path) -> None:
@@ -97,8 +95,7 @@ def load(step: Step, directory: str | Path) -> None:
         if state:
             step.optimizer.state[parameter] = state
     _check(pieces, metadata)
-    planner = _PieceLoader(pieces)
-    state_dict_loader.load(plain, checkpoint_id=directory, planner=planner, no_dist=not dist.is_initialized())
+    state_dict_loader.load(plain, checkpoint_id=directory, planner=_PieceLoader(pieces))
     for group, values in zip(step.optimizer.param_groups, plain[_GROUPS], strict=True):
         group.update(values)
     _place_scalars(step)

@@ -168,11 +168,13 @@ class Step:
     def load(self, source: Source) -> None:
         """Fill parameters and buffers from whole tensors under original names, equal on all ranks.
 
-        A callable is asked for one name at a time, so that nothing but this rank's part stays in memory. A tied
-        weight may come under any of its names. Raises KeyError for a missing name, ValueError for a wrong shape.
+        A callable is asked for one name at a time, in the order of declaration (whatever the mesh and the stages), so
+        that nothing but this rank's part stays in memory. A tied weight may come under any of its names. Raises
+        KeyError for a missing name, ValueError for a wrong shape.
         """
-        for bucket, entry in self._entries():
-            slot = entry.slot
+        places = {entry.slot.name: (bucket, entry) for bucket, entry in self._entries()}
+        for slot in self.model.slots():
+            bucket, entry = places[slot.name]
             whole = _find(source, (slot.name, *slot.aliases), slot.spec)
             bucket.store(entry, shard(whole, slot.spec, self.mesh))
         for name, spec, value in self.model.buffer_slots():

@@ -1,7 +1,7 @@
 """A program as the compiler would write it, and the same model in plain torch on one process.
 
-Two gated blocks over a tied embedding; tensor parallel by shards (one weight of two fused sections), data parallel by
-Rp, odd sizes so that flat buffers need padding, one parameter without use, one frozen, one buffer.
+Two gated blocks over a tied embedding; tensor parallel by shards (one weight of two fused sections), data and context
+parallel by Rp, odd sizes so that flat buffers need padding, one parameter without use, one frozen, one buffer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from codegen.runtime.parameters import Module, Param
 
-VOCABULARY, WIDTH, INNER, LENGTH = 11, 6, 8, 5
+VOCABULARY, WIDTH, INNER, LENGTH = 11, 6, 8, 6
 
 
 def make_program(zero: int, rows: int, dtype: str = "float64") -> type[Module]:
     """The root class for micro-batches of `rows` rows; every trainable parameter under the given ZeRO stage."""
 
     def weight(*shape: int, **options: Any) -> Param:
-        return Param(shape, zero=zero, dtype=dtype, **{"dp": "Rp", **options})
+        return Param(shape, zero=zero, dtype=dtype, **{"dp": "Rp", "cp": "Rp", **options})
 
     class Block(Module):
         PARAMETERS = {
@@ -48,8 +48,8 @@ def make_program(zero: int, rows: int, dtype: str = "float64") -> type[Module]:
         BUFFERS = {"scale": Param((WIDTH,), dtype=dtype)}
         LAYERS = {Block: ("blocks.0", "blocks.1")}
         INPUTS = {
-            "ids": Param((rows, LENGTH), dp="S(0)", dtype="int64"),
-            "labels": Param((rows, LENGTH), dp="S(0)", dtype="int64"),
+            "ids": Param((rows, LENGTH), dp="S(0)", cp="S(1)", dtype="int64"),
+            "labels": Param((rows, LENGTH), dp="S(0)", cp="S(1)", dtype="int64"),
         }
 
         def forward(self, ids: Tensor, labels: Tensor, num_targets: list[Tensor]) -> Tensor:
@@ -58,10 +58,10 @@ def make_program(zero: int, rows: int, dtype: str = "float64") -> type[Module]:
                 hidden = block(hidden, self.scale)
             logits = F.linear(hidden * self.final.weight, self.head.weight)
             total = F.cross_entropy(logits.flatten(0, 1).to(self.scale.dtype), labels.flatten(), reduction="sum")
-            return self.mesh.dp.all_reduce(total / num_targets[0])
+            return self.mesh.cp.all_reduce(self.mesh.dp.all_reduce(total / num_targets[0]))
 
         def count_targets(self, ids: Tensor, labels: Tensor) -> list[Tensor]:
-            return [self.mesh.dp.sum_over((labels != -100).sum())]
+            return [self.mesh.cp.sum_over(self.mesh.dp.sum_over((labels != -100).sum()))]
 
     return Root
 

@@ -63,13 +63,14 @@ def check_training(mesh: Mesh, zero: int, micro: int, kind: str, norm: float | N
 
 
 def four_ranks(rank: int, world_size: int) -> None:
-    meshes = [Mesh.create(("dp", "tp"), (2, 2)), Mesh.create(("dp",), (4,))]
+    meshes = [Mesh.create(("dp", "tp"), (2, 2)), Mesh.create(("dp",), (4,)), Mesh.create(("dp", "cp"), (2, 2))]
     for mesh, zero, micro in itertools.product(meshes, (0, 1, 2, 3), (1, 4)):
         check_training(mesh, zero, micro, "adamw", None)
         check_training(mesh, zero, micro, "sgd", 0.05)
     for zero, micro in itertools.product((0, 1, 2, 3), (1, 4)):
         check_training(meshes[0], zero, micro, "sgd", 0.05, precision="bf16", dtype="float32", tolerance=0.06)
-        check_training(meshes[0], zero, micro, "sgd", None, dtype="float32", tolerance=1e-5)
+    for zero in (0, 3):
+        check_training(meshes[0], zero, 1, "sgd", None, dtype="float32", tolerance=1e-5)
 
 
 @pytest.mark.distributed

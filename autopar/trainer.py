@@ -1,0 +1,184 @@
+"""`Trainer`: from a model, a configuration and a source of batches to a trained model, on one process or on many.
+
+`TrainerConfig(auto_parallel=True)` plans for its cluster, generates the program and trains it: on every rank when
+torchrun started this process, otherwise on processes of this machine that it starts itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from autopar.errors import ConstraintError
+from cost_models.machine import Cluster
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autopar.compiled import CompiledProgram
+
+Batch = Mapping[str, Any]
+Batches = Callable[[int], Iterator[Batch]] | Iterable[Batch]
+"""Whole global batches: `start_sample -> iterator from that sample on`, or something that can be iterated anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """How to train.
+
+    auto_parallel: plan for `cluster` and run on all its ranks; False trains the model as it is, on this process.
+    cluster: a cluster, its text, a TOML file, or "detect" (what this machine has, shared by `num_processes` if that is
+    given). steps: optimiser steps in all, those before a resumption included. global_batch_size: rows of a batch, the
+    first batch's by default. plan: a plan file to use instead of searching. constraints: see autopar.constraints.
+    checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
+    log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
+    measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
+    """
+
+    auto_parallel: bool = True
+    cluster: Cluster | str = "detect"
+    num_processes: int | None = None
+    steps: int = 100
+    global_batch_size: int | None = None
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    seed: int = 0
+    constraints: Mapping[str, Any] | None = None
+    plan: str | None = None
+    checkpoint_directory: str | None = None
+    checkpoint_every: int = 0
+    log_every: int = 10
+    measure_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("checkpoint_every", 0), ("log_every", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConstraintError(f"{name} is a whole number of at least {least}", values=repr(value))
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise ConstraintError(f"{name} is a number of at least 0", values=repr(value))
+        if self.checkpoint_every and not self.checkpoint_directory:
+            raise ConstraintError("checkpoint_every needs checkpoint_directory", values=str(self.checkpoint_every))
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any], source: str = "the configuration") -> TrainerConfig:
+        """Raises ConstraintError for a field that does not exist, with the nearest names."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, 1)
+                hint = [f"did you mean {close[0]!r}?"] if close else []
+                raise ConstraintError(
+                    f"{source} has an unknown field {name!r}", alternatives=[*hint, "one of " + ", ".join(known)]
+                )
+        return cls(**fields)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TrainerConfig:
+        """A YAML or TOML (by its ending) file of the fields. Raises ConstraintError."""
+        return cls.from_mapping(read_mapping(path), str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run did.
+
+    losses: of each step from `first_step` (0 unless resumed) on. step_seconds: median without the first steps.
+    peak_bytes: per rank, of tensors; empty if not measured. num_samples: rows trained on so far. checkpoint: the last
+    one written or resumed from. program: None for a plain run.
+    """
+
+    losses: tuple[float, ...]
+    first_step: int
+    step_seconds: float
+    peak_bytes: tuple[int, ...]
+    num_samples: int
+    checkpoint: Path | None = None
+    program: CompiledProgram | None = None
+
+
+class Trainer:
+    """Trains `model` on `batches`: `Trainer(model, config, batches).fit()`.
+
+    model: on CPU, with values; a plain run changes it, an auto-parallel run does not. batches: whole global batches,
+    equal on every rank. loss_fn: as in autopar.compile. optimizer: a factory `params -> torch.optim.Optimizer`, AdamW
+    with the configuration's rate and decay by default. Where processes are spawned (GPUs), all must be picklable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainerConfig,
+        batches: Batches,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    ) -> None:
+        if isinstance(batches, Iterator):
+            raise ConstraintError(
+                "batches must be able to start again, to plan with the first one and to resume",
+                values=type(batches).__name__,
+                alternatives="a function start_sample -> iterator, a list, or a DataLoader",
+            )
+        self.model, self.config, self.batches, self.loss_fn = model, config, batches, loss_fn
+        self.optimizer = optimizer
+        self._program: CompiledProgram | None = None
+
+    def compile(self) -> CompiledProgram:
+        """The planned and generated program that `fit` trains; made once."""
+        from autopar.training import compile_program
+
+        if self._program is None:
+            self._program = compile_program(
+                self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory()
+            )
+        return self._program
+
+    def fit(self) -> TrainResult:
+        """Train up to `config.steps` steps, from the last checkpoint if there is one.
+
+        Raises AutoparError for what cannot be planned, launch.RankError when a rank fails; started again, training
+        continues from the last checkpoint.
+        """
+        from autopar import training
+
+        if not self.config.auto_parallel:
+            return training.fit_plain(self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory())
+        if training.under_launcher():
+            with training.process_group():
+                return training.fit_ranks(self.compile(), self.config, self.batches)
+        return training.fit_locally(self.compile(), self.config, self.batches)
+
+    def optimizer_factory(self) -> Callable[..., torch.optim.Optimizer]:
+        """The given factory, or AdamW as configured."""
+        import torch
+
+        settings = {"lr": self.config.learning_rate, "weight_decay": self.config.weight_decay}
+        return self.optimizer or functools.partial(torch.optim.AdamW, **settings)
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML or TOML file. Raises ConstraintError with the line of what cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConstraintError(f"cannot read {path}", values=error.strerror or str(error)) from None
+    try:
+        data = tomllib.loads(text) if str(path).endswith(".toml") else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConstraintError(f"cannot read {path}", values=str(error)) from None
+    if not isinstance(data, dict):
+        raise ConstraintError(f"{path} is no configuration", values=type(data).__name__, alternatives="name: value lines")
+    return data

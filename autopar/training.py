@@ -1,0 +1,316 @@
+"""The loops behind `Trainer`: one rank of a generated program, or the plain model on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar import checkpoints
+from autopar.cluster import ClusterSpec, as_cluster
+from autopar.compile import compile
+from autopar.compiled import CompiledProgram
+from autopar.errors import ConstraintError
+from autopar.launch import run_ranks
+from autopar.live_bytes import LiveBytes
+from autopar.progress import TrainingProgress
+from autopar.trace import _LossModule, name_inputs
+from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
+from codegen.runtime.reference import SameDropout
+from cost_models.machine import Cluster
+
+WARM_STEPS = 2
+"""Steps that the median leaves out: memory is followed in them, and torch allocates and compiles what later ones reuse."""
+
+
+class Learner(Protocol):
+    """What the loop drives."""
+
+    num_samples: int
+    num_steps: int
+
+    def __call__(self, batch: Batch) -> float:
+        """Train one step on a whole global batch; the global mean loss."""
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or the caller, made this process one rank of several."""
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """The default process group for as long as it takes; the caller's own if there is one."""
+    if dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def compile_program(
+    model: nn.Module,
+    config: TrainerConfig,
+    batches: Batches,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> CompiledProgram:
+    """autopar.compile with what the configuration says; under a launcher on all ranks together."""
+    return compile(
+        model,
+        resolve_cluster(config.cluster, config.num_processes),
+        example_inputs=next(batches_from(batches, 0, 1)),
+        loss_fn=loss_fn,
+        global_batch_size=config.global_batch_size,
+        optimizer=optimizer,
+        precision=config.precision,
+        constraints=config.constraints,
+        plan=config.plan,
+    )
+
+
+def resolve_cluster(cluster: Cluster | str, num_processes: int | None = None) -> Cluster:
+    """The cluster, with "detect" measured: by rank 0 alone, so that ranks do not disturb one another."""
+    if cluster != "detect":
+        return as_cluster(cluster)
+    if not dist.is_initialized():
+        return ClusterSpec.detect(num_processes)
+    found: list[Any] = [ClusterSpec.detect(num_processes or dist.get_world_size()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    spec: Cluster = found[0]
+    return spec
+
+
+def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
+    """Start the program's ranks on this machine and train."""
+    results = run_ranks(fit_rank, (program, config, batches), program.plan.mesh.num_ranks, math.inf)
+    peaks = tuple(peak for result in results for peak in result.peak_bytes)
+    return replace(results[0], peak_bytes=peaks, program=program)
+
+
+def fit_ranks(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
+    """Train as one rank of those that a launcher started; every rank gets the same result."""
+    mine = fit_rank(program, config, batches)
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, mine.peak_bytes)
+    return replace(mine, peak_bytes=tuple(itertools.chain(*peaks)), program=program)
+
+
+def fit_rank(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
+    """This rank's part of the training; peak_bytes holds its own figure."""
+    with _Memory(config.measure_memory) as memory:
+        learner = _Ranks(program, config)
+        return _loop(learner, config, batches, program.plan.global_batch_size, memory, program)
+
+
+def fit_plain(
+    model: nn.Module,
+    config: TrainerConfig,
+    batches: Batches,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> TrainResult:
+    """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
+    first = next(batches_from(batches, 0, 1))
+    rows = config.global_batch_size or _rows(first)
+    with _Memory(config.measure_memory) as memory:
+        learner = _Plain(model, loss_fn, optimizer, config, rows)
+        return _loop(learner, config, batches, rows, memory, None)
+
+
+def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterator[Batch]:
+    """Endless batches from a sample on. Raises ConstraintError if there are none."""
+    if callable(batches):
+        yield from batches(start_sample)
+        raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
+    to_skip = start_sample // batch_size
+    while True:
+        count = 0
+        for batch in batches:
+            count += 1
+            if to_skip:
+                to_skip -= 1
+            else:
+                yield batch
+        if not count:
+            raise ConstraintError("there are no batches", values=type(batches).__name__)
+
+
+def _loop(
+    learner: Learner,
+    config: TrainerConfig,
+    batches: Batches,
+    batch_size: int,
+    memory: _Memory,
+    program: CompiledProgram | None,
+) -> TrainResult:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    checkpoint = checkpoints.latest(config.checkpoint_directory)
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    first = learner.num_steps
+    source = batches_from(batches, learner.num_samples, batch_size)
+    losses: list[float] = []
+    seconds: list[float] = []
+    with contextlib.ExitStack() as stack:
+        progress: TrainingProgress | None = None
+        for done in range(first + 1, config.steps + 1):
+            batch = next(source)
+            if rank == 0 and progress is None:
+                progress = stack.enter_context(_progress(batch, config, first, program))
+            started = time.perf_counter()
+            losses.append(learner(batch))
+            seconds.append(time.perf_counter() - started)
+            memory.after_step(done - first)
+            if progress is not None:
+                progress.advance(done, losses[-1], seconds[-1])
+            if config.checkpoint_directory and (done == config.steps or _is_due(done, config.checkpoint_every)):
+                checkpoint = checkpoints.write(config.checkpoint_directory, done, learner.save, rank == 0, _barrier)
+    steady = seconds[WARM_STEPS:] or seconds
+    median = statistics.median(steady) if steady else 0.0
+    peaks = () if memory.peak_bytes is None else (memory.peak_bytes,)
+    return TrainResult(tuple(losses), first, median, peaks, learner.num_samples, checkpoint)
+
+
+def _is_due(done: int, every: int) -> bool:
+    return bool(every) and done % every == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _progress(batch: Batch, config: TrainerConfig, first: int, program: CompiledProgram | None) -> TrainingProgress:
+    tokens = max((v.numel() for v in batch.values() if is_token_tensor(v)), default=0)
+    label = str(program.plan.mesh) if program else "one process"
+    predicted = program.plan.prediction.step_seconds if program else 0.0
+    items, unit = (tokens, "tokens") if tokens else (_rows(batch), "samples")
+    return TrainingProgress(label, config.steps, first, items, unit, predicted, config.log_every)
+
+
+def is_token_tensor(value: Any) -> bool:
+    """Whether an input looks like token numbers: integers in two dimensions."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _rows(batch: Batch) -> int:
+    return next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+
+
+class _Memory:
+    """Follows tensors of the first steps on CPU when asked to; asks the allocator on GPUs."""
+
+    def __init__(self, is_wanted: bool) -> None:
+        self.on_gpu = torch.cuda.is_available()
+        self.peak_bytes: int | None = None
+        self.stack = contextlib.ExitStack()
+        self.live = LiveBytes() if is_wanted and not self.on_gpu else None
+
+    def __enter__(self) -> _Memory:
+        if self.live is not None:
+            self.stack.enter_context(self.live)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.stack.close()
+
+    def after_step(self, num_done: int) -> None:
+        """The second step is the one that counts: the first makes the optimiser's state."""
+        if self.on_gpu:
+            if num_done == 1:
+                torch.cuda.reset_peak_memory_stats()
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+        elif self.live is not None and num_done <= WARM_STEPS:
+            self.peak_bytes = self.live.peak_bytes
+            self.live.reset_peak()
+            if num_done == WARM_STEPS:
+                self.stack.close()
+
+
+class _Ranks:
+    """This rank's `step` of a generated program."""
+
+    def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
+        self.program = program
+        self.step = program.build(max_grad_norm=config.max_grad_norm, seed=config.seed)
+        package = type(self.step).__module__.rpartition(".")[0]
+        self.checkpoint = importlib.import_module(f"{package}.checkpoint")
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.step.num_samples)
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.step.rng.step)
+
+    def __call__(self, batch: Batch) -> float:
+        return float(self.step(self.program.local_batch(batch)))
+
+    def save(self, directory: Path) -> None:
+        self.checkpoint.save(self.step, directory)
+
+    def load(self, directory: Path) -> None:
+        self.checkpoint.load(self.step, directory)
+
+
+@dataclass
+class _Plain:
+    """The user's model trained eagerly."""
+
+    model: nn.Module
+    loss_fn: Callable[..., torch.Tensor] | None
+    factory: Callable[..., torch.optim.Optimizer]
+    config: TrainerConfig
+    batch_size: int
+    num_samples: int = 0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.config.precision != "fp32":
+            raise ConstraintError("a plain run is in fp32", values=self.config.precision, alternatives="auto_parallel")
+        self.model.train()
+        self.optimizer = self.factory([p for p in self.model.parameters() if p.requires_grad])
+
+    def __call__(self, batch: Batch) -> float:
+        named = name_inputs(self.model, batch, self.loss_fn)
+        self.optimizer.zero_grad()
+        with SameDropout(self.config.seed, self.num_steps):
+            loss = _LossModule(self.model, self.loss_fn, tuple(named))(**named)
+        loss.backward()
+        if self.config.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.num_steps += 1
+        self.num_samples += self.batch_size
+        return float(loss)
+
+    def save(self, directory: Path) -> None:
+        progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
+        checkpoints.save_plain(self.model, self.optimizer, progress, directory)
+
+    def load(self, directory: Path) -> None:
+        progress = checkpoints.load_plain(self.model, self.optimizer, directory)
+        self.num_steps, self.num_samples = progress["step"], progress["num_samples"]

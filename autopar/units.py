@@ -1,0 +1,23 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0123 -> `12.3 ms`; three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{_digits(seconds / scale)} {unit}"
+    return "0 s" if seconds <= 0 else f"{_digits(seconds / 1e-6)} us"
+
+
+def count_text(number: float) -> str:
+    """1234567 -> `1.23M`; three digits."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{_digits(number / scale)}{unit}"
+    return f"{number:.0f}" if number >= 100 or number == int(number) else _digits(number)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
