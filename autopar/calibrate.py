@@ -1,7 +1,8 @@
 """Fits the cost model's own terms to what `measure` timed: a Device and a Link whose predictions are those times.
 
-Every fit minimises the mean |log(predicted / measured)|, through the functions that will predict: relative, because
-times span four decades, and absolute, because one disturbed time must not bend the rest.
+Every fit minimises the mean of h(log(predicted / measured)), through the functions that will predict: relative, because
+times span four decades, and h is quadratic only up to OUTLIER (P. Huber, 1964), because one disturbed time must not
+bend the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from autopar.measuring_process import BLOCK_BACKWARD_KERNELS, BLOCK_FORWARD_KERN
 from cost_models import collective, compute
 from cost_models.machine import Cluster, Device, Link
 
+OUTLIER = 0.2
+FIT_SWEEPS = 4
 TILES = (1, 2, 4, 8, 16, 32)
 NAME = "cpu-measured"
 Parameters = Mapping[str, float]
@@ -25,10 +28,11 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str) -> Device
     """The device of one measured process, with `memory_bytes` of memory in all.
 
     The launch is what one kernel of a tiny transformer block costs, mean of forward and backward. Bandwidth and peaks
-    are the fastest that was seen; efficiencies and ramps are fitted. Only times above twice the launch are used: below
-    it, they tell how much cheaper than the mean that kernel's launch is.
+    are the fastest that was seen (bandwidth: outside the caches); efficiencies and ramps are fitted. Only times above
+    twice the launch are used: below it, they tell how much cheaper than the mean that kernel's launch is.
     """
     launch = launch_seconds(measured)
+    streamed = max(k.work.num_bytes for k in measured.kernels if k.work.kind == "memory") / 4
     by_kind = {
         kind: [k for k in measured.kernels if k.work.kind == kind and k.seconds > 2 * launch]
         or [max((k for k in measured.kernels if k.work.kind == kind), key=lambda k: k.seconds)]
@@ -38,7 +42,9 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str) -> Device
     start = Device(
         name=NAME,
         memory_bytes=memory_bytes,
-        memory_bytes_per_second=max(k.work.num_bytes / k.seconds for k in by_kind["memory"]),
+        memory_bytes_per_second=max(
+            k.work.num_bytes / k.seconds for k in by_kind["memory"] if k.work.num_bytes >= streamed
+        ),
         peak_flops_per_second={"fp32": max(k.work.flops / k.seconds for k in plain)},
         kernel_launch_seconds=launch,
         matmul_efficiency=1.0,
@@ -67,31 +73,51 @@ def launch_seconds(measured: Measurements) -> float:
 
 
 def fit_link(measured: Measurements, device: Device, source: str) -> Link:
-    """The link between the measured processes, each a `device`. Startup, latency and rate are of all kinds together, and each kind has
-    its own factors: gloo's algorithms are not the ones that the formulas describe.
+    """The link between the measured processes, each a `device`.
+
+    Startup, latency and rate are of all kinds together, and each kind has its own factors: gloo's algorithms are not
+    the ones that the formulas describe.
 
     Raises ValueError if no collective was measured (a single process).
     """
     times = measured.collectives
     if not times:
         raise ValueError("a link cannot be fitted without measured collectives")
+    rate = max(collective.wire_bytes(t.kind, t.num_bytes, t.group_size) / t.seconds for t in times)
     smallest = min(time.seconds for time in times)
-    start = {
-        "bytes_per_second": max(collective.wire_bytes(t.kind, t.num_bytes, t.group_size) / t.seconds for t in times),
-        "latency_seconds": smallest / 2,
-        "startup_seconds": smallest / 2,
-    }
+    link = Link("gloo-measured", bytes_per_second=rate, latency_seconds=smallest / 2, source=source)
+    link = replace(link, startup_seconds=smallest / 2)
+    for _ in range(FIT_SWEEPS):
+        link = _fit_all_kinds(_joined(device, link, measured), times)
+        for kind in dict.fromkeys(time.kind for time in times):
+            link = _fit_kind(_joined(device, link, measured), kind, [time for time in times if time.kind == kind])
+    return link
 
-    def link_of(parameters: Parameters) -> Link:
-        return Link(name="gloo-measured", source=source, **parameters)  # type: ignore[arg-type]
+
+def _fit_all_kinds(cluster: Cluster, times: Sequence[CollectiveTime]) -> Link:
+    """The cluster's link with rate, latency and startup fitted to all times, the factors being as they are.
+
+    The search moves the sum of latency and startup and its division: groups of few sizes hardly tell them apart.
+    """
+    link = cluster.intra_node
+
+    def fitted(parameters: Parameters) -> Link:
+        fixed, hops = parameters["fixed"], parameters["hops"]
+        return replace(
+            link,
+            bytes_per_second=parameters["rate"],
+            latency_seconds=fixed * hops,
+            startup_seconds=fixed * (1 - hops),
+        )
 
     def error(parameters: Parameters) -> float:
-        return _collective_error(times, _joined(device, link_of(parameters), measured))
+        if parameters["hops"] > 1.0:
+            return math.inf
+        return _collective_error(times, replace(cluster, intra_node=fitted(parameters)))
 
-    link = link_of(_descend(error, start))
-    for kind in dict.fromkeys(time.kind for time in times):
-        link = _fit_kind(_joined(device, link, measured), kind, [time for time in times if time.kind == kind])
-    return link
+    fixed = link.latency_seconds + link.startup_seconds
+    start = {"rate": link.bytes_per_second, "fixed": fixed, "hops": link.latency_seconds / fixed}
+    return fitted(_descend(error, start))
 
 
 def _joined(device: Device, link: Link, measured: Measurements) -> Cluster:
@@ -112,7 +138,8 @@ def _fit_kind(cluster: Cluster, kind: collective.Kind, times: Sequence[Collectiv
     def error(factors: Parameters) -> float:
         return _collective_error(times, replace(cluster, intra_node=fitted(factors)))
 
-    return fitted(_descend(error, {"latency": 1.0, "rate": 1.0}))
+    start = {"latency": link.latency_factors.get(kind, 1.0), "rate": link.rate_factors.get(kind, 1.0)}
+    return fitted(_descend(error, start))
 
 
 def _fit_roof(device: Device, kernels: Sequence[KernelTime], efficiency: str, ramp: str = "") -> Device:
@@ -135,11 +162,16 @@ def _peak(kernel: KernelTime, device: Device) -> float:
 
 
 def _kernel_error(kernels: Sequence[KernelTime], device: Device) -> float:
-    return statistics.fmean(abs(math.log(compute.seconds(k.work, device) / k.seconds)) for k in kernels)
+    return statistics.fmean(_distance(compute.seconds(k.work, device), k.seconds) for k in kernels)
 
 
 def _collective_error(times: Sequence[CollectiveTime], cluster: Cluster) -> float:
-    return statistics.fmean(abs(math.log(predicted_seconds(time, cluster) / time.seconds)) for time in times)
+    return statistics.fmean(_distance(predicted_seconds(time, cluster), time.seconds) for time in times)
+
+
+def _distance(predicted: float, seconds: float) -> float:
+    """The smooth form of Huber's loss, of log(predicted / seconds)."""
+    return math.hypot(1.0, math.log(predicted / seconds) / OUTLIER) - 1.0
 
 
 def predicted_seconds(time: CollectiveTime, cluster: Cluster) -> float:
@@ -162,4 +194,5 @@ def _descend(error: Callable[[Parameters], float], start: Parameters) -> dict[st
                     best, lowest, improved = candidate, value, True
         if not improved:
             factor = math.sqrt(factor)
-    return best
+    # More digits than were measured would only make the saved file hard to read.
+    return {name: float(f"{value:.3g}") for name, value in best.items()}

@@ -65,10 +65,10 @@ class _Functionaliser:
         self.nodes.append(value)
         self.current[written] = self.current[Ref(node.name)] = Ref(value.name)
         self.metas[Ref(value.name)] = value.meta
-        family = [ref for ref in (root, *self.views) if ref not in (written, root) and self.chain(ref)[-1] == root]
-        others = [ref for ref in (root, *family) if ref != written]
-        if any(self.last_use.get(ref, -1) > position for ref in others):
-            self.spread(node, chain, family)
+        self.views[Ref(node.name)] = replace(node, op="aten.alias.default", args=(written,), kwargs=())
+        family = [ref for ref in self.views if self.chain(ref)[-1] == root and ref.node != node.name]
+        if any(self.last_use.get(ref, -1) > position for ref in (root, *family) if ref != written):
+            self.spread(node, chain, [ref for ref in family if ref not in chain])
 
     def chain(self, ref: Ref) -> list[Ref]:
         """The tensor, what it is a view of, what that is a view of, and so on."""
@@ -92,7 +92,7 @@ class _Functionaliser:
             meta = replace(self.metas[source], requires_grad=grad)
             self.current[source] = self.scattered(write, self.views[view], view, source, meta)
             self.metas[self.current[source]] = meta
-        for name in dict.fromkeys(ref.node for ref in family if ref not in chain):
+        for name in dict.fromkeys(ref.node for ref in family):
             node = self.views[Ref(name)]
             again = replace(self.updated(node), name=self.unique(name))
             self.nodes.append(again)
@@ -130,12 +130,16 @@ class _Functionaliser:
     def joined(self, write: Node, value: Ref, source: Ref, meta: TensorMeta, dim: int, start: int, end: int) -> Ref:
         """`source` outside of start .. end of `dim`, `value` inside."""
         parts = [value]
-        for left, right, at in ((0, start, 0), (end, meta.shape[dim], len(parts))):
-            if left < right:
-                part = replace(self.metas[source], shape=(*meta.shape[:dim], right - left, *meta.shape[dim + 1 :]))
-                ref = self.add(write, "aten.slice.Tensor", (self.now(source), dim, left, right), part)
-                parts.insert(at if left == 0 and at == 0 else len(parts), ref)
+        if start > 0:
+            parts.insert(0, self.kept(write, source, dim, 0, start))
+        if end < meta.shape[dim]:
+            parts.append(self.kept(write, source, dim, end, meta.shape[dim]))
         return parts[0] if len(parts) == 1 else self.add(write, "aten.cat.default", (tuple(parts), dim), meta)
+
+    def kept(self, write: Node, source: Ref, dim: int, start: int, end: int) -> Ref:
+        meta = self.metas[self.now(source)]
+        part = replace(meta, shape=(*meta.shape[:dim], end - start, *meta.shape[dim + 1 :]))
+        return self.add(write, "aten.slice.Tensor", (self.now(source), dim, start, end), part)
 
     def add(self, write: Node, op: str, args: tuple[Any, ...], meta: TensorMeta) -> Ref:
         """Append a call where `write` is made."""

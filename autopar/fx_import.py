@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.graph import Node, Parameter, Ref, TensorMeta, refs_in
+from autopar.saved import VIEWS, base_name
 
 _DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
 _DETACHED_OPS = ("aten.detach.default",)
@@ -58,6 +59,7 @@ class _Importer:
         self.flat = FlatGraph(_parameters(module), {}, [], Ref(""), _class_names(module))
         self.values: dict[torch.fx.Node, Any] = {}
         self.names: set[str] = set()
+        self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
 
     def run(self) -> FlatGraph:
         signature = self.program.graph_signature
@@ -150,8 +152,21 @@ class _Importer:
         name = self._unique(node.name)
         self.flat.nodes.append(Node(name, op, args, kwargs, outputs, _module_path(node)))
         self._known |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
+        self._follow_memory(name, op, args, outputs)
         refs = tuple(Ref(name, i) for i in range(len(outputs)))
         return refs if isinstance(value, (tuple, list)) else Ref(name)
+
+    def _follow_memory(self, name: str, op: str, args: tuple[Any, ...], outputs: tuple[TensorMeta, ...]) -> None:
+        """What a differentiable write reaches is differentiated through from then on, views and bases included."""
+        is_write = op.split(".")[1].endswith("_")
+        is_view = base_name(op) in VIEWS and op not in _DETACHED_OPS
+        if not (is_write or is_view) or not args or not isinstance(args[0], Ref):
+            return
+        root = self.roots.get(args[0], args[0])
+        self.roots |= {Ref(name, i): root for i in range(len(outputs))}
+        if is_write and any(meta.requires_grad for meta in outputs):
+            for ref in (root, *(ref for ref, base in self.roots.items() if base == root)):
+                self._known[ref] = replace(self._known[ref], requires_grad=True)
 
     @property
     def _metas(self) -> dict[Ref, TensorMeta]:

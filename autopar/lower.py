@@ -234,10 +234,11 @@ class _Lowering:
         variable = self.at_hand[ref, current]
         is_stored = variable.name.startswith("self.")
         keeps_name = not is_stored and (not rename or self.uses.get(ref, 0) == 1)
-        target = variable.name if keeps_name else self._fresh(variable.name.rpartition(".")[2] if is_stored else variable.name, wanted)
-        if is_stored:
-            target = self._fresh("_".join(re.findall(r"\w+", variable.name)[-2:]), wanted) if target in self.taken else target
-            self.taken.add(target)
+        if keeps_name:
+            target = variable.name
+        else:
+            words = re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
+            target = self._fresh("_".join(words[-2:]), wanted)
         for step in path:
             statement = self._reshard(step, variable, target, meta)
             self.pending.append(statement)

@@ -43,13 +43,13 @@ def lower_call(scope: _Lowering, node: Node, operator: Operator, option: Option,
     layout = scope.layout(lowering.layout_shape, lowering.layout)
     if lowering.name == "arange":
         return _arange(call, layout)
-    key = Raw(f"self.dropout_key({scope.num_dropout_calls})")
+    number = scope.num_dropout_calls
     scope.num_dropout_calls += 1
-    where = (("key", key), ("layout", Raw(layout)), ("mesh", Raw("self.mesh")), ("batch_offset", Raw("self.batch_offset")))
+    where = (("call", number), ("layout", Raw(layout)))
     if lowering.name == "dropout":
-        return replace(call, target="runtime.dropout", args=call.args[:2], kwargs=where)
+        return replace(call, target="self.same_dropout", args=call.args[:2], kwargs=where)
     if lowering.name == "attention":
-        return replace(call, target="runtime.attention", kwargs=(*call.kwargs, *where))
+        return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
     raise AssertionError(f"no statement for lowering {lowering.name}")
 
 

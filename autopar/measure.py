@@ -133,7 +133,7 @@ def _require_alive(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[
         rank = max(failed, key=lambda rank: len(texts[rank]))
         raise ClusterError(
             "a measuring process failed",
-            values=f"process {rank} of {len(processes)}, exit code {processes[rank].returncode}:\n{texts[rank][-2000:]}",
+            values={"process": rank, "exit code": processes[rank].returncode, "output": texts[rank][-2000:]},
             alternatives="a TOML file that describes the cluster",
         )
 
@@ -150,8 +150,8 @@ def _merge(results: Sequence[Mapping[str, Any]]) -> Measurements:
         for index, work in enumerate(first["works"])
     ]
     collectives = [
-        CollectiveTime(*key, middle([result["collectives"][index][-1] for result in results]))
-        for index, (*key, _) in enumerate(first["collectives"])
+        CollectiveTime(kind, num_bytes, group_size, middle([r["collectives"][index][-1] for r in results]))
+        for index, (kind, num_bytes, group_size, _) in enumerate(first["collectives"])
     ]
     return Measurements(
         num_processes=len(results),

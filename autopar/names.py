@@ -7,10 +7,14 @@ its operator's name without torch's numbering where that is free.
 from __future__ import annotations
 
 import keyword
+from collections.abc import Sequence
 from itertools import groupby
 
 from autopar.graph import Graph, LayerRun, Node, Ref
+from autopar.saved import base_name
 from autopar.strategies import Scope
+
+_RESHAPING = frozenset("view reshape transpose permute contiguous unsqueeze squeeze flatten unflatten to expand".split())
 
 _RESERVED = frozenset(
     "self torch F nn dp tp cp ep pp layer mesh hidden num_targets dropout attention vocab_embedding cross_entropy count_valid "
@@ -44,16 +48,38 @@ def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
         names[Ref(name)] = _unique(name, taken)
     wishes = _module_wishes(scope.nodes)
     pieces = scope.nodes if scope.layer else graph.body
+    followed = _followed(pieces, scope, graph)
     for piece in pieces:
         if isinstance(piece, LayerRun):
             for index in range(len(piece.outputs)):
                 names[Ref(piece.name, index)] = _unique("hidden_states" if index == 0 else f"{piece.name}_{index}", taken)
+            continue
+        if piece.name in followed:
+            names[Ref(piece.name)] = names[followed[piece.name]]
             continue
         wish = wishes.get(piece.name) or _plain(piece)
         wish = _SHORT.get(wish, wish)
         for index in range(len(piece.outputs)):
             names[Ref(piece.name, index)] = _unique(wish if len(piece.outputs) == 1 else f"{wish}_{index}", taken)
     return names
+
+
+def _followed(pieces: Sequence[Node | LayerRun], scope: Scope, graph: Graph) -> dict[str, Ref]:
+    """Calls that only reshape the result of one other call, whose only use they are: they take its name over."""
+    uses: dict[Ref, int] = {}
+    for piece in pieces:
+        for ref in piece.inputs:
+            uses[ref] = uses.get(ref, 0) + 1
+    for ref in scope.layer.outputs if scope.layer else (graph.loss,):
+        uses[ref] = uses.get(ref, 0) + 1
+    made = {piece.name for piece in pieces if isinstance(piece, Node)}
+    found = {}
+    for piece in pieces:
+        if isinstance(piece, Node) and len(piece.outputs) == 1 and base_name(piece.op) in _RESHAPING:
+            source = piece.inputs[0]
+            if source.node in made and uses[source] == 1 and len(piece.inputs) == 1:
+                found[piece.name] = source
+    return found
 
 
 def _plain(node: Node) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.errors import TraceError
+from autopar.functional import functionalise
 from autopar.fx_import import FlatGraph
 from autopar.graph import Node, Ref, map_refs
 
@@ -53,57 +53,6 @@ def drop_no_effect(flat: FlatGraph) -> None:
     flat.nodes = [node for node in flat.nodes if node.op not in _NO_EFFECT]
 
 
-def functionalise(flat: FlatGraph) -> None:
-    """`x.add_(y)` -> `add(x, y)` with later uses of x renamed.
-
-    Refused when another live tensor shares x's memory (x is a view of something used later), since the write would
-    have to reach it.
-    """
-    metas = flat.metas()
-    renamed: dict[Ref, Ref] = {}
-    nodes: list[Node] = []
-
-    def target(ref: Ref) -> Ref:
-        while ref in renamed:
-            ref = renamed[ref]
-        return ref
-
-    for node in flat.nodes:
-        node = replace(node, args=map_refs(node.args, target), kwargs=map_refs(node.kwargs, target))
-        functional = _functional_name(node.op)
-        if functional is None:
-            nodes.append(node)
-            continue
-        written = node.args[0]
-        if node.op == "aten.copy_.default":
-            node = replace(node, op="aten.expand.default", args=(node.args[1], metas[written].shape), kwargs=())
-        else:
-            node = replace(node, op=functional)
-        if written.node in flat.parameters:
-            flat.notes.append(f"the model writes to {written.node} in forward; the update is not kept")
-        nodes.append(node)
-        renamed[written] = Ref(node.name)
-    flat.nodes = nodes
-    flat.loss = target(flat.loss)
-
-
-def _functional_name(op: str) -> str | None:
-    """`aten.add_.Tensor` -> `aten.add.Tensor` where torch has it; None if `op` is functional already."""
-    namespace, name, overload = op.split(".")
-    if not name.endswith("_") or name.endswith("__"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    if op == "aten.copy_.default":
-        return op
-    if packet is None or overload not in packet.overloads():
-        raise TraceError(
-            "an in-place operator without a functional form",
-            values=op,
-            alternatives="write it out of place in the model",
-        )
-    return f"{namespace}.{name[:-1]}.{overload}"
-
-
 def drop_identities(flat: FlatGraph) -> None:
     """Calls that return their first argument unchanged."""
     metas = flat.metas()
@@ -128,6 +77,8 @@ def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
         return node.args[1] == 0.0 or not node.args[2]
     if name in ("add", "sub") and len(node.args) == 2:
         return same and isinstance(node.args[1], int) and node.args[1] == 0
+    if name in ("mul", "div") and len(node.args) == 2:
+        return same and isinstance(node.args[1], (int, float)) and node.args[1] == 1
     if name == "slice" and same:
         return True
     return name == "clone" and not source.requires_grad

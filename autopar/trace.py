@@ -1,7 +1,7 @@
 """Model -> Graph: torch.export on a skeleton of the model, then simplification and layer folding.
 
-The skeleton is a deep copy whose parameters and buffers are on the meta device, so that tracing needs neither the
-memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced depth and extended
+The skeleton is a deep copy whose parameters and buffers are fake (shapes without memory) on the CPU, so that tracing
+needs neither the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced depth and extended
 (`depth.py`).
 """
 
@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.depth import Truncation, truncate
 from autopar.errors import TraceError
@@ -48,13 +49,14 @@ def trace(
     batch = name_inputs(model, example_inputs, loss_fn)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
-    skeleton = skeleton_of(model, param_dtype)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    skeleton = skeleton_of(model, fake, param_dtype)
     cuts = () if full_depth else truncate(skeleton)
-    meta_batch = {name: _meta_input(value, rows, batch_size, param_dtype) for name, value in batch.items()}
-    module = _LossModule(skeleton, loss_fn, tuple(meta_batch))
+    fake_batch = {name: _fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
+    module = _LossModule(skeleton, loss_fn, tuple(fake_batch))
     try:
-        program = _export(module, meta_batch)
-        graph = _to_graph(program, module, model, meta_batch, rows, batch_size, cuts)
+        program = _export(module, fake_batch)
+        graph = _to_graph(program, module, model, fake_batch, rows, batch_size, cuts)
     except (TraceError, IndexError):
         if not cuts:
             raise
@@ -70,7 +72,7 @@ def _to_graph(
     program: torch.export.ExportedProgram,
     module: _LossModule,
     model: nn.Module,
-    meta_batch: Batch,
+    fake_batch: Batch,
     rows: int,
     batch_size: int | None,
     cuts: tuple[Truncation, ...],
@@ -78,7 +80,7 @@ def _to_graph(
     flat = simplify(import_program(program, module))
     inputs = tuple(
         Input(name, flat.inputs[name], 0 if _has_rows(value, batch_size or rows) else None)
-        for name, value in meta_batch.items()
+        for name, value in fake_batch.items()
         if isinstance(value, torch.Tensor)
     )
     return fold_layers(flat, inputs, model, cuts, batch_size or rows)
@@ -211,25 +213,32 @@ def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def _meta_input(value: Any, rows: int, batch_size: int | None, param_dtype: torch.dtype | None) -> Any:
+def _fake_input(
+    value: Any, fake: FakeTensorMode, rows: int, batch_size: int | None, param_dtype: torch.dtype | None
+) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     shape = list(value.shape)
     if batch_size is not None and _has_rows(value, rows):
         shape[0] = batch_size
     dtype = param_dtype if param_dtype is not None and value.is_floating_point() else value.dtype
-    return torch.empty(shape, dtype=dtype, device="meta")
+    with fake:
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def skeleton_of(model: nn.Module, param_dtype: torch.dtype | None = None) -> nn.Module:
-    """A deep copy of `model` in training mode with every parameter and buffer on meta; ties are kept."""
+def skeleton_of(model: nn.Module, fake: FakeTensorMode, param_dtype: torch.dtype | None = None) -> nn.Module:
+    """A deep copy of `model` in training mode with every parameter and buffer fake; ties are kept.
+
+    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device.
+    """
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    with fake:
+        for parameter in model.parameters():
+            dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     skeleton = copy.deepcopy(model, memo)
     config = getattr(skeleton, "config", None)
     if hasattr(config, "use_cache"):

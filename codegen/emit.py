@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from codegen.expressions import expression, is_method, literal
+from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import Call, LayerLoop, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var
 
-WIDTH = 120
+WIDTH = 112
+"""Of a statement, before it is indented."""
+
+CHAIN_WIDTH = 104
 _RUNTIME_HOME = {
-    "dropout": "dropout",
-    "attention": "attention",
     "vocab_embedding": "embedding",
     "cross_entropy": "cross_entropy",
     "count_valid": "cross_entropy",
@@ -32,7 +33,7 @@ def emit_model(program: Program) -> str:
     layouts = [layout for cls in (*program.layers, program.root) for layout in cls.layouts]
     constants = "\n".join(_layout(layout) for layout in layouts)
     head = _docstring(program) + "\n" + "\n".join(_imports(program, body, bool(layouts)))
-    return f"{head}\n\n{constants + chr(10) if constants else ''}\n{body}\n"
+    return f"{head}\n\n{constants + chr(10) * 2 if constants else ''}\n{body}\n"
 
 
 def _docstring(program: Program) -> str:
@@ -109,7 +110,7 @@ def _root_class(program: Program) -> str:
     lines += _table("INPUTS", program.inputs)
     takes = ("self", *cls.inputs, *(("num_targets",) if program.count_targets else ()))
     lines += [f"    def forward({', '.join(takes)}):"]
-    lines += _indent(_axes(program, cls.body, cls.outputs) + _statements(cls.body, cls.outputs))
+    lines += _indent(_axes(program, cls.body, cls.outputs) + _statements(cls.body, cls.outputs, 2))
     lines += [f"        return {', '.join(cls.outputs)}"]
     if program.count_targets:
         lines += ["", f"    def count_targets({', '.join(('self', *cls.inputs))}):"]
@@ -175,21 +176,34 @@ def _axes(program: Program, statements: Iterable[Statement], outputs: tuple[str,
 
 
 def _indent(lines: list[str]) -> list[str]:
-    return [f"        {line}" if line else "" for line in lines]
+    return [f"        {part}" if part else "" for line in lines for part in _wrap(line)]
 
 
-def _statements(body: tuple[Statement, ...], outputs: tuple[str, ...]) -> list[str]:
-    """Source lines, with calls chained and a comment where the user's module changes."""
+def _wrap(line: str) -> list[str]:
+    """A line that is too long is broken inside its last outermost brackets, one level deeper."""
+    if len(line) <= WIDTH or "  # " in line:
+        return [line]
+    closing = line.rfind(")")
+    depth, opening = 0, closing
+    for opening in range(closing, -1, -1):
+        depth += (line[opening] == ")") - (line[opening] == "(")
+        if depth == 0:
+            break
+    inner = line[opening + 1 : closing]
+    return [line[: opening + 1], f"    {inner}", line[closing:]] if inner else [line]
+
+
+def _statements(body: tuple[Statement, ...], outputs: tuple[str, ...], depth: int = 1) -> list[str]:
+    """Source lines, with calls chained and a comment where the user's module (to `depth` names) changes."""
     lines: list[str] = []
-    counts = _use_counts(body, outputs)
     section = ""
     previous: tuple[str, str] | None = None  # (variable, expression) of the last line if it can be chained
-    for statement in body:
+    for position, statement in enumerate(body):
         if isinstance(statement, Call):
-            here = statement.section.split(".")[0] if "." not in statement.section else ".".join(statement.section.split(".")[:2])
+            here = _section(statement.section, depth)
             text = expression(statement)
-            chained = _chain(statement, text, previous, counts)
-            if chained is not None and lines:
+            chained = _chain(statement, text, previous)
+            if chained is not None:
                 lines.pop()
                 text = chained
             elif here != section and here:
@@ -197,7 +211,8 @@ def _statements(body: tuple[Statement, ...], outputs: tuple[str, ...]) -> list[s
                 section = here
             target = ", ".join(name or "_" for name in statement.results)
             lines.append(f"{target} = {text}")
-            previous = (target, text) if len(statement.results) == 1 else None
+            is_single = len(statement.results) == 1 and _uses_after(position, target, body, outputs) == 1
+            previous = (target, text) if is_single else None
         elif isinstance(statement, Reshard):
             lines.append(_reshard(statement))
             previous = None
@@ -207,23 +222,34 @@ def _statements(body: tuple[Statement, ...], outputs: tuple[str, ...]) -> list[s
     return lines
 
 
-def _chain(call: Call, text: str, previous: tuple[str, str] | None, counts: dict[str, int]) -> str | None:
-    """`call` appended to the line before it, if it is a method of that line's only-used-here result."""
+def _section(module: str, depth: int) -> str:
+    """The part of a module path that a reader wants as a heading."""
+    return ".".join(module.split(".")[:depth])
+
+
+def _chain(call: Call, text: str, previous: tuple[str, str] | None) -> str | None:
+    """`call` appended to the line before it, if it is a method of that line's result and its only use."""
     if previous is None or not is_method(call) or not isinstance(call.args[0], Var):
         return None
     variable, before = previous
-    if call.args[0].name != variable or counts.get(variable, 0) != 1 or not text.startswith(f"{variable}."):
+    if call.args[0].name != variable or not text.startswith(f"{variable}."):
         return None
     joined = before + text.removeprefix(variable)
-    is_simple = before.endswith(")") and " " not in re.sub(r"\([^()]*\)|\((?:[^()]|\([^()]*\))*\)", "", before)
-    return joined if is_simple and len(joined) < 90 else None
+    return joined if before.endswith((")", "]")) and is_atom(before) and len(joined) < CHAIN_WIDTH else None
 
 
-def _use_counts(body: tuple[Statement, ...], outputs: tuple[str, ...]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in [*outputs, *(name for statement in body for name in _names_in(statement))]:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+def _uses_after(position: int, name: str, body: tuple[Statement, ...], outputs: tuple[str, ...]) -> int:
+    """How often the variable assigned at `position` is read before it is assigned again."""
+    count = 0
+    for statement in body[position + 1 :]:
+        count += _names_in(statement).count(name)
+        if name in _assigned(statement):
+            return count
+    return count + outputs.count(name)
+
+
+def _assigned(statement: Statement) -> tuple[str, ...]:
+    return (statement.result,) if isinstance(statement, Reshard) else statement.results
 
 
 def _names_in(statement: Statement) -> list[str]:

@@ -47,7 +47,11 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def expression(call: Call) -> str:
     """The right-hand side of a call."""
-    if call.target.startswith("runtime."):
+    if call.target == "self.dropout_attention":
+        text = _attention(call, [literal(a) for a in call.args], dict(call.kwargs)) or ""
+    elif call.target.startswith("self."):
+        text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
+    elif call.target.startswith("runtime."):
         text = _function(call.target.removeprefix("runtime."), [literal(a) for a in call.args], dict(call.kwargs))
     else:
         text = _operator(call)
@@ -58,7 +62,7 @@ def is_method(call: Call) -> bool:
     """Whether the expression starts with the first argument, so that it can follow it in a chain."""
     namespace, name, overload = (*call.target.split("."), "", "")[:3]
     chains = namespace == "aten" and (name in METHODS or f"{name}.{overload}" in METHODS or name == "to")
-    return chains and call.divisor == 1
+    return chains and call.divisor == 1 and name not in ("neg",)
 
 
 def _operator(call: Call) -> str:
@@ -127,8 +131,9 @@ def _attention(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | Non
         named["dropout_p"] = dropout
     if causal:
         named["is_causal"] = True
-    named |= {k: v for k, v in kwargs.items() if v not in (None, False)}
-    return _function("F.scaled_dot_product_attention", args[:3], named)
+    named |= {k: v for k, v in kwargs.items() if v is not None and v is not False}
+    name = call.target if call.target.startswith("self.") else "F.scaled_dot_product_attention"
+    return _function(name, args[:3], named)
 
 
 def _layer_norm(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
@@ -181,6 +186,20 @@ def _view(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
     return f"{_atom(args[0])}.{call.target.split('.')[1]}({', '.join(map(str, sizes))})"
 
 
+def _reduce(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
+    """`x.mean(-1, keepdim=True)`."""
+    dims = call.args[1] if len(call.args) > 1 else None
+    keeps = call.args[2] if len(call.args) > 2 else kwargs.pop("keepdim", False)
+    if dims is None:
+        return None
+    single = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
+    return _function(f"{_atom(args[0])}.{call.target.split('.')[1]}", [literal(single)], ({"keepdim": True} if keeps else {}) | kwargs)
+
+
+def _neg(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
+    return f"-{_atom(args[0])}"
+
+
 def _squeeze(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
     dims = call.args[1] if len(call.args) > 1 else kwargs.get("dim")
     return f"{_atom(args[0])}.squeeze({'' if dims is None else literal(dims)})"
@@ -190,7 +209,7 @@ SPECIAL: Mapping[str, Special] = {
     "to": _to, "_to_copy": _to, "slice": _slice, "select": _select, "embedding": _embedding, "scaled_dot_product_attention": _attention,
     "layer_norm": _layer_norm, "gelu": _gelu, "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss, "pad": _pad,
     "index": _index, "cat": _cat, "stack": _cat, "view": _view, "reshape": _view, "expand": _view, "permute": _view,
-    "squeeze": _squeeze, "cross_entropy_loss": _cross_entropy,
+    "squeeze": _squeeze, "mean": _reduce, "sum": _reduce, "amax": _reduce, "amin": _reduce, "neg": _neg, "cross_entropy_loss": _cross_entropy,
 }  # fmt: skip
 
 
@@ -215,11 +234,15 @@ def literal(value: Any) -> str:
     return str(value) if str(value).startswith("torch.") else repr(value)
 
 
-def _atom(text: str) -> str:
-    """Brackets around an expression that would bind wrongly as an operand."""
+def is_atom(text: str) -> bool:
+    """Whether an expression can be an operand as it stands: no space or leading minus outside of brackets."""
     depth = 0
     for position, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if depth == 0 and (char == " " or (char == "-" and position == 0)):
-            return f"({text})"
-    return text
+            return False
+    return True
+
+
+def _atom(text: str) -> str:
+    return text if is_atom(text) else f"({text})"

@@ -1,7 +1,7 @@
 """Sharded checkpoints that load under any mesh, ZeRO stage and number of ranks.
 
 torch.distributed.checkpoint (DCP) files hold every tensor under the user's own name with its global shape: parameters
-(`model.embed.weight`), persistent buffers, and the optimiser's state (`optimizer.model.embed.weight.exp_avg`). A rank
+(`model.embed.weight`), buffers, and the optimiser's state (`optimizer.model.embed.weight.exp_avg`). A rank
 writes and reads the boxes of the global tensor that it stores; DCP writes replicated boxes once and finds the overlaps
 on loading. A flat slice of a sharded parameter is a handful of boxes (`pieces_of`). The planners at the end are the
 only code that knows DCP's extension points; they were run with torch 2.11 and 2.13.
@@ -37,6 +37,7 @@ from .reshard import own_part
 from .step import Step
 
 _OPTIMIZER = "optimizer."
+_NON_PERSISTENT = "non-persistent."
 _GROUPS = "optimizer groups"
 _PROGRESS = "progress"
 
@@ -174,8 +175,9 @@ def _model_pieces(step: Step) -> Iterator[Piece]:
                     entry.slot.name, entry.slot.spec, step.mesh, entry.stored.detach().view(-1), entry.lo
                 )
     for name, spec, value in step.model.buffer_slots():
-        if spec.persistent:
-            yield from pieces_of(name, spec, step.mesh, value.view(-1))
+        # Those outside the state dict too, so that a checkpoint is all that a run needs to continue.
+        saved_name = name if spec.persistent else _NON_PERSISTENT + name
+        yield from pieces_of(saved_name, spec, step.mesh, value.view(-1))
 
 
 def _optimized(step: Step) -> Iterator[tuple[Entry, nn.Parameter]]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from . import reshard
-from .dropout import dropout_key
+from .attention import attention
+from .dropout import dropout, dropout_key
+from .layout import Layout
 from .mesh import Mesh
 
 _FORM = re.compile(r"(R|Rp|P)|S\((\d+)(?:/(\d+))?\)")
@@ -195,6 +197,32 @@ class Module(nn.Module):
     def dropout_key(self, call: int) -> int:
         """The key of this instance's `call`-th dropout (from 0) in this step."""
         return dropout_key(self.rng.seed, self.rng.step, self._first_dropout + call)
+
+    def same_dropout(self, x: Tensor, p: float, *, call: int, layout: Layout) -> Tensor:
+        """Inverted dropout with the mask of this step's `call`-th draw; equal under every plan (`dropout.py`)."""
+        return dropout(
+            x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=self.batch_offset
+        )
+
+    def dropout_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        call: int,
+        layout: Layout,
+    ) -> Tensor:
+        """Attention with dropout on its probabilities, drawn as in `same_dropout` (`attention.py`)."""
+        key, offset = self.dropout_key(call), self.batch_offset
+        return attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=key, layout=layout, mesh=self.mesh, batch_offset=offset
+        )
 
     @property
     def batch_offset(self) -> int:

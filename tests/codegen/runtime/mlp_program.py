@@ -45,7 +45,7 @@ def make_program(zero: int, rows: int, dtype: str = "float64") -> type[Module]:
             "unused.weight": weight(3),
             "final.weight": weight(WIDTH),
         }
-        BUFFERS = {"scale": Param((WIDTH,), dtype=dtype)}
+        BUFFERS = {"scale": Param((WIDTH,), dtype=dtype), "tables.unit": Param((1,), dtype=dtype, persistent=False)}
         LAYERS = {Block: ("blocks.0", "blocks.1")}
         INPUTS = {
             "ids": Param((rows, LENGTH), dp="S(0)", cp="S(1)", dtype="int64"),
@@ -55,7 +55,7 @@ def make_program(zero: int, rows: int, dtype: str = "float64") -> type[Module]:
         def forward(self, ids: Tensor, labels: Tensor, num_targets: list[Tensor]) -> Tensor:
             hidden = F.embedding(ids, self.embed.weight)
             for block in self.layers_of(Block):
-                hidden = block(hidden, self.scale)
+                hidden = block(hidden, self.scale * self.tables.unit)
             logits = F.linear(hidden * self.final.weight, self.head.weight)
             total = F.cross_entropy(logits.flatten(0, 1).to(self.scale.dtype), labels.flatten(), reduction="sum")
             return self.mesh.cp.all_reduce(self.mesh.dp.all_reduce(total / num_targets[0]))
@@ -70,6 +70,7 @@ def whole_state(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Initial values of everything, equal wherever it is called."""
     generator = torch.Generator().manual_seed(7)
     shapes = {"embed.weight": (VOCABULARY, WIDTH), "unused.weight": (3,), "final.weight": (WIDTH,), "scale": (WIDTH,)}
+    shapes["tables.unit"] = (1,)
     for block in ("blocks.0.", "blocks.1."):
         shapes[block + "norm.weight"] = (WIDTH,)
         shapes[block + "gate_up.weight"] = (2 * INNER, WIDTH)
@@ -91,7 +92,7 @@ def whole_batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def is_trainable(name: str) -> bool:
-    return name != "scale" and not name.endswith("frozen")
+    return name not in ("scale", "tables.unit") and not name.endswith("frozen")
 
 
 def eager_loss(state: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
@@ -101,7 +102,7 @@ def eager_loss(state: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         h = F.layer_norm(x, (WIDTH,)) * state[block + "norm.weight"]
         gate, up = F.linear(h, state[block + "gate_up.weight"], state[block + "gate_up.bias"]).chunk(2, -1)
         h = F.linear(torch.tanh(gate) * up, state[block + "down.weight"])
-        x = x + h * state[block + "frozen"] * state["scale"]
+        x = x + h * state[block + "frozen"] * state["scale"] * state["tables.unit"]
     logits = F.linear(x * state["final.weight"], state["embed.weight"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 

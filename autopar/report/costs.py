@@ -1,0 +1,77 @@
+"""Predicted time and memory by kind, and what the other plans would have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.planner import SearchResult
+from autopar.plan import Plan
+from autopar.units import seconds_text
+
+HIDDEN = "hidden communication"
+SYNCHRONISATION = "gradient and parameter synchronisation"
+REASONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRow:
+    """exposed, hidden: seconds per step in which nothing else runs, and behind compute."""
+
+    kind: str
+    exposed: float
+    hidden: float = 0.0
+
+
+def time_rows(seconds: Mapping[str, float]) -> list[TimeRow]:
+    """Compute, then communication from most to least, then the rest; kinds without time are left out."""
+    first = [k for k in ("forward compute", "backward compute") if k in seconds]
+    last = [k for k in ("local resharding", "optimizer") if k in seconds]
+    middle = sorted((k for k in seconds if k not in (*first, *last, HIDDEN)), key=lambda k: (-seconds[k], k))
+    rows = [
+        TimeRow(kind_words(k), seconds[k], seconds.get(HIDDEN, 0.0) if k == SYNCHRONISATION else 0.0)
+        for k in (*first, *middle, *last)
+    ]
+    return [row for row in rows if row.exposed or row.hidden]
+
+
+def kind_words(kind: str) -> str:
+    """`all_gather tp` -> `all_gather over tp`."""
+    name, _, axis = kind.rpartition(" ")
+    collectives = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+    return f"{name} over {axis}" if name in collectives else kind
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """A plan that lost: what it is, its time in words, and why it lost."""
+
+    plan: str
+    seconds: str
+    why: str
+
+
+def runner_ups(result: SearchResult) -> list[RunnerUp]:
+    """Slower plans, meshes whose lower bound was already too slow, and what did not fit."""
+    best = result.best.plan
+    rows = [
+        RunnerUp(plan_words(c.plan), seconds_text(c.plan.prediction.step_seconds), why_slower(c.plan, best))
+        for c in result.candidates[1:]
+    ]
+    for bound, mesh in result.skipped:
+        rows.append(RunnerUp(str(mesh), f"> {seconds_text(bound)}", "even with memory to spare it would be slower"))
+    return rows + [RunnerUp(text, "-", "does not fit the memory of one rank") for text in result.infeasible]
+
+
+def plan_words(plan: Plan) -> str:
+    """`dp2 x tp2, 4 micro-batches`."""
+    count = plan.num_micro_batches
+    return f"{plan.mesh}, {count} micro-batch{'es' if count > 1 else ''}"
+
+
+def why_slower(plan: Plan, best: Plan) -> str:
+    """The kinds of time that are larger than the best plan's, largest difference first."""
+    mine, its = plan.prediction.seconds, best.prediction.seconds
+    more = {k: mine.get(k, 0.0) - its.get(k, 0.0) for k in mine if k != HIDDEN}
+    ranked = sorted(((d, k) for k, d in more.items() if d > 0), key=lambda pair: (-pair[0], pair[1]))[:REASONS]
+    return ", ".join(f"+{seconds_text(d)} {kind_words(k)}" for d, k in ranked) or "equal; the first by name was taken"

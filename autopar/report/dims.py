@@ -1,0 +1,164 @@
+"""What the dims of tensors are, in a reader's words: batch, heads, sequence, vocabulary, width.
+
+A few operators say what their dims mean: attention has heads and a sequence, cross-entropy has classes, a lookup has
+rows. From there the meaning travels through the sharding rules as a shard would: `S(2)` of a linear's output is
+"heads" because, views and transposes later, it is the shard of attention's head dim. Names of modules play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.graph import Graph, LayerRun, Ref
+from autopar.placement import Placement, S
+from autopar.rules.rule import Rule, find_factor
+from autopar.saved import base_name
+from autopar.strategies import Operator, Scope, scopes_of
+
+Key = tuple[str, Ref, Placement]
+
+CONTRACTIONS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "convolution"})
+
+
+@dataclass(frozen=True)
+class DimNames:
+    """Words for a shard of a tensor. `names` holds those that are known; every tensor gets some words."""
+
+    names: Mapping[Key, str]
+    fallbacks: Mapping[Key, str]
+
+    def of(self, scope: str, ref: Ref, shard: Placement, num_dims: int) -> str:
+        """Such as "heads"; "features" for the last dim of a tensor that nothing is known of, else "dim 1"."""
+        key = (scope, ref, shard)
+        unknown = "features" if shard.dim == num_dims - 1 else f"dim {shard.dim}"
+        return self.names.get(key) or self.fallbacks.get(key) or unknown
+
+
+def name_dims(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> DimNames:
+    """Names of all shards that the operators' rules connect with a dim of known meaning."""
+    scopes = scopes_of(graph)
+    names: dict[Key, str] = {}
+    # One meaning after the other, so that the first and surest takes a dim that two could claim.
+    for kind in ("batch", "heads", "sequence", "vocabulary", "width"):
+        seeds = {key: name for key, name in _seeds(kind, graph, operators, scopes) if key not in names}
+        names |= {**_spread(graph, scopes, operators, seeds, names), **names}
+    return DimNames(names, dict(_features(operators)))
+
+
+def _seeds(
+    kind: str, graph: Graph, operators: Mapping[tuple[str, str], Operator], scopes: tuple[Scope, ...]
+) -> Iterator[tuple[Key, str]]:
+    if kind == "batch":
+        yield from ((("", Ref(i.name), S(i.batch_dim)), "batch") for i in graph.inputs if i.batch_dim is not None)
+    from_batch = _computed_from_batch(graph, scopes)
+    tables = {
+        op.inputs[0].shape[0] for op in operators.values() if base_name(op.node.op) == "embedding" and op.inputs[0].shape
+    }
+    for (scope, _), operator in operators.items():
+        name, refs = base_name(operator.node.op), operator.node.inputs
+        if name == "scaled_dot_product_attention" and kind in ("heads", "sequence"):
+            dim = 1 if kind == "heads" else 2
+            yield from (((scope, ref, S(dim)), kind) for ref in (*refs[:3], Ref(operator.node.name)))
+        if name == "cross_entropy_loss" and kind == "vocabulary":
+            classes = min(1, len(operator.inputs[0].shape) - 1)
+            word = "vocabulary" if operator.inputs[0].shape[classes] in tables else "classes"
+            yield (scope, refs[0], S(classes)), word
+        if name == "embedding":
+            if kind == "vocabulary":
+                yield (scope, refs[0], S(0)), "vocabulary" if (scope, refs[1]) in from_batch else "positions"
+            if kind == "sequence" and len(operator.inputs[1].shape) == 2:
+                yield (scope, refs[1], S(1)), "sequence"
+            if kind == "width":
+                yield (scope, refs[0], S(1)), "width"
+
+
+def _computed_from_batch(graph: Graph, scopes: tuple[Scope, ...]) -> set[tuple[str, Ref]]:
+    """Integer tensors of the top level that the batch's inputs lead to."""
+    found = {("", Ref(i.name)) for i in graph.inputs}
+    for node in scopes[0].nodes:
+        if any(("", ref) in found for ref in node.inputs):
+            found |= {("", Ref(node.name, i)) for i in range(len(node.outputs))}
+    return found
+
+
+def _spread(
+    graph: Graph,
+    scopes: tuple[Scope, ...],
+    operators: Mapping[tuple[str, str], Operator],
+    seeds: Mapping[Key, str],
+    taken: Mapping[Key, str],
+) -> dict[Key, str]:
+    """The seeds' names, carried through rules and layer borders until nothing new is reached."""
+    touching: dict[tuple[str, Ref], list[Operator]] = {}
+    for (scope, name), operator in operators.items():
+        for ref in (*operator.node.inputs, *(Ref(name, i) for i in range(len(operator.node.outputs)))):
+            touching.setdefault((scope, ref), []).append(operator)
+    borders = _borders(graph, scopes)
+    found = dict(seeds)
+    open_keys = list(seeds)
+    while open_keys:
+        scope, ref, shard = key = open_keys.pop()
+        reached = [(*other, shard) for other in borders.get((scope, ref), ())]
+        for operator in touching.get((scope, ref), ()):
+            reached += _through(operator, ref, shard)
+        for other in reached:
+            if other not in found and other not in taken:
+                found[other] = found[key]
+                open_keys.append(other)
+    return found
+
+
+def _through(operator: Operator, ref: Ref, shard: Placement) -> Iterator[Key]:
+    """The same factor's shards of the other tensors of a call."""
+    node, rule = operator.node, operator.rule
+    tensors = [*zip(node.inputs, rule.inputs, strict=True)]
+    tensors += [(Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)]
+    for own, dims in tensors:
+        factor = factor_of(rule, dims, shard) if own == ref else None
+        if factor is not None:
+            for other, other_dims in tensors:
+                placement = find_factor(rule, other_dims, *factor)
+                if placement is not None:
+                    yield operator.scope, other, placement
+
+
+def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], shard: Placement) -> tuple[str, int] | None:
+    """(factor, sections) whose shard `shard` is for a tensor with `dims`."""
+    if shard.dim >= len(dims):
+        return None
+    before = 1
+    for factor in dims[shard.dim]:
+        sections, rest = divmod(shard.sections, before)
+        if rest == 0 and sections and rule.sizes[factor] % sections == 0 and sections < rule.sizes[factor]:
+            return factor, sections
+        before *= rule.sizes[factor]
+    return None
+
+
+def _borders(graph: Graph, scopes: tuple[Scope, ...]) -> dict[tuple[str, Ref], list[tuple[str, Ref]]]:
+    """Tensors that are the same across a layer's border, and from one layer to the next."""
+    found: dict[tuple[str, Ref], list[tuple[str, Ref]]] = {}
+    for piece in graph.body:
+        if not isinstance(piece, LayerRun):
+            continue
+        layer, scope = piece.layer, piece.layer.name
+        formals = [(scope, Ref(name)) for name, _ in layer.inputs]
+        pairs = [(formal, ("", arg)) for formal, arg in zip(formals, piece.args, strict=True)]
+        pairs += [((scope, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(layer.outputs)]
+        pairs += [(formals[position], (scope, layer.outputs[output])) for position, output in piece.carried]
+        for one, other in pairs:
+            found.setdefault(one, []).append(other)
+            found.setdefault(other, []).append(one)
+    return found
+
+
+def _features(operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:
+    """A weight's dims as its linear sees them: summed over, or kept."""
+    for (scope, _), operator in operators.items():
+        if base_name(operator.node.op) in CONTRACTIONS:
+            for ref, dims, meta in zip(operator.node.inputs, operator.rule.inputs, operator.inputs, strict=True):
+                for dim in range(len(meta.shape) if len(meta.shape) <= 2 else 0):
+                    for factor in dims[dim][:1]:
+                        is_summed = factor in operator.rule.contracted
+                        yield (scope, ref, S(dim)), "input features" if is_summed else "output features"

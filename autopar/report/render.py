@@ -1,0 +1,198 @@
+"""The report as tables. `report_panels` is what a terminal prints in colour, `render_report` the same as plain text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.compile import training_of
+from autopar.graph import Graph
+from autopar.lower import bytes_text
+from autopar.report.costs import plan_words, runner_ups, time_rows
+from autopar.report.dims import DimNames, name_dims
+from autopar.report.sharding import activation_rows, parameter_rows
+from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows
+from autopar.strategies import Scope, scopes_of
+from autopar.units import count_text, seconds_text
+
+if TYPE_CHECKING:
+    from autopar.compiled import CompiledProgram
+
+WIDTH = 110
+BAR_WIDTH = 30
+
+
+def render_report(compiled: CompiledProgram, width: int = WIDTH) -> str:
+    """The whole report as plain text of at most `width` columns."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    for panel in report_panels(compiled):
+        console.print(panel)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def report_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
+    """The report's parts in order, for `rich.console.Console.print`."""
+    graph = compiled.best.graph
+    names = name_dims(graph, compiled.best.operators)
+    yield _header(compiled)
+    for scope in sorted(scopes_of(graph), key=lambda s: bool(s.layer)):
+        yield _sharding(compiled, scope, names)
+        yield _transfers(compiled, scope, names)
+    yield _time(compiled)
+    yield _memory(compiled)
+    yield _runner_ups(compiled)
+    yield from _notes(compiled, graph)
+
+
+def _header(compiled: CompiledProgram) -> RenderableType:
+    plan = compiled.plan
+    lines = [
+        ("cluster", str(compiled.cluster)),
+        ("mesh", f"{plan.mesh}: " + _axes_text(compiled)),
+        ("batch", _batch_text(compiled)),
+        ("precision", plan.precision),
+        ("predicted", _prediction_text(compiled)),
+    ]
+    table = Table(box=None, show_header=False, title=f"{plan.model} on {plan.mesh}", title_justify="left", padding=(0, 2, 0, 0))
+    table.title_style = "bold"
+    table.add_column(style="cyan")
+    table.add_column(overflow="fold")
+    for name, text in lines:
+        table.add_row(name, text)
+    return table
+
+
+def _axes_text(compiled: CompiledProgram) -> str:
+    mesh, cluster = compiled.plan.mesh, compiled.cluster
+    parts = []
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        spans = mesh.stride(axis) * size > cluster.devices_per_node
+        parts.append(f"{axis} = {size} ranks {'across nodes' if spans else 'inside a node'}")
+    return ", ".join(parts) or "one rank"
+
+
+def _batch_text(compiled: CompiledProgram) -> str:
+    plan = compiled.plan
+    rows = plan.global_batch_size // plan.num_micro_batches // plan.mesh.size("dp")
+    count = plan.num_micro_batches
+    return f"{plan.global_batch_size} rows a step: {count} micro-batch{'es' if count > 1 else ''} of {rows} rows per dp rank"
+
+
+def _prediction_text(compiled: CompiledProgram) -> str:
+    plan, capacity = compiled.plan, compiled.cluster.device.memory_bytes
+    seconds, peak = plan.prediction.step_seconds, plan.prediction.peak_bytes
+    rate = f", {count_text(plan.global_batch_size / seconds)} rows/s" if seconds else ""
+    return f"{seconds_text(seconds)} a step{rate}; {bytes_text(peak)} of {bytes_text(capacity)} per rank"
+
+
+def _sharding(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:
+    mesh, choices = compiled.plan.mesh, compiled.best.choices
+    title = _scope_title(scope)
+    table = _table(title, ("", 12), ("what", 40), ("how it lies", 0))
+    for index, row in enumerate(parameter_rows(scope, choices, mesh, names)):
+        table.add_row("parameters" if index == 0 else "", row.what, row.how)
+    for index, row in enumerate(activation_rows(scope, choices, mesh, names)):
+        table.add_row("results" if index == 0 else "", row.what, row.how)
+    return table
+
+
+def _scope_title(scope: Scope) -> str:
+    if not scope.layer:
+        return "Outside the layers"
+    first, last = scope.instances[0], scope.instances[-1]
+    where = first if first == last else f"{first} ... {last}"
+    return f"{scope.name} x {scope.count} ({where})"
+
+
+def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:
+    program, plan = compiled.program, compiled.plan
+    module = next((m for m in program.layers if m.name == scope.name), program.root)
+    rows: list[Transfer] = reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
+    training = training_of(compiled.optimizer, plan.precision)
+    rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
+    if not rows:
+        return Text(f"  {_scope_title(scope)}: nothing is sent\n")
+    table = _table("", ("sent", 12), ("", 0), ("each time", 40), ("times a step", 12, "right"))
+    for row in rows:
+        table.add_row("", row.words, row.traffic, str(row.count))
+    return table
+
+
+def _time(compiled: CompiledProgram) -> RenderableType:
+    prediction = compiled.plan.prediction
+    table = _table("Predicted time of one step", ("", 42), ("exposed", 10, "right"), ("hidden", 10, "right"), ("", 0))
+    total = prediction.step_seconds
+    for row in time_rows(prediction.seconds):
+        hidden = seconds_text(row.hidden) if row.hidden else ""
+        table.add_row(row.kind, seconds_text(row.exposed), hidden, _bar(row.exposed, total))
+    table.add_section()
+    table.add_row("one step", seconds_text(total), "", "", style="bold")
+    return table
+
+
+def _memory(compiled: CompiledProgram) -> RenderableType:
+    prediction, capacity = compiled.plan.prediction, compiled.cluster.device.memory_bytes
+    table = _table("Predicted memory of the fullest rank", ("", 42), ("bytes", 10, "right"), ("of capacity", 12, "right"), ("", 0))
+    for kind, size in sorted(prediction.num_bytes.items(), key=lambda pair: -pair[1]):
+        table.add_row(kind, bytes_text(size), _percent(size, capacity), _bar(size, capacity))
+    table.add_section()
+    peak = prediction.peak_bytes
+    table.add_row(f"peak, of {bytes_text(capacity)}", bytes_text(peak), _percent(peak, capacity), _bar(peak, capacity), style="bold")
+    return table
+
+
+def _runner_ups(compiled: CompiledProgram) -> RenderableType:
+    rows = runner_ups(compiled.result)
+    if not rows:
+        return Text("Other plans: none was tried (the plan was given, or only one mesh was allowed)\n")
+    table = _table("Other plans, and why they lost", ("plan", 30), ("one step", 12, "right"), ("compared with the chosen one", 0))
+    best = compiled.plan
+    table.add_row(f"{plan_words(best)} (chosen)", seconds_text(best.prediction.step_seconds), "", style="bold")
+    for row in rows:
+        table.add_row(row.plan, row.seconds, row.why)
+    return table
+
+
+def _notes(compiled: CompiledProgram, graph: Graph) -> Iterator[RenderableType]:
+    notes = list(graph.notes)
+    unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.known})
+    if unknown:
+        notes.append(f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)")
+    idle = _idle_axes(compiled)
+    notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in idle]
+    if notes:
+        yield Text("Notes", style="bold")
+        for note in notes:
+            yield Text(f"  - {note}")
+
+
+def _idle_axes(compiled: CompiledProgram) -> list[str]:
+    """Axes that no call makes use of."""
+    mesh, options = compiled.plan.mesh, compiled.best.choices.operators.values()
+    return [axis for i, axis in enumerate(mesh.axes) if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))]
+
+
+def _table(title: str, *columns: tuple[str, int] | tuple[str, int, str]) -> Table:
+    """A table without lines between rows; width 0 takes what is left."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0))
+    for header, width, *justify in columns:
+        is_right = bool(justify)
+        table.add_column(header, width=width or None, ratio=None if width else 1, justify="right" if is_right else "left", overflow="fold")
+    return table
+
+
+def _bar(part: float, whole: float) -> str:
+    filled = round(BAR_WIDTH * min(part / whole, 1.0)) if whole else 0
+    return "█" * filled + "·" * (BAR_WIDTH - filled)
+
+
+def _percent(part: float, whole: float) -> str:
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.1f}%" if share < 9.95 else f"{share:.0f}%"

@@ -1,0 +1,130 @@
+"""How parameters are stored and on which part of the tensors each module works, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from autopar.graph import Node, Ref
+from autopar.mesh import Mesh
+from autopar.placement import Placements
+from autopar.plan import Choices
+from autopar.price import Stored
+from autopar.report.dims import DimNames
+from autopar.strategies import Scope
+
+SHOWN_MODULES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: which parameters or modules, and how they lie."""
+
+    what: str
+    how: str
+
+
+def parameter_rows(scope: Scope, choices: Choices, mesh: Mesh, names: DimNames) -> list[Row]:
+    """The scope's trained parameters, those stored alike in one part of the model together, in the model's order."""
+    words: dict[str, str] = {}
+    for (owner, name), stored in choices.parameters.items():
+        if owner == scope.name and scope.metas[Ref(name)].requires_grad:
+            words[name] = stored_words(scope, name, stored, mesh, names)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, text in words.items():
+        parent = name.rpartition(".")[0].rpartition(".")[0]
+        groups.setdefault((parent, text), []).append(name)
+    return [Row(_joined(members, words), text) for (_, text), members in groups.items()]
+
+
+def _joined(members: list[str], words: dict[str, str]) -> str:
+    """`self_attn.q_proj, k_proj`; a parameter's own name only where its module's parameters are stored differently."""
+    items: list[str] = []
+    for name in members:
+        module, _, leaf = name.rpartition(".")
+        siblings = [n for n in words if n.rpartition(".")[0] == module]
+        whole = bool(module) and all(n in members for n in siblings)
+        item = module if whole else name
+        if item not in items:
+            items.append(item)
+    parent = items[0].rpartition(".")[0]
+    tails = [item.removeprefix(f"{parent}.") if i and parent else item for i, item in enumerate(items)]
+    return ", ".join(tails)
+
+
+def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: DimNames) -> str:
+    """How one parameter is stored on every axis of the mesh."""
+    meta = scope.metas[Ref(name)]
+    parts = []
+    for axis, placement in sorted(zip(mesh.axes, stored.placements, strict=True), key=lambda pair: not pair[1].is_shard):
+        if placement.is_shard:
+            word = names.of(scope.name, Ref(name), placement, len(meta.shape))
+            fused = f", {placement.sections} fused parts alike" if placement.sections > 1 else ""
+            parts.append(f"split by {word} over {axis}{fused}")
+        elif stored.zero and axis == "dp":
+            parts.append(zero_words(stored.zero, axis, bool(scope.layer)))
+        else:
+            parts.append(f"copied over {axis}" + (", gradients summed" if placement.kind == "Rp" else ""))
+    return "; ".join(parts) or "whole"
+
+
+def zero_words(stage: int, axis: str, is_layer: bool) -> str:
+    """What a ZeRO stage means for storage."""
+    if stage == 3:
+        return f"stored in shares over {axis}, gathered {'per layer' if is_layer else 'when used'} (ZeRO-3)"
+    kept = "gradients and optimizer state" if stage == 2 else "optimizer state"
+    return f"copied over {axis}, {kept} in shares (ZeRO-{stage})"
+
+
+def activation_rows(scope: Scope, choices: Choices, mesh: Mesh, names: DimNames) -> list[Row]:
+    """What enters, then the modules in the order of execution, each with what its results are on one rank."""
+    rows = []
+    for name, _ in scope.layer.inputs if scope.layer else ():
+        if scope.metas[Ref(name)].requires_grad:
+            how = activation_words(scope, Ref(name), choices.tensors[scope.name, Ref(name)], mesh, names)
+            rows.append(Row("(enters)", how))
+    phases = [(_words(scope, node, choices, mesh, names), node) for node in _matter(scope)]
+    for how, group in groupby(phases, key=lambda pair: pair[0]):
+        modules = list(dict.fromkeys(_relative(scope, node) for _, node in group))
+        rows.append(Row(_modules_text(modules), how))
+    return rows
+
+
+def _matter(scope: Scope) -> Iterator[Node]:
+    """Calls whose result is trained through and is more than a number."""
+    return (n for n in scope.nodes if n.outputs and n.outputs[0].requires_grad and n.outputs[0].shape)
+
+
+def _words(scope: Scope, node: Node, choices: Choices, mesh: Mesh, names: DimNames) -> str:
+    return activation_words(scope, Ref(node.name), choices.operators[scope.name, node.name].outputs[0], mesh, names)
+
+
+def activation_words(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh, names: DimNames) -> str:
+    """`batch over dp, sequence over tp`."""
+    num_dims = len(scope.metas[ref].shape)
+    parts = []
+    for axis, placement in zip(mesh.axes, placements, strict=True):
+        if placement.is_shard:
+            parts.append(f"{names.of(scope.name, ref, placement, num_dims)} over {axis}")
+        else:
+            parts.append(f"partial sums over {axis}" if placement.kind == "P" else f"same on all of {axis}")
+    return ", ".join(parts) or "whole"
+
+
+def _relative(scope: Scope, node: Node) -> str:
+    """The calling module's path, inside the layer for layers."""
+    path = node.module
+    for instance in scope.instances:
+        if scope.layer and (path == instance or path.startswith(f"{instance}.")):
+            return path[len(instance) :].lstrip(".") or "(itself)"
+    return path or "(itself)"
+
+
+def _modules_text(modules: list[str]) -> str:
+    """Names without the parents of others beside them; long lists by their ends."""
+    leaves = [m for m in modules if not any(other.startswith(f"{m}.") for other in modules)]
+    leaves = [m for m in leaves if m != "(itself)"] or leaves
+    if len(leaves) > SHOWN_MODULES:
+        return f"{leaves[0]} ... {leaves[-1]}"
+    return ", ".join(leaves)

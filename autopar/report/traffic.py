@@ -1,0 +1,122 @@
+"""What is sent: the reshards of the generated program, and what synchronising parameters takes, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.graph import Graph, Ref
+from autopar.lower import attribute_path, bytes_text
+from autopar.mesh import Mesh
+from autopar.names import readable_names
+from autopar.placement import Placement, S
+from autopar.plan import Choices
+from autopar.price import Training
+from autopar.report.dims import DimNames
+from autopar.strategies import Scope, num_local
+from codegen.program import Call, ModuleClass, Reshard
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """words: what happens. traffic: bytes forward and collective backward, of one. count: per optimiser step."""
+
+    words: str
+    traffic: str
+    count: int
+
+
+def reshard_rows(
+    scope: Scope, module: ModuleClass, graph: Graph, mesh: Mesh, names: DimNames, num_micro_batches: int
+) -> list[Transfer]:
+    """The class' reshards in the order of execution, equal ones once with their number."""
+    refs = _variables(scope, graph)
+    found: dict[tuple[str, str], int] = {}
+    for statement, user in _with_users(module):
+        ref = refs.get(statement.source.name)
+        refs[statement.result] = ref
+        source, target, traffic = _comment_parts(statement.comment)
+        words = _reshard_words(scope, statement, ref, source, target, names)
+        text = f"{words}{f', for {user}' if user else ''}"
+        found[text, traffic] = found.get((text, traffic), 0) + 1
+    times = scope.count * num_micro_batches
+    return [Transfer(text, traffic, number * times) for (text, traffic), number in found.items()]
+
+
+def _variables(scope: Scope, graph: Graph) -> dict[str, Ref | None]:
+    """Variable of the generated code -> the tensor it holds."""
+    found: dict[str, Ref | None] = {name: ref for ref, name in readable_names(scope, graph).items()}
+    stored = scope.layer.parameters if scope.layer else graph.parameters
+    return found | {attribute_path(p.name): Ref(p.name) for p in stored}
+
+
+def _with_users(module: ModuleClass) -> Iterator[tuple[Reshard, str]]:
+    """Each reshard with the module of the next call after it."""
+    for index, statement in enumerate(module.body):
+        if isinstance(statement, Reshard):
+            later = (s for s in module.body[index + 1 :] if not isinstance(s, Reshard))
+            following = next(later, None)
+            section = following.section if isinstance(following, Call) else ""
+            yield statement, re.sub(r"^.*?layers?\.\d+\.", "", section)
+
+
+def _comment_parts(comment: str) -> tuple[str, str, str]:
+    """`S(1) -> Rp: 32 MiB, backward reduce_scatter` in three."""
+    change, _, traffic = comment.partition(": ")
+    source, _, target = change.partition(" -> ")
+    return source, target, traffic
+
+
+def _reshard_words(
+    scope: Scope, statement: Reshard, ref: Ref | None, source: str, target: str, names: DimNames
+) -> str:
+    axis, what = statement.axis, statement.source.name.removeprefix("self.")
+    before, after = (_dim_word(scope, ref, text, names) for text in (source, target))
+    return {
+        "all_gather": f"{what}: gather {before} over {axis}",
+        "reduce_scatter": f"{what}: sum over {axis}, each keeps its part of {after}",
+        "all_reduce": f"{what}: sum over {axis}",
+        "all_to_all": f"{what}: exchange {before} for {after} over {axis}",
+        "for_use": f"{what}: used in different ways over {axis}, gradients summed",
+        "slice": f"{what}: keep own part of {after} on {axis}",
+        "first_rank_only": f"{what}: count once, on the first of {axis}",
+        "first_rank_grad": f"{what}: count the gradient once, on the first of {axis}",
+    }.get(statement.method, f"{what}: {statement.method} over {axis}")
+
+
+def _dim_word(scope: Scope, ref: Ref | None, text: str, names: DimNames) -> str:
+    try:
+        placement = Placement.parse(text)
+    except ValueError:
+        return text
+    if not placement.is_shard or ref is None or ref not in scope.metas:
+        return f"dim {placement.dim}" if placement.is_shard else text
+    return names.of(scope.name, ref, S(placement.dim, placement.sections), len(scope.metas[ref].shape))
+
+
+def parameter_traffic(scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int) -> list[Transfer]:
+    """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer."""
+    totals: dict[tuple[str, int], float] = {}
+    for (owner, name), stored in choices.parameters.items():
+        if owner != scope.name or not scope.metas[Ref(name)].requires_grad:
+            continue
+        meta = scope.metas[Ref(name)]
+        local = num_local(meta, stored.placements, mesh)
+        gradient, weight = local * training.gradient_bytes, local * training.compute_bytes
+        if stored.zero:
+            reduces = 1 if stored.zero == 1 else num_micro_batches
+            _add(totals, "gradients: reduce_scatter over dp", reduces, gradient)
+            if stored.zero == 3:
+                _add(totals, "parameters: all_gather over dp, forward and again backward", 2 * num_micro_batches, weight)
+            else:
+                _add(totals, "parameters: all_gather over dp after the update", 1, weight)
+        for axis, placement in zip(mesh.axes, stored.placements, strict=True):
+            if placement.kind == "Rp" and not (stored.zero and axis == "dp"):
+                share = mesh.size("dp") if stored.zero else 1
+                _add(totals, f"gradients: all_reduce over {axis}", 1, gradient / share)
+    return [Transfer(words, bytes_text(size), count * scope.count) for (words, count), size in totals.items()]
+
+
+def _add(totals: dict[tuple[str, int], float], words: str, count: int, num_bytes: float) -> None:
+    totals[words, count] = totals.get((words, count), 0.0) + num_bytes
