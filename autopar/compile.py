@@ -17,13 +17,16 @@ from autopar.errors import ConstraintError, PlanError
 from autopar.graph import Graph
 from autopar.lower import lower
 from autopar.plan import Plan, expand
-from autopar.planner import Candidate, Request, SearchResult, price_plan, search_plans
+from autopar.planner import Candidate, Request, SearchResult, is_cpu, price_plan, search_plans
 from autopar.price import Training
 from autopar.strategies import operators_of
 from autopar.trace import common_batch, name_inputs, trace
 from codegen.emit import emit_model
+from codegen.fusion import fuse
 from cost_models import memory
 from cost_models.machine import Cluster
+
+KERNEL_CHOICES = ("auto", "on", "off")
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -38,6 +41,7 @@ def compile(  # noqa: A001
     optimizer: OptimizerFactory | None = None,
     precision: str = "fp32",
     constraints: Mapping[str, Any] | None = None,
+    kernels: str = "auto",
     plan: Plan | str | None = None,
 ) -> CompiledProgram:
     """Plan and generate the distributed program of `model` on `cluster_spec`.
@@ -52,6 +56,9 @@ def compile(  # noqa: A001
         optimizer: `params -> torch.optim.Optimizer` with elementwise updates; AdamW by default.
         precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
         constraints: see autopar.constraints.
+        kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion.py), "off" never does, "auto"
+            does on GPUs. On a CPU the kernels run their torch reference. Predictions do not know of it: plans are
+            chosen and priced as if nothing were fused.
         plan: a plan (or its file) to use instead of searching; it is validated and priced again.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
@@ -59,6 +66,8 @@ def compile(  # noqa: A001
     """
     if precision not in ("fp32", "bf16"):
         raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
+    if kernels not in KERNEL_CHOICES:
+        raise ConstraintError("kernels is not supported", values=repr(kernels), alternatives="auto, on or off")
     cluster = as_cluster(cluster_spec)
     factory = optimizer or torch.optim.AdamW
     batch = name_inputs(model, example_inputs, loss_fn)
@@ -80,6 +89,8 @@ def compile(  # noqa: A001
         result = search_plans(request)
     best = result.best
     program = lower(best.graph, best.operators, best.plan, best.choices)
+    if kernels == "on" or (kernels == "auto" and not is_cpu(cluster)):
+        program = fuse(program)
     source = emit_model(program)
     return CompiledProgram(model, cluster, factory, best, result, program, source, loss_fn)
 

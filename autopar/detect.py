@@ -8,6 +8,8 @@ import os
 import platform
 import re
 import tempfile
+import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +17,15 @@ import torch
 
 from autopar.calibrate import fit_device, fit_link
 from autopar.errors import ClusterError
-from autopar.measure import Measurements, measure
+from autopar.measure import Measurements, available_cores, measure
 from cost_models import catalog
 from cost_models.machine import Cluster
 
 DEFAULT_CPU_PROCESSES = 4
+QUIET_SHARE = 0.8
+"""Below this share of the cores, other programs have slowed the measured collectives down."""
+BUSY, BUSY_CACHE_SECONDS = "while other programs took", 600.0
+"""How a source says so, and for how long such a measurement is used."""
 CACHE_FORMAT = 1
 """Part of the cache's key; to be raised when the same machine would be described differently."""
 
@@ -51,6 +57,9 @@ def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
     measured in real processes that run at the same time, which takes some ten seconds; the result is kept under
     ~/.cache/autopar (or $XDG_CACHE_HOME/autopar), by CPU, cores, torch version and num_devices. `refresh` measures
     anew.
+
+    On a machine that is busy with other programs, the collectives come out too slow: that is warned of, and kept for
+    ten minutes only.
 
     Raises ClusterError for an unknown or mixed set of GPUs, counts that do not fit, and failed measuring processes.
     """
@@ -130,14 +139,13 @@ class Machine:
     """What a measurement of a CPU depends on: its model, the cores that this process may use, and torch."""
 
     cpu: str
-    num_cores: int
+    num_cores: float
     torch_version: str
 
     @staticmethod
     def here() -> Machine:
         """This machine."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return Machine(_cpu_model(), cores, torch.__version__)
+        return Machine(_cpu_model(), available_cores(), torch.__version__)
 
     def cache_path(self, num_devices: int) -> Path:
         """Where the measured cluster of num_devices processes is kept."""
@@ -149,23 +157,38 @@ class Machine:
 def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
     machine = Machine.here()
     path = machine.cache_path(num_devices)
-    if not refresh:
-        # A file that cannot be read, or was written by another version, is measured again.
-        with contextlib.suppress(OSError, ValueError):
-            # The memory may have changed since (a container's limit), and costs nothing to look up.
-            return Cluster.from_toml(path).with_memory(_memory_bytes() // num_devices)
+    if not refresh and (kept := _kept(path)):
+        # The memory may have changed since (a container's limit), and costs nothing to look up.
+        return kept.with_memory(_memory_bytes() // num_devices)
     cluster = cpu_cluster(measure(num_devices), machine)
+    if BUSY in cluster.device.source:
+        warnings.warn(
+            f"the CPU was {cluster.device.source}: its collectives may be faster than predicted. "
+            "autopar.detect.detect(refresh=True) measures anew",
+            stacklevel=4,
+        )
     with contextlib.suppress(OSError):
         _write(path, cluster.to_toml())
     return cluster
 
 
+def _kept(path: Path) -> Cluster | None:
+    """The cluster kept there, unless it cannot be read or is an old measurement of a busy machine."""
+    with contextlib.suppress(OSError, ValueError):
+        cluster = Cluster.from_toml(path)
+        if BUSY not in cluster.device.source or time.time() - path.stat().st_mtime < BUSY_CACHE_SECONDS:
+            return cluster
+    return None
+
+
 def cpu_cluster(measured: Measurements, machine: Machine) -> Cluster:
     """One node of the processes that were measured. A single one has no link to measure: the built-in loopback."""
     source = (
-        f"measured by autopar.detect on {machine.num_cores} cores ({machine.cpu}) shared by {measured.num_processes} "
+        f"measured by autopar.detect on {measured.num_cores:g} cores ({machine.cpu}) shared by {measured.num_processes} "
         f"processes of one thread at once, torch {machine.torch_version}"
     )
+    if measured.share < QUIET_SHARE:
+        source += f", {BUSY} {1 - measured.share:.0%} of the cores"
     overhead = (
         f"{source}; overhead of a kernel on tiny tensors {measured.forward_seconds * 1e6:.1f} us forward, "
         f"{measured.backward_seconds * 1e6:.1f} us backward"

@@ -94,7 +94,8 @@ class _Functionaliser:
             self.metas[self.current[source]] = meta
         for name in dict.fromkeys(ref.node for ref in family):
             node = self.views[Ref(name)]
-            again = replace(self.updated(node), name=self.unique(name))
+            op = "aten.reshape.default" if node.op == "aten.view.default" else node.op  # strides may differ now
+            again = replace(self.updated(node), name=self.unique(name), op=op)
             self.nodes.append(again)
             for index, meta in enumerate(again.outputs):
                 self.current[Ref(name, index)] = Ref(again.name, index)
@@ -107,7 +108,7 @@ class _Functionaliser:
         if name in _SAME and self.metas[ref].dtype == meta.dtype:
             return value
         if name in _RESHAPES:
-            return self.add(write, "aten.view.default", (value, meta.shape), meta)
+            return self.add(write, "aten.reshape.default", (value, meta.shape), meta)
         if name in ("transpose", "t"):
             return self.add(write, "aten.transpose.int", (value, *(arguments or (0, 1))), meta)
         if name == "select":

@@ -138,7 +138,8 @@ def _fold(
         if len(run) == 1:
             body += [_rename(node, renamed) for node in first.nodes]
         else:
-            layer_run = _layer_run(run, flat, metas, classes, renamed)
+            taken = {piece.name for piece in body} | {node.name for node in flat.nodes}
+            layer_run = _layer_run(run, flat, metas, classes, renamed, taken)
             body.append(layer_run)
             renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(run[-1].outputs)}
         position += len(run)
@@ -190,6 +191,7 @@ def _layer_run(
     metas: dict[Ref, TensorMeta],
     classes: dict[Any, LayerClass],
     renamed: dict[Ref, Ref],
+    taken_names: set[str],
 ) -> LayerRun:
     first, second = run[0], run[1]
     carried = _wiring(first, second) or ()
@@ -197,7 +199,10 @@ def _layer_run(
         taken = {layer.name for layer in classes.values()}
         classes[first.key] = _layer_class(first, carried, flat, metas, taken)
     args = tuple(renamed.get(ref, ref) for ref in first.args)
-    name = first.prefix.replace(".", "_")
+    wish = first.prefix.replace(".", "_")
+    name, count = wish, 2
+    while name in taken_names:
+        name, count = f"{wish}_{count}", count + 1
     return LayerRun(name, classes[first.key], tuple(s.path for s in run), args, carried)
 
 

@@ -29,6 +29,7 @@ from codegen.program import (
     LayerRunSpec,
     Layout,
     ModuleClass,
+    Operand,
     Program,
     Reshard,
     Spec,
@@ -185,7 +186,11 @@ class _Lowering:
         args = map_refs(local.args, lambda _: next(values))
         kwargs = map_refs(local.kwargs, lambda _: next(values))
         results = tuple(self.names[Ref(node.name, i)] if Ref(node.name, i) in self.uses else "" for i in range(len(node.outputs)))
-        call = Call(local.op, args, kwargs, results, node.module)
+        held = tuple(
+            (variable.name, Operand(meta.shape, dtype_name(meta.dtype)))
+            for variable, meta in zip(arguments, operator.inputs, strict=True)
+        )
+        call = Call(local.op, args, kwargs, results, node.module, operands=held)
         self.pending.append(lower_call(self, node, operator, option, local, call))
         for index, placements in enumerate(option.outputs):
             ref = Ref(node.name, index)

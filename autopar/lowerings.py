@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.graph import Node, Ref
 from autopar.placement import R
 from autopar.rules.localize import LocalCall, local_call
-from autopar.rules.rule import AxisOption
+from autopar.rules.rule import AxisOption, find_factor
 from autopar.saved import base_name
 from autopar.strategies import Operator, Option
 from codegen.program import Call, Raw, Statement
@@ -45,12 +45,22 @@ def lower_call(scope: _Lowering, node: Node, operator: Operator, option: Option,
         return _arange(call, layout)
     number = scope.num_dropout_calls
     scope.num_dropout_calls += 1
-    where = (("call", number), ("layout", Raw(layout)))
+    where: tuple[tuple[str, Any], ...] = (("call", number), ("layout", Raw(layout)))
+    if not _starts_with_batch(operator):
+        where = (*where, ("batched", False))
     if lowering.name == "dropout":
         return replace(call, target="self.same_dropout", args=call.args[:2], kwargs=where)
     if lowering.name == "attention":
         return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
     raise AssertionError(f"no statement for lowering {lowering.name}")
+
+
+def _starts_with_batch(operator: Operator) -> bool:
+    """Whether dim 0 of the result is the batch, or merged from it and more."""
+    if operator.batch is None:
+        return False
+    placement = find_factor(operator.rule, operator.rule.outputs[0], *operator.batch)
+    return placement is not None and placement.dim == 0 and placement.sections == 1
 
 
 def _on_one_rank(node: Node, operator: Operator) -> Any:

@@ -6,6 +6,7 @@ torch thread, as launched CPU programs have.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -23,6 +24,8 @@ from autopar.errors import ClusterError
 from autopar.measuring_process import BLOCK_BACKWARD_KERNELS, BLOCK_FORWARD_KERNELS
 from cost_models.collective import Kind
 from cost_models.compute import Work
+
+ALL_ROUNDS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,18 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Medians over rounds of means over the processes.
+    """Medians over rounds of means over the processes, which have num_cores cores between them.
 
+    Seconds of kernels are those of a process that has its part of the cores, and all of that part.
     forward_seconds, backward_seconds: overhead of one kernel on tiny tensors, in eager forward and in autograd's
     backward. process_bytes: resident memory of a process that has imported torch and done nothing yet.
+    share: how much of its part of the cores a process really had, other programs taking the rest. Far below 1, the
+    seconds of collectives are too long.
     """
 
     num_processes: int
+    num_cores: float
+    share: float
     forward_seconds: float
     backward_seconds: float
     process_bytes: int
@@ -59,12 +67,27 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
 
 
-def measure(
-    num_processes: int, *, kernel_rounds: int = 3, collective_seconds: float = 4.0, timeout_seconds: float = 180.0
-) -> Measurements:
-    """Runs `num_processes` processes at once and gathers what they timed.
+def measure(num_processes: int) -> Measurements:
+    """What `num_processes` processes timed that ran at once. Raises ClusterError as `time_rounds` does."""
+    return summarise(time_rounds(num_processes), available_cores())
 
-    Every kernel is timed kernel_rounds times; collectives are timed in rounds for collective_seconds, at least three.
+
+def available_cores() -> float:
+    """Cores that this process may use: by its affinity, and by the container's quota, which may be a fraction."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):
+        # "max 100000" if there is no quota, which no float is made of.
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, float(quota) / float(period))
+    return cores
+
+
+def time_rounds(
+    num_processes: int, *, min_rounds: int = 3, collective_seconds: float = 4.0, timeout_seconds: float = 180.0
+) -> list[Mapping[str, Any]]:
+    """Runs `num_processes` processes at once and returns what each of them timed, round by round.
+
+    Every kernel is timed min_rounds times, and so is every collective, in more rounds while collective_seconds last.
     Raises ClusterError if a process dies (with the end of what it printed) or timeout_seconds pass.
     """
     if num_processes < 1:
@@ -73,13 +96,11 @@ def measure(
         task = {
             "size": num_processes,
             "folder": folder,
-            "kernel_rounds": kernel_rounds,
+            "min_rounds": min_rounds,
             "collective_seconds": collective_seconds,
-            "timeout_seconds": timeout_seconds,
         }
         _run_all([_command({**task, "rank": rank}) for rank in range(num_processes)], Path(folder), timeout_seconds)
-        results = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
-    return _merge(results)
+        return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
 
 
 def _command(task: Mapping[str, object]) -> list[str]:
@@ -138,15 +159,21 @@ def _require_alive(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[
         )
 
 
-def _merge(results: Sequence[Mapping[str, Any]]) -> Measurements:
-    """Mean over the processes of each round, then the median of the rounds."""
+def summarise(results: Sequence[Mapping[str, Any]], num_cores: float, rounds: slice = ALL_ROUNDS) -> Measurements:
+    """Mean over the processes of each round, then the median of the rounds (or of some of them).
+
+    A kernel's CPU time becomes seconds by the part of a core that each process has: num_cores / processes, at most 1.
+    """
+    part = min(1.0, num_cores / len(results))
 
     def middle(per_process: Sequence[Sequence[float]]) -> float:
-        return statistics.median(statistics.fmean(times) for times in zip(*per_process, strict=True))
+        return statistics.median(statistics.fmean(times) for times in list(zip(*per_process, strict=True))[rounds])
 
     first = results[0]
     kernels = [
-        KernelTime(Work(**{**work, "shape": tuple(work["shape"])}), middle([r["kernels"][index] for r in results]))
+        KernelTime(
+            Work(**{**work, "shape": tuple(work["shape"])}), middle([r["kernels"][index] for r in results]) / part
+        )
         for index, work in enumerate(first["works"])
     ]
     collectives = [
@@ -155,8 +182,10 @@ def _merge(results: Sequence[Mapping[str, Any]]) -> Measurements:
     ]
     return Measurements(
         num_processes=len(results),
-        forward_seconds=middle([result["forward"] for result in results]) / BLOCK_FORWARD_KERNELS,
-        backward_seconds=middle([result["backward"] for result in results]) / BLOCK_BACKWARD_KERNELS,
+        num_cores=num_cores,
+        share=min(1.0, statistics.fmean(result["share"] for result in results) / part),
+        forward_seconds=middle([result["forward"] for result in results]) / part / BLOCK_FORWARD_KERNELS,
+        backward_seconds=middle([result["backward"] for result in results]) / part / BLOCK_BACKWARD_KERNELS,
         process_bytes=max(result["process_bytes"] for result in results),
         kernels=tuple(kernels),
         collectives=tuple(collectives),

@@ -2,7 +2,8 @@
 
 Run as a file, not as part of the package: importing autopar takes longer than measuring. Cores are shared by time
 slices of milliseconds, so that a single call tells nothing: what is timed is always a stretch of many calls during
-which every process is busy.
+which every process is busy. Kernels are timed by the CPU time that they use, which leaves out what other programs on
+the machine take; collectives, which mostly wait, by the clock.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ Call = Callable[[], object]
 def main(argument: str) -> None:
     """Does the task (JSON) that `measure` wrote and leaves rank<N>.json in the task's folder.
 
-    There: seconds per round of every kernel, in the order of "works", of the block's "forward" and "backward", and of
-    every collective as [kind, num_bytes, group_size, seconds per round]; process_bytes as in `Measurements`.
+    There: CPU seconds per round of every kernel, in the order of "works", and of the block's "forward" and "backward";
+    seconds per round of every collective as [kind, num_bytes, group_size, seconds]; the "share" of a core that the
+    process had while it was timing kernels; process_bytes as in `Measurements`.
     """
     task = json.loads(argument)
     process_bytes = _resident_bytes()
@@ -52,13 +54,14 @@ def main(argument: str) -> None:
     folder, rank, size = Path(task["folder"]), task["rank"], task["size"]
     dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
     cases = _kernels()
-    rounds = [[_seconds_in_window(call) for _, call in cases] for _ in range(task["kernel_rounds"])]
-    forward, backward = zip(*(_block_seconds() for _ in range(task["kernel_rounds"])), strict=True)
-    collectives = _time_collectives(rank, size, task["collective_seconds"]) if size > 1 else {}
+    windows = [[_window(call) for _, call in cases] for _ in range(task["min_rounds"])]
+    forward, backward = zip(*(_block_seconds() for _ in range(task["min_rounds"])), strict=True)
+    collectives = _time_collectives(rank, size, task["min_rounds"], task["collective_seconds"]) if size > 1 else {}
     result = {
         "process_bytes": process_bytes,
         "works": [asdict(work) for work, _ in cases],
-        "kernels": list(zip(*rounds, strict=True)),
+        "kernels": [[window.cpu_seconds / window.count for window in kernel] for kernel in zip(*windows, strict=True)],
+        "share": sum(w.cpu_seconds for r in windows for w in r) / sum(w.wall_seconds for r in windows for w in r),
         "forward": forward,
         "backward": backward,
         "collectives": [[*key, seconds] for key, seconds in collectives.items()],
@@ -78,15 +81,22 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _seconds_in_window(call: Call) -> float:
-    """Mean time of one call while all processes make it."""
+@dataclass(frozen=True, slots=True)
+class _Window:
+    count: int
+    cpu_seconds: float
+    wall_seconds: float
+
+
+def _window(call: Call) -> _Window:
+    """What repeating the call takes while all processes do so."""
     call()
     dist.barrier()
-    count, start = 0, time.perf_counter()
+    count, start, cpu_start = 0, time.perf_counter(), time.process_time()
     while (now := time.perf_counter()) - start < WINDOW_SECONDS:
         call()
         count += 1
-    return (now - start) / count
+    return _Window(count, time.process_time() - cpu_start, now - start)
 
 
 def _kernels() -> list[tuple[Work, Call]]:
@@ -126,7 +136,7 @@ def _attention(causal: bool) -> tuple[Work, Call]:
 
 
 def _block_seconds() -> tuple[float, float]:
-    """Forward and backward of one transformer block whose tensors are so small that only overhead is left."""
+    """CPU time of forward and backward of one transformer block whose tensors are so small that only overhead is left."""
     x = torch.randn(4, 16, requires_grad=True)
     norms = [torch.ones(16, requires_grad=True) for _ in range(2)]
     shapes = ((48, 16), (16, 16), (64, 16), (16, 64))
@@ -137,11 +147,11 @@ def _block_seconds() -> tuple[float, float]:
 
     def once() -> None:
         nonlocal forward, backward
-        start = time.perf_counter()
+        start = time.process_time()
         y = _block(x, norms, weights)
-        middle = time.perf_counter()
+        middle = time.process_time()
         torch.autograd.backward(y, gradient)
-        forward, backward = forward + middle - start, backward + time.perf_counter() - middle
+        forward, backward = forward + middle - start, backward + time.process_time() - middle
 
     for _ in range(3):
         once()
@@ -164,8 +174,10 @@ def _block(x: torch.Tensor, norms: Sequence[torch.Tensor], weights: Sequence[tor
     return x + F.linear(h, weights[3])
 
 
-def _time_collectives(rank: int, size: int, seconds: float) -> dict[tuple[Kind, int, int], list[float]]:
-    """Rounds over all kinds, sizes and groups, until rank 0 finds that the time is up; at least three."""
+def _time_collectives(
+    rank: int, size: int, min_rounds: int, seconds: float
+) -> dict[tuple[Kind, int, int], list[float]]:
+    """Rounds over all kinds, sizes and groups, until rank 0 finds that the time is up; at least min_rounds."""
     groups = {size: dist.group.WORLD}
     inner = next(n for n in range(2, size + 1) if size % n == 0)
     if inner < size:
@@ -181,7 +193,7 @@ def _time_collectives(rank: int, size: int, seconds: float) -> dict[tuple[Kind, 
                     elapsed = _collective_seconds(kind, num_bytes, group, group_size)
                     times.setdefault((kind, num_bytes, group_size), []).append(elapsed)
         rounds += 1
-        more.fill_(rounds < 3 or time.perf_counter() - start < seconds)
+        more.fill_(rounds < min_rounds or time.perf_counter() - start < seconds)
         dist.broadcast(more, 0)
     return times
 

@@ -18,7 +18,7 @@ _RESHAPING = frozenset("view reshape transpose permute contiguous unsqueeze sque
 
 _RESERVED = frozenset(
     "self torch F nn dp tp cp ep pp layer mesh hidden num_targets dropout attention vocab_embedding cross_entropy count_valid "
-    "arange rms_norm swiglu Layout Module Param slice sum min max abs pow type range len tuple".split()
+    "arange rms_norm swiglu token_losses Layout Module Param slice sum min max abs pow type range len tuple".split()
 )
 """What generated code uses itself, and built-ins that a variable should not hide."""
 

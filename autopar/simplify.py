@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.errors import TraceError
 from autopar.functional import functionalise
 from autopar.fx_import import FlatGraph
 from autopar.graph import Node, Ref, map_refs
@@ -33,6 +34,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     fold_causal_masks(flat, constants)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)
+    write_out_constants(flat)
     return flat
 
 
@@ -97,7 +99,7 @@ def eliminate_dead(flat: FlatGraph) -> None:
 
 def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
     """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
-    values: dict[Ref, torch.Tensor] = {}
+    values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
     for node in flat.nodes:
         foldable = all(ref in values for ref in node.inputs) and node.op not in _RANDOM
         if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
@@ -108,6 +110,35 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
         results = result if isinstance(result, (tuple, list)) else (result,)
         values |= {Ref(node.name, index): value for index, value in enumerate(results)}
     return values
+
+
+def write_out_constants(flat: FlatGraph) -> None:
+    """Constant tensors of the trace become `full` calls, equal ones a single one.
+
+    Raises TraceError for one that holds different values: a generated program keeps parameters and buffers only.
+    """
+    used = {ref.node for node in flat.nodes for ref in node.inputs}
+    made: dict[Any, Ref] = {}
+    renamed: dict[Ref, Ref] = {}
+    nodes: list[Node] = []
+    for name, value in flat.constants.items():
+        meta = flat.parameters.pop(name).meta
+        if name not in used:
+            continue
+        if not bool((value == value.reshape(-1)[:1]).all()):
+            raise TraceError(
+                "forward uses a tensor that is neither a parameter nor a buffer",
+                values=f"{name} of shape {tuple(value.shape)}",
+                alternatives="self.register_buffer(name, tensor, persistent=False) in the module's constructor",
+            )
+        number = value.reshape(-1)[0].item() if value.numel() else 0
+        key = (type(number), number, meta)
+        if key not in made:
+            made[key] = Ref(f"constant_{len(made)}")
+            nodes.append(Node(made[key].node, "aten.full.default", (meta.shape, number), (("dtype", meta.dtype),), (meta,)))
+        renamed[Ref(name)] = made[key]
+    flat.nodes = [*nodes, *flat.nodes]
+    substitute(flat, renamed)
 
 
 def call_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

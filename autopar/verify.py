@@ -85,6 +85,7 @@ def verify(
     optimizer: OptimizerFactory | None = None,
     precision: str = "fp32",
     constraints: Mapping[str, Any] | None = None,
+    kernels: str = "auto",
     steps: int = 3,
     max_grad_norm: float | None = None,
     seed: int = 0,
@@ -104,6 +105,7 @@ def verify(
         optimizer=factory,
         precision=precision,
         constraints=constraints,
+        kernels=kernels,
     )
     return verify_program(compiled, example_inputs, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from codegen.expressions import expression, is_atom, is_method, literal
+from codegen.expressions import KERNELS, expression, is_atom, is_method, literal
 from codegen.program import Call, LayerLoop, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var
 
 WIDTH = 112
@@ -22,7 +22,6 @@ _RUNTIME_HOME = {
     "count_valid": "cross_entropy",
     "arange": "layout",
 }
-_KERNEL_HOME = {"rms_norm": "rms_norm", "swiglu": "swiglu"}
 
 
 def emit_model(program: Program) -> str:
@@ -58,22 +57,21 @@ def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
         lines.append("import torch.nn.functional as F")
     if lines:
         lines.append("")
-    called = _called(program)
     homes: dict[str, list[str]] = {}
-    for name in sorted(called):
-        if name in _KERNEL_HOME:
-            homes.setdefault(f".kernels.{_KERNEL_HOME[name]}", []).append(name)
-        else:
-            homes.setdefault(f".runtime.{_RUNTIME_HOME[name]}", []).append(name)
+    for name in sorted(_called(program, "runtime.")):
+        homes.setdefault(f".runtime.{_RUNTIME_HOME[name]}", []).append(name)
+    for name in sorted(_called(program, "kernels.")):
+        written = KERNELS[name]
+        homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
     if has_layouts:
         homes.setdefault(".runtime.layout", []).append("Layout")
     homes[".runtime.parameters"] = ["Module", "Param"]
     return lines + [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())]
 
 
-def _called(program: Program) -> set[str]:
+def _called(program: Program, namespace: str) -> set[str]:
     statements = [s for cls in (*program.layers, program.root) for s in cls.body] + list(program.count_targets)
-    return {s.target.removeprefix("runtime.") for s in statements if isinstance(s, Call) and s.target.startswith("runtime.")}
+    return {s.target.removeprefix(namespace) for s in statements if isinstance(s, Call) and s.target.startswith(namespace)}
 
 
 def _layout(layout: Layout) -> str:

@@ -42,6 +42,9 @@ CREATION: Mapping[str, str] = {
     "scalar_tensor": "torch.scalar_tensor", "eye": "torch.eye", "linspace": "torch.linspace",
 }  # fmt: skip
 
+KERNELS: Mapping[str, str] = {"rms_norm": "rms_norm", "swiglu": "swiglu", "cross_entropy": "token_losses"}
+"""Fused kernel -> its name in generated code; the runtime has a cross_entropy too."""
+
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -51,6 +54,8 @@ def expression(call: Call) -> str:
         text = _attention(call, [literal(a) for a in call.args], dict(call.kwargs)) or ""
     elif call.target.startswith("self."):
         text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
+    elif call.target.startswith("kernels."):
+        text = _function(KERNELS[call.target.removeprefix("kernels.")], [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith("runtime."):
         text = _function(call.target.removeprefix("runtime."), [literal(a) for a in call.args], dict(call.kwargs))
     else:

@@ -26,11 +26,20 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
+class Operand:
+    """What a variable holds where a call reads it: global shape, dtype name ("float32")."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """`results = target(*args, **kwargs)`, divided by `divisor`.
 
-    target: an operator ("aten.linear.default") or a runtime function ("runtime.dropout"). A result that nothing uses
-    is "". section: the module that made the call, for a comment where it changes.
+    target: an operator ("aten.linear.default"), a runtime function ("runtime.dropout") or a fused kernel
+    ("kernels.swiglu"). A result that nothing uses is "". section: the module that made the call, for a comment where it
+    changes. operands: (variable, what it holds) of what the call reads; fusion.py decides by them.
     """
 
     target: str
@@ -39,6 +48,7 @@ class Call:
     results: tuple[str, ...]
     section: str = ""
     divisor: int = 1
+    operands: tuple[tuple[str, Operand], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

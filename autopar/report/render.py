@@ -42,6 +42,7 @@ def report_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
     graph = compiled.best.graph
     names = name_dims(graph, compiled.best.operators)
     yield _header(compiled)
+    yield Text("")
     for scope in sorted(scopes_of(graph), key=lambda s: bool(s.layer)):
         yield _sharding(compiled, scope, names)
         yield _transfers(compiled, scope, names)
@@ -119,9 +120,9 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
     rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
     if not rows:
         return Text(f"  {_scope_title(scope)}: nothing is sent\n")
-    table = _table("", ("sent", 12), ("", 0), ("each time", 40), ("times a step", 12, "right"))
+    table = _table("", ("what is sent", 0), ("each time", 34), ("times a step", 12, "right"))
     for row in rows:
-        table.add_row("", row.words, row.traffic, str(row.count))
+        table.add_row(row.words, row.traffic, str(row.count))
     return table
 
 

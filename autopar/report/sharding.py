@@ -72,7 +72,7 @@ def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: Dim
 def zero_words(stage: int, axis: str, is_layer: bool) -> str:
     """What a ZeRO stage means for storage."""
     if stage == 3:
-        return f"stored in shares over {axis}, gathered {'per layer' if is_layer else 'when used'} (ZeRO-3)"
+        return f"in shares over {axis}, gathered {'per layer' if is_layer else 'when used'} (ZeRO-3)"
     kept = "gradients and optimizer state" if stage == 2 else "optimizer state"
     return f"copied over {axis}, {kept} in shares (ZeRO-{stage})"
 

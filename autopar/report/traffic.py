@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.graph import Graph, Ref
+from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.lower import attribute_path, bytes_text
 from autopar.mesh import Mesh
 from autopar.names import readable_names
@@ -31,11 +31,8 @@ def reshard_rows(
     scope: Scope, module: ModuleClass, graph: Graph, mesh: Mesh, names: DimNames, num_micro_batches: int
 ) -> list[Transfer]:
     """The class' reshards in the order of execution, equal ones once with their number."""
-    refs = _variables(scope, graph)
     found: dict[tuple[str, str], int] = {}
-    for statement, user in _with_users(module):
-        ref = refs.get(statement.source.name)
-        refs[statement.result] = ref
+    for statement, ref, user in _reshards(scope, module, graph):
         source, target, traffic = _comment_parts(statement.comment)
         words = _reshard_words(scope, statement, ref, source, target, names)
         text = f"{words}{f', for {user}' if user else ''}"
@@ -44,21 +41,40 @@ def reshard_rows(
     return [Transfer(text, traffic, number * times) for (text, traffic), number in found.items()]
 
 
-def _variables(scope: Scope, graph: Graph) -> dict[str, Ref | None]:
-    """Variable of the generated code -> the tensor it holds."""
-    found: dict[str, Ref | None] = {name: ref for ref, name in readable_names(scope, graph).items()}
+def _reshards(scope: Scope, module: ModuleClass, graph: Graph) -> Iterator[tuple[Reshard, Ref | None, str]]:
+    """Each reshard with the tensor that its variable holds by then, and the module of the next call after it.
+
+    Generated code uses a name again for what a tensor becomes, so a variable's tensor is followed call by call.
+    """
+    names = readable_names(scope, graph)
     stored = scope.layer.parameters if scope.layer else graph.parameters
-    return found | {attribute_path(p.name): Ref(p.name) for p in stored}
-
-
-def _with_users(module: ModuleClass) -> Iterator[tuple[Reshard, str]]:
-    """Each reshard with the module of the next call after it."""
+    holds: dict[str, Ref] = {attribute_path(p.name): Ref(p.name) for p in stored}
+    pieces = list(scope.nodes if scope.layer else graph.body)
+    made = {ref for piece in pieces for ref in _outputs(piece)}
+    holds |= {name: ref for ref, name in names.items() if ref not in made}
     for index, statement in enumerate(module.body):
         if isinstance(statement, Reshard):
-            later = (s for s in module.body[index + 1 :] if not isinstance(s, Reshard))
-            following = next(later, None)
-            section = following.section if isinstance(following, Call) else ""
-            yield statement, re.sub(r"^.*?layers?\.\d+\.", "", section)
+            ref = holds.get(statement.source.name)
+            if ref is not None:
+                holds[statement.result] = ref
+            following = next((s for s in module.body[index + 1 :] if not isinstance(s, Reshard)), None)
+            yield statement, ref, _short(following.section) if isinstance(following, Call) else ""
+            continue
+        for position, piece in enumerate(pieces):
+            outputs = {names[ref]: ref for ref in _outputs(piece) if ref in names}
+            if any(name in outputs for name in statement.results):
+                holds |= outputs
+                del pieces[: position + 1]
+                break
+
+
+def _outputs(piece: Node | LayerRun) -> list[Ref]:
+    return [Ref(piece.name, index) for index in range(len(piece.outputs))]
+
+
+def _short(module: str) -> str:
+    """A module's path inside its layer."""
+    return re.sub(r"^.*?\.\d+\.", "", module)
 
 
 def _comment_parts(comment: str) -> tuple[str, str, str]:

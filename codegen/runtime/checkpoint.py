@@ -4,7 +4,7 @@ torch.distributed.checkpoint (DCP) files hold every tensor under the user's own 
 (`model.embed.weight`), buffers, and the optimiser's state (`optimizer.model.embed.weight.exp_avg`). A rank
 writes and reads the boxes of the global tensor that it stores; DCP writes replicated boxes once and finds the overlaps
 on loading. A flat slice of a sharded parameter is a handful of boxes (`pieces_of`). The planners at the end are the
-only code that knows DCP's extension points; they were run with torch 2.11 and 2.13.
+only code that knows DCP's extension points; they were run with torch 2.13.
 """
 
 from __future__ import annotations

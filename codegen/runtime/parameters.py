@@ -198,11 +198,13 @@ class Module(nn.Module):
         """The key of this instance's `call`-th dropout (from 0) in this step."""
         return dropout_key(self.rng.seed, self.rng.step, self._first_dropout + call)
 
-    def same_dropout(self, x: Tensor, p: float, *, call: int, layout: Layout) -> Tensor:
-        """Inverted dropout with the mask of this step's `call`-th draw; equal under every plan (`dropout.py`)."""
-        return dropout(
-            x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=self.batch_offset
-        )
+    def same_dropout(self, x: Tensor, p: float, *, call: int, layout: Layout, batched: bool = True) -> Tensor:
+        """Inverted dropout with the mask of this step's `call`-th draw; equal under every plan (`dropout.py`).
+
+        batched: dim 0 is the batch, or starts with it; else every micro-batch draws the same mask.
+        """
+        offset = self._rows_before(layout) if batched else 0
+        return dropout(x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=offset)
 
     def dropout_attention(
         self,
@@ -217,17 +219,17 @@ class Module(nn.Module):
         enable_gqa: bool = False,
         call: int,
         layout: Layout,
+        batched: bool = True,
     ) -> Tensor:
         """Attention with dropout on its probabilities, drawn as in `same_dropout` (`attention.py`)."""
-        key, offset = self.dropout_key(call), self.batch_offset
+        key, offset = self.dropout_key(call), self._rows_before(layout) if batched else 0
         return attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=key, layout=layout, mesh=self.mesh, batch_offset=offset
         )
 
-    @property
-    def batch_offset(self) -> int:
-        """Row of the step's global batch at which the current micro-batch starts."""
-        return self.rng.micro_batch * self.rng.micro_batch_rows
+    def _rows_before(self, layout: Layout) -> int:
+        """Rows of dim 0 in the step's earlier micro-batches: dim 0 is the batch, or starts with it ([B*S, ...])."""
+        return self.rng.micro_batch * layout.global_shape[0]
 
     def count_targets(self, **inputs: Tensor) -> list[Tensor]:
         """Valid targets of the global micro-batch, one 0-dim tensor per cross-entropy; generated where there is one.

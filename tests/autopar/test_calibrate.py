@@ -59,6 +59,8 @@ def synthetic(noise: float) -> Measurements:
     blank = [CollectiveTime(*size, seconds=0.0) for size in sizes]
     return Measurements(
         num_processes=4,
+        num_cores=2.0,
+        share=1.0,
         forward_seconds=13e-6,
         backward_seconds=25e-6,
         process_bytes=2**28,

@@ -20,7 +20,7 @@ from autopar import measure as measure_module
 from autopar.calibrate import predicted_seconds
 from autopar.detect import Machine, cpu_cluster, detect
 from autopar.errors import ClusterError
-from autopar.measure import Measurements, measure
+from autopar.measure import Measurements, available_cores, summarise, time_rounds
 from cost_models import catalog, compute
 from cost_models.machine import Cluster
 
@@ -153,8 +153,10 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[Measurements, Measurements]:
-    """Two measurements of this machine by two processes, one after the other."""
-    return measure(2, kernel_rounds=2, collective_seconds=1.0), measure(2, kernel_rounds=2, collective_seconds=1.0)
+    """This machine timed twice by two processes: every other round, so that both see it as busy as it is."""
+    results = time_rounds(2, min_rounds=6, collective_seconds=0.0)
+    cores = available_cores()
+    return summarise(results, cores, slice(0, None, 2)), summarise(results, cores, slice(1, None, 2))
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +221,7 @@ def test_a_process_that_dies_ends_the_measurement(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measure_module, "_command", command)
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="out of luck"):
-        measure(2)
+        time_rounds(2)
     assert time.monotonic() - begin < 20
 
 
@@ -229,7 +231,7 @@ def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="did not finish in time"):
-        measure(2, timeout_seconds=0.5)
+        time_rounds(2, timeout_seconds=0.5)
     assert time.monotonic() - begin < 20
 
 
@@ -237,7 +239,13 @@ def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def share() -> list[float]:
+    """The share of its cores that the next made-up measurement had."""
+    return [1.0]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, share: list[float]) -> list[int]:
     """The calls of a `measure` that returns made-up times at once, without CUDA."""
     calls: list[int] = []
 
@@ -253,7 +261,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             measure_module.CollectiveTime("all_reduce", num_bytes, num_processes, 1e-3 + num_bytes / 1e9)
             for num_bytes in (2**10, 2**20, 2**24)
         )
-        return Measurements(num_processes, 1e-5, 2e-5, 2**28, kernels, times if num_processes > 1 else ())
+        return Measurements(
+            num_processes, 2.0, share[0], 1e-5, 2e-5, 2**28, kernels, times if num_processes > 1 else ()
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(detect_module, "measure", fake)
@@ -273,6 +283,35 @@ def test_the_cache_tells_counts_and_machines_apart(counted: list[int]) -> None:
     assert counted == [2, 3]
     paths = {Machine(cpu, cores, "2.13").cache_path(n) for cpu in "ab" for cores in (2, 4) for n in (2, 4)}
     assert len(paths) == 8
+
+
+def test_a_busy_machine_is_warned_of_and_soon_measured_again(counted: list[int], share: list[float]) -> None:
+    share[0] = 0.5
+    with pytest.warns(UserWarning, match="other programs took 50% of the cores"):
+        busy = detect(2)
+    share[0] = 1.0
+    assert detect(2) == busy and counted == [2]
+    path = Machine.here().cache_path(2)
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3600))
+    assert "other programs" not in detect(2).device.source and counted == [2, 2]
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3600))
+    detect(2)
+    assert counted == [2, 2]
+
+
+def test_kernels_are_charged_for_the_shared_cores_and_collectives_are_not() -> None:
+    """Four processes on two cores: 1 ms of CPU time lasts 2 ms. Rounds: median; processes: mean."""
+    work = {"kind": "matmul", "flops": 1e6, "num_bytes": 1e4, "dtype": "fp32", "shape": [8, 8, 8]}
+    rank = {"works": [work], "kernels": [[1e-3, 1e-3, 9e-3]], "forward": [1e-4], "backward": [2.8e-4], "share": 0.45}
+    other = {**rank, "kernels": [[3e-3, 3e-3, 9e-3]], "process_bytes": 7, "collectives": [["p2p", 64, 2, [4e-3, 6e-3]]]}
+    ranks = [{**other, **rank}, {**other, **rank}, other, other]
+    measured = summarise(ranks, num_cores=2.0)
+    assert measured.kernels[0].seconds == pytest.approx(2 * 2e-3)
+    assert measured.forward_seconds == pytest.approx(2 * 1e-4 / 10)
+    assert measured.backward_seconds == pytest.approx(2 * 2.8e-4 / 14)
+    assert measured.collectives[0].seconds == pytest.approx(5e-3)
+    assert measured.share == pytest.approx(0.9)
+    assert summarise(ranks, num_cores=8.0).kernels[0].seconds == pytest.approx(2e-3)
 
 
 def test_a_damaged_cache_is_measured_again(counted: list[int]) -> None:

@@ -19,9 +19,6 @@ from autopar.trace import trace
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
 
-SDPA = "aten.scaled_dot_product_attention.default"
-
-
 @lru_cache(maxsize=None)
 def deep(name: str) -> Example:
     return EXAMPLES[name](layers=5)
@@ -477,3 +474,32 @@ def test_write_that_cannot_be_carried_over_is_refused() -> None:
 
     with pytest.raises(TraceError, match="writes in place to a view"):
         trace(Writes(into_strided), (LEFT,))
+
+
+class Constants(nn.Module):
+    """Blocks that use scalar constants made in forward, and one that is a plain attribute."""
+
+    def __init__(self, attribute: Tensor) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.attribute = attribute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.maximum(block(x) * self.attribute, torch.tensor(-0.1))
+        return x.mean()
+
+
+def test_uniform_constants_are_written_out() -> None:
+    model = Constants(torch.full((4,), 1.5))
+    graph = trace(model, (LEFT,))
+    assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
+    assert {p.name for p in graph.parameters} == set(dict(model.named_parameters()))
+    values = [piece.args[1] for piece in graph.body if isinstance(piece, Node) and piece.op == "aten.full.default"]
+    assert sorted(values) == pytest.approx([-0.1, 1.5])
+
+
+def test_other_constants_are_refused_with_the_remedy() -> None:
+    with pytest.raises(TraceError, match="neither a parameter nor a buffer") as caught:
+        trace(Constants(torch.arange(4.0)), (LEFT,))
+    assert "register_buffer" in str(caught.value)

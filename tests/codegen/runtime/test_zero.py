@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from codegen.runtime.dropout import dropout_key
+from codegen.runtime.dropout import dropout, dropout_key
+from codegen.runtime.layout import Layout
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.parameters import Module, Param
 from codegen.runtime.step import Step
@@ -18,7 +19,7 @@ WIDTH, ROWS, NUM_LAYERS = 16, 8, 5
 
 
 def make_program(zero: int, recompute: bool = False, is_frozen: bool = False, twice: bool = False) -> type[Module]:
-    """Five residual layers; `gathered` records how many layers' parameters exist whenever a layer runs."""
+    """Residual layers of two classes; `gathered` records how many layers' parameters exist when one runs, both ways."""
     trainable = Param((WIDTH, WIDTH), zero=zero, dtype="float64", dp="Rp")
     fixed = Param((WIDTH, WIDTH), zero=zero, dtype="float64", dp="Rp", requires_grad=not is_frozen)
 
@@ -27,7 +28,9 @@ def make_program(zero: int, recompute: bool = False, is_frozen: bool = False, tw
         dropout_base, dropout_calls = 10, 3
 
         def forward(self, x: Tensor) -> Tensor:
-            log.append(sum(layer.up.weight.untyped_storage().size() > 0 for layer in root[0].layers_of(Layer)))
+            log.append(num_gathered())
+            if x.requires_grad:
+                x.register_hook(lambda _: log.append(num_gathered()))
             return x + F.linear(torch.tanh(F.linear(x, self.up.weight)), self.down.weight)
 
     class Other(Layer):
@@ -51,6 +54,9 @@ def make_program(zero: int, recompute: bool = False, is_frozen: bool = False, tw
                 for _ in range(2 if twice else 1):
                     x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
             return self.mesh.dp.all_reduce(F.linear(x, self.head.weight).square().sum() / ROWS)
+
+    def num_gathered() -> int:
+        return sum(layer.up.weight.untyped_storage().size() > 0 for layer in root[0].layers_of(Layer))
 
     log: list[int] = []
     root: list[Root] = []
@@ -99,7 +105,7 @@ def two_ranks(rank: int, world_size: int) -> None:
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{name} {zero} {options}")
             if zero == 3:
-                # The running layer and the next; in the first forward nothing is known to come next.
+                # The layer that runs and the next.
                 most = max(program.gathered)
                 assert most <= 2, f"{options}: {most} layers were whole at once"
             else:
@@ -120,8 +126,11 @@ def test_dropout_calls_are_numbered_through_the_layers() -> None:
     assert [layer.dropout_key(1) for layer in layers] == [dropout_key(7, 4, 10 + 3 * i + 1) for i in range(NUM_LAYERS)]
     assert [layer.dropout_key(1) for layer in others] == [dropout_key(7, 4, 101), dropout_key(7, 4, 201)]
     assert step.model.dropout_key(2) == dropout_key(7, 4, 2)
-    step.rng.micro_batch, step.rng.micro_batch_rows = 3, 16
-    assert layers[1].batch_offset == 48
+    # The fourth micro-batch draws what the rows 48 to 64 of one big batch would.
+    step.rng.micro_batch = 3
+    whole = dropout(torch.ones(64, 4), 0.5, key=dropout_key(7, 4, 14), layout=Layout((64, 4)), mesh=None)
+    part = layers[1].same_dropout(torch.ones(16, 4), 0.5, call=1, layout=Layout((16, 4)))
+    assert torch.equal(part, whole[48:])
     assert step.model.layers_of(type(layers[0]), 1, 3) == layers[1:3]
 
 
