@@ -160,13 +160,14 @@ def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
     if not refresh and (kept := _kept(path)):
         # The memory may have changed since (a container's limit), and costs nothing to look up.
         return kept.with_memory(_memory_bytes() // num_devices)
-    cluster = cpu_cluster(measure(num_devices), machine)
-    if BUSY in cluster.device.source:
+    measured = measure(num_devices)
+    if measured.share < QUIET_SHARE:
         warnings.warn(
-            f"the CPU was {cluster.device.source}: its collectives may be faster than predicted. "
-            "autopar.detect.detect(refresh=True) measures anew",
+            f"the CPU was measured {BUSY} {1 - measured.share:.0%} of the cores: collectives may be faster than "
+            "predicted. autopar.detect.detect(refresh=True) measures anew",
             stacklevel=4,
         )
+    cluster = cpu_cluster(measured, machine)
     with contextlib.suppress(OSError):
         _write(path, cluster.to_toml())
     return cluster
@@ -184,8 +185,8 @@ def _kept(path: Path) -> Cluster | None:
 def cpu_cluster(measured: Measurements, machine: Machine) -> Cluster:
     """One node of the processes that were measured. A single one has no link to measure: the built-in loopback."""
     source = (
-        f"measured by autopar.detect on {measured.num_cores:g} cores ({machine.cpu}) shared by {measured.num_processes} "
-        f"processes of one thread at once, torch {machine.torch_version}"
+        f"measured by autopar.detect on {measured.num_cores:g} cores ({machine.cpu}) shared by "
+        f"{measured.num_processes} processes of one thread at once, torch {machine.torch_version}"
     )
     if measured.share < QUIET_SHARE:
         source += f", {BUSY} {1 - measured.share:.0%} of the cores"

@@ -136,7 +136,7 @@ def _attention(causal: bool) -> tuple[Work, Call]:
 
 
 def _block_seconds() -> tuple[float, float]:
-    """CPU time of forward and backward of one transformer block whose tensors are so small that only overhead is left."""
+    """CPU time of forward and backward of a transformer block with tensors so small that only overhead is left."""
     x = torch.randn(4, 16, requires_grad=True)
     norms = [torch.ones(16, requires_grad=True) for _ in range(2)]
     shapes = ((48, 16), (16, 16), (64, 16), (16, 64))

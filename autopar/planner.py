@@ -57,6 +57,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A mesh and number of micro-batches on which even the leanest plan needs too much. kinds: its bytes by kind."""
+
+    num_bytes: float
+    where: str
+    kinds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class SearchResult:
     """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, mesh) that could not win.
 
@@ -75,7 +84,7 @@ class SearchResult:
 def search_plans(request: Request) -> SearchResult:
     """The best plan of each mesh that can still win, fastest first. Raises InfeasibleError with what the smallest plan needs."""
     found: list[Candidate] = []
-    failures: list[tuple[float, str]] = []
+    failures: list[Failure] = []
     skipped: list[tuple[float, Mesh]] = []
     for bound, mesh in sorted(((lower_bound(mesh, request), mesh) for mesh in meshes(request)), key=lambda pair: (pair[0], str(pair[1]))):
         if found and bound >= min(c.plan.prediction.step_seconds for c in found):
@@ -86,8 +95,9 @@ def search_plans(request: Request) -> SearchResult:
             found.append(candidate)
     if not found:
         raise _nothing_fits(request, failures)
+    _refuse_idle(min(found, key=lambda c: c.plan.prediction.step_seconds), request)
     found.sort(key=lambda c: (c.plan.prediction.step_seconds, str(c.plan.mesh)))
-    return SearchResult(tuple(found), tuple(skipped), tuple(text for _, text in failures))
+    return SearchResult(tuple(found), tuple(skipped), tuple(failure.where for failure in failures))
 
 
 def lower_bound(mesh: Mesh, request: Request) -> float:
@@ -144,16 +154,14 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
     return [n for n in divisors(rows) if n & (n - 1) == 0]
 
 
-def _best_on(mesh: Mesh, request: Request, failures: list[tuple[float, str]]) -> Candidate | None:
+def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate | None:
     """The fastest plan on `mesh` with the fewest micro-batches that fit, or None."""
     for count in micro_batch_counts(request, mesh):
         graph = request.trace(request.global_batch_size // count)
-        operators = operators_of(graph)
-        pricer = pricer_for(request, mesh, count)
-        try:
-            return _solve(graph, operators, pricer, request, count)
-        except NothingFits as error:
-            failures.append((float(getattr(error, "smallest", math.inf)), f"{mesh}, {count} micro-batches"))
+        found = _solve(graph, operators_of(graph), pricer_for(request, mesh, count), request, count)
+        if isinstance(found, Candidate):
+            return found
+        failures.append(found)
     return None
 
 
@@ -164,19 +172,42 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int) -> Pricer:
     return Pricer(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
 
 
-def _solve(graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int) -> Candidate:
+def _solve(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
+) -> Candidate | Failure:
     """Solve; where the transients of the solution do not fit beside it, solve again with less."""
-    limit = usable_bytes(request)
-    transient, space, solution = 0.0, None, None
+    limit, transient = usable_bytes(request), 0.0
     for _ in range(MAX_TRANSIENT_ROUNDS):
         space = build_space(graph, operators, pricer, request.constraints, limit - transient)
-        solution = solve(space.problem)
-        choices = decode(space, solution)
+        try:
+            solution = solve(space.problem)
+        except NothingFits:
+            break
+        choices = decode(space, solution.choices)
         needed = transient_bytes(graph, operators, pricer, choices)
         if solution.usage[0] + needed <= limit:
             return _candidate(graph, operators, pricer, request, count, choices, solution)
         transient = max(needed, transient * 1.1)
-    raise NothingFits("the transients of every plan tried exceed the budget", "memory", limit, solution.usage[0] + transient, solution.choices)
+    return _leanest(graph, operators, pricer, request, count)
+
+
+def _leanest(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
+) -> Candidate | Failure:
+    """The plan that keeps the least, if it fits; else what it would need."""
+    space = build_space(graph, operators, pricer, request.constraints, 0.0)
+    where = f"{pricer.mesh}, {count} micro-batch{'es' if count > 1 else ''}"
+    try:
+        choices = decode(space, solve(space.problem).choices)
+    except NothingFits as error:
+        if not error.choices:
+            return Failure(math.inf, where, {})
+        choices = decode(space, error.choices)
+    candidate = _candidate(graph, operators, pricer, request, count, choices, None)
+    needed = candidate.plan.prediction
+    if needed.peak_bytes - needed.num_bytes.get("workspace", 0.0) <= usable_bytes(request):
+        return candidate
+    return Failure(needed.peak_bytes, where, needed.num_bytes)
 
 
 def usable_bytes(request: Request) -> float:
@@ -190,9 +221,9 @@ def is_cpu(cluster: Cluster) -> bool:
     return cluster.device.name.startswith("cpu")
 
 
-def decode(space: Space, solution: Solution) -> Choices:
+def decode(space: Space, chosen: tuple[int, ...]) -> Choices:
     """Options by name."""
-    picked = {d.key: d.options[i] for d, i in zip(space.decisions, solution.choices, strict=True)}
+    picked = {d.key: d.options[i] for d, i in zip(space.decisions, chosen, strict=True)}
     return Choices(
         {key[1:3]: value for key, value in picked.items() if key[0] == "operator"},
         {(key[1], Ref(key[2], key[3])): value for key, value in picked.items() if key[0] == "tensor"},
@@ -207,7 +238,7 @@ def _candidate(
     request: Request,
     count: int,
     choices: Choices,
-    solution: Solution,
+    solution: Solution | None,
 ) -> Candidate:
     prediction = predict(graph, operators, pricer, choices)
     plan = Plan(
@@ -238,16 +269,39 @@ def price_plan(
     return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)
 
 
-def _nothing_fits(request: Request, failures: list[tuple[float, str]]) -> InfeasibleError:
-    limit = usable_bytes(request)
-    smallest, where = min(failures, default=(math.inf, "no mesh"))
-    needed = f"{bytes_text(smallest)} on {where}" if smallest < math.inf else "unknown"
+def _nothing_fits(request: Request, failures: list[Failure]) -> InfeasibleError:
+    """The error with the plan that needs the least, by kind."""
+    smallest = min(failures, key=lambda failure: failure.num_bytes)
+    if smallest.num_bytes == math.inf:
+        return InfeasibleError("no plan exists under these constraints", values="; ".join(f.where for f in failures))
+    needed = math.ceil(smallest.num_bytes)
+    kinds = sorted(smallest.kinds.items(), key=lambda pair: -pair[1])
     return InfeasibleError(
         "no plan fits the memory of one rank",
         values={
-            "usable per rank": bytes_text(limit),
-            "smallest plan needs": needed,
-            "tried": ", ".join(text for _, text in failures),
+            "memory per rank": bytes_text(request.constraints.memory_bytes or request.cluster.device.memory_bytes),
+            "the smallest plan needs": f"{bytes_text(smallest.num_bytes)} ({smallest.where})",
+            "of which": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         },
-        alternatives="devices with more memory, more devices, a smaller batch or sequence, or bf16 precision",
+        alternatives=[
+            f"at least {needed} bytes per rank (memory={needed})",
+            "more devices, a smaller batch or sequence, or bf16 precision",
+        ],
+    )
+
+
+def _refuse_idle(best: Candidate, request: Request) -> None:
+    """A cluster on which every rank would do all of the work is an error, unless the user pinned its mesh."""
+    options = best.choices.operators.values()
+    is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
+    if is_split or not best.plan.mesh.axes or request.constraints.degrees:
+        return
+    rows, devices = request.global_batch_size, request.cluster.num_devices
+    raise InfeasibleError(
+        f"no mesh of {devices} devices divides the model's work: every rank would repeat all of it",
+        values={"global batch": rows, "meshes tried": ", ".join(map(str, meshes(request)))},
+        alternatives=[
+            f"a number of devices that divides the batch: {', '.join(map(str, divisors(rows)))}",
+            f"a batch that is a multiple of {devices}",
+        ],
     )

@@ -101,18 +101,30 @@ def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...])
     found = []
     for axis, (here, there) in enumerate(zip(current, target, strict=True)):
         for goal in dict.fromkeys((there, R)):
-            if goal != here and (here.kind, goal.kind) in _COLLECTIVES and _is_legal(current, axis, goal):
+            if goal != here and (here.kind, goal.kind) in _COLLECTIVES and _is_legal(current, axis, goal, axis_sizes):
                 found.append(_step(current, axis, goal, axis_sizes))
     return found
 
 
-def _is_legal(current: Placements, axis: int, goal: Placement) -> bool:
-    """No axis inside `axis` shards the level that it leaves or joins; an all_to_all changes the dim."""
+def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> bool:
+    """No axis inside `axis` shards the level that it leaves or joins; an all_to_all changes the dim; levels nest."""
     here = current[axis]
     inner = current[axis + 1 :]
     if here.is_shard and goal.is_shard and here.dim == goal.dim:
         return False
-    return not any(p.is_shard and p in inner for p in (here, goal))
+    if any(p.is_shard and p in inner for p in (here, goal)):
+        return False
+    return _nests((*current[:axis], goal, *inner), goal.dim, axis_sizes)
+
+
+def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether the sections of each shard of `dim` fall into whole parts of the next coarser one (see `divides`)."""
+    levels: dict[int, int] = {}
+    for placement, size in zip(placements, axis_sizes, strict=True):
+        if placement.is_shard and placement.dim == dim:
+            levels[placement.sections] = levels.get(placement.sections, 1) * size
+    ordered = sorted(levels)
+    return all(fine % (coarse * levels[coarse]) == 0 for coarse, fine in zip(ordered, ordered[1:], strict=False))
 
 
 def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:

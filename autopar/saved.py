@@ -16,6 +16,10 @@ VIEWS = frozenset(
 )
 """Operators whose output shares memory with their first input (reshape: when it can)."""
 
+PARTS = frozenset("slice select split split_with_sizes chunk narrow unbind".split())
+"""Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused
+projection); not where the whole is counted already."""
+
 KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
     "linear": (0, 1), "addmm": (1, 2), "mm": None, "bmm": None, "matmul": None, "baddbmm": (1, 2), "conv1d": (0, 1),
     "conv2d": (0, 1), "einsum": None, "mul": None, "div": None, "pow": (0,), "layer_norm": (0, 1), "gelu": (0,), "silu": (0,),
@@ -37,18 +41,24 @@ def base_name(op: str) -> str:
 def saved_tensors(nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], parameters: frozenset[str]) -> dict[str, tuple[Ref, ...]]:
     """Per node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs."""
     base: dict[Ref, Ref] = {}
+    whole: dict[Ref, Ref] = {}
     counted: set[Ref] = set()
     found: dict[str, tuple[Ref, ...]] = {}
     for node in nodes:
         if base_name(node.op) in VIEWS and node.inputs:
             root = base.get(node.inputs[0], node.inputs[0])
-            base |= {Ref(node.name, i): root for i in range(len(node.outputs))}
+            views = [Ref(node.name, i) for i in range(len(node.outputs))]
+            base |= {view: view if base_name(node.op) in PARTS else root for view in views}
+            whole |= {view: root for view in views if base_name(node.op) in PARTS}
         if not any(meta.requires_grad for meta in node.outputs):
             continue
         kept = []
         for ref in _kept(node, metas):
             root = base.get(ref, ref)
-            if root not in counted and root.node not in parameters:
+            origin = root
+            while origin in whole and origin not in counted:
+                origin = whole[origin]
+            if origin not in counted and origin.node not in parameters:
                 counted.add(root)
                 kept.append(ref)
         found[node.name] = tuple(kept)

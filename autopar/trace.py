@@ -8,6 +8,7 @@ needs neither the memory of a 175B model nor touches the user's modules. Runs of
 from __future__ import annotations
 
 import contextlib
+import io
 import copy
 import inspect
 import traceback
@@ -250,7 +251,8 @@ def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
     packed = any("position_ids" in name for name in batch)
     try:
-        with refuse_custom_backward(), plain_masks(packed_positions=packed):
+        # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
+        with refuse_custom_backward(), plain_masks(packed_positions=packed), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(module, (), clones, strict=False)
     except TraceError:
         raise

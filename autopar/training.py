@@ -305,7 +305,7 @@ class _Plain:
         self.optimizer.step()
         self.num_steps += 1
         self.num_samples += self.batch_size
-        return float(loss)
+        return float(loss.detach())
 
     def save(self, directory: Path) -> None:
         progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}

@@ -206,7 +206,7 @@ class _Reference:
         self.optimizer.zero_grad()
         loss = self._loss(self.model, batch)
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
         with SameDropout(self.seed, self.step):

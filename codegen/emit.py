@@ -200,14 +200,14 @@ def _statements(body: tuple[Statement, ...], outputs: tuple[str, ...], depth: in
         if isinstance(statement, Call):
             here = _section(statement.section, depth)
             text = expression(statement)
-            chained = _chain(statement, text, previous)
+            target = ", ".join(name or "_" for name in statement.results)
+            chained = _chain(statement, text, previous, CHAIN_WIDTH - len(target))
             if chained is not None:
                 lines.pop()
                 text = chained
             elif here != section and here:
                 lines.append(f"# {here}")
                 section = here
-            target = ", ".join(name or "_" for name in statement.results)
             lines.append(f"{target} = {text}")
             is_single = len(statement.results) == 1 and _uses_after(position, target, body, outputs) == 1
             previous = (target, text) if is_single else None
@@ -225,7 +225,7 @@ def _section(module: str, depth: int) -> str:
     return ".".join(module.split(".")[:depth])
 
 
-def _chain(call: Call, text: str, previous: tuple[str, str] | None) -> str | None:
+def _chain(call: Call, text: str, previous: tuple[str, str] | None, width: int) -> str | None:
     """`call` appended to the line before it, if it is a method of that line's result and its only use."""
     if previous is None or not is_method(call) or not isinstance(call.args[0], Var):
         return None
@@ -233,7 +233,7 @@ def _chain(call: Call, text: str, previous: tuple[str, str] | None) -> str | Non
     if call.args[0].name != variable or not text.startswith(f"{variable}."):
         return None
     joined = before + text.removeprefix(variable)
-    return joined if before.endswith((")", "]")) and is_atom(before) and len(joined) < CHAIN_WIDTH else None
+    return joined if before.endswith((")", "]")) and is_atom(before) and len(joined) < width else None
 
 
 def _uses_after(position: int, name: str, body: tuple[Statement, ...], outputs: tuple[str, ...]) -> int:

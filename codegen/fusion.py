@@ -50,8 +50,8 @@ class Is:
 class Op:
     """The single result of a call of `target` on `args`; commutes: in either order.
 
-    keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself. A pattern
-    uses such a name once.
+    keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself. Such a
+    name occurs once in a pattern.
     """
 
     target: str
@@ -114,11 +114,15 @@ def _normalised(x: Template) -> Op:
 
 
 def _rms_norm_template() -> Op:
-    """In half precision models widen x first and round before the weight: Hugging Face's Llama, Qwen, Mistral."""
+    """In half precision models widen x first and round before the weight (Hugging Face's, and Meta's own with type_as).
+
+    Models that do all in half precision match too; the kernel's arithmetic is fp32, so the result is a better one.
+    """
     x = Leaf("x")
     wide = Op("aten.to.dtype", (x, Value("wide")))
-    narrowed = Op("aten.to.dtype", (_normalised(wide), Value("narrow")))
-    return Op("aten.mul.Tensor", (Leaf("weight"), Either((narrowed, _normalised(x)))), commutes=True)
+    normalised = Either((_normalised(wide), _normalised(x)))
+    narrowed = Op("aten.to.dtype", (normalised, Value("narrow"))), Op("aten.type_as.default", (normalised, x))
+    return Op("aten.mul.Tensor", (Leaf("weight"), Either((*narrowed, _normalised(x)))), commutes=True)
 
 
 def _rms_norm_fits(bound: Bindings) -> bool:
@@ -127,8 +131,9 @@ def _rms_norm_fits(bound: Bindings) -> bool:
     if x is None or weight is None or not isinstance(eps, float) or not isinstance(dims, tuple):
         return False
     is_last = dims in ((-1,), (len(x.shape) - 1,))
-    widens = "wide" not in bound or (_is_dtype(bound["wide"], "float32") and _is_dtype(bound["narrow"], x.dtype))
-    return is_last and widens and weight == Operand(x.shape[-1:], x.dtype)
+    widens = "wide" not in bound or _is_dtype(bound["wide"], "float32")
+    narrows = "narrow" not in bound or _is_dtype(bound["narrow"], x.dtype)
+    return is_last and widens and narrows and weight == Operand(x.shape[-1:], x.dtype)
 
 
 def _swiglu_fits(bound: Bindings) -> bool:

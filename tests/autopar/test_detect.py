@@ -154,7 +154,7 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(
 @pytest.fixture(scope="module")
 def measured() -> tuple[Measurements, Measurements]:
     """This machine timed twice by two processes: every other round, so that both see it as busy as it is."""
-    results = time_rounds(2, min_rounds=6, collective_seconds=0.0)
+    results = time_rounds(2, min_rounds=4, collective_seconds=0.0)
     cores = available_cores()
     return summarise(results, cores, slice(0, None, 2)), summarise(results, cores, slice(1, None, 2))
 

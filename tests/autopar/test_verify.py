@@ -1,0 +1,147 @@
+"""Programs against the single-process model, in real processes. The whole matrix is benchmarks/verify_matrix.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar.launch import RankError, run_ranks
+from autopar.price import Pricer
+from autopar.verify import relative_error, verify_program
+from examples.models import EXAMPLES
+
+pytestmark = pytest.mark.distributed
+IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
+TOLERANCE = 1e-5
+
+
+def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
+    example = EXAMPLES[name](dropout=dropout)
+    report = autopar.verify(
+        example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, constraints=constraints, **options
+    )
+    assert report.gradients and report.parameters
+    assert report.ok(TOLERANCE), str(report)
+    return report
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_model_sharded_both_ways_with_everything_on(name):
+    constraints = {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 4}
+    check(name, constraints, dropout=0.1, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_stages_with_adamw(zero):
+    check("gpt2", {"dp": 4, "zero": zero}, optimizer=torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "transformer_encoder", "vit"])
+def test_tensor_parallel_over_all_ranks(name):
+    check(name, {"tp": 4})
+
+
+def test_free_choice_on_the_generic_cpu():
+    check("llama", {}, cluster="4 cpu")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_are_right(seed, monkeypatch):
+    """Compute and resharding priced at random: plans that no sensible cost model would choose."""
+    drawn = random.Random(seed)
+    monkeypatch.setattr(Pricer, "operator_seconds", lambda self, op, option: (_noise(seed, op.node.name, option.labels), 0.0))
+    seconds = Pricer.reshard_seconds
+
+    def noisy(self, source, target, meta):
+        real = seconds(self, source, target, meta)
+        return real if real in (0.0, float("inf")) else _noise(seed, source, target) * 0.1
+
+    monkeypatch.setattr(Pricer, "reshard_seconds", noisy)
+    name = drawn.choice(["gpt2", "llama_gqa", "bert", "nanogpt", "qwen3", "opt"])
+    check(name, drawn.choice([{"tp": 4}, {"dp": 2, "tp": 2, "zero": drawn.randrange(4)}]), steps=2)
+
+
+def _noise(*key):
+    return random.Random(repr(key)).random()
+
+
+def test_uneven_targets_over_ranks_and_micro_batches():
+    """All labels of some rows ignored: the mean over valid tokens must not become a mean of means."""
+    example = EXAMPLES["llama"]()
+    labels = example.inputs["labels"].clone()
+    labels[:3] = -100
+    labels[5, 4:] = -100
+    inputs = {**example.inputs, "labels": labels}
+    report = autopar.verify(example.model, IDEAL, example_inputs=inputs, constraints={"dp": 2, "tp": 2, "micro_batches": 4})
+    assert report.ok(TOLERANCE), str(report)
+
+
+def test_a_wrong_program_is_caught():
+    """The comparison can fail: a program whose loss is doubled is far from the reference."""
+    example = EXAMPLES["mlp"]()
+    options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": {"dp": 4}}
+    compiled = autopar.compile(example.model, IDEAL, **options)
+    wrong = replace(compiled, source=compiled.source.replace("return loss", "return 2 * loss"))
+    assert wrong.source != compiled.source
+    report = verify_program(wrong, example.inputs)
+    assert report.loss > 0.5 and report.largest_gradient > 0.5
+
+
+def test_relative_error():
+    assert relative_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])) == pytest.approx(1 / 2**0.5)
+
+
+def test_rank_that_dies_ends_in_an_error():
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(_die_on_rank_1, (), 2, timeout_seconds=60)
+
+
+def _die_on_rank_1():
+    import os
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_world_size_differs_from_the_plan():
+    example = EXAMPLES["mlp"]()
+    compiled = autopar.compile(example.model, IDEAL, example_inputs=example.inputs, loss_fn=example.loss_fn)
+    with pytest.raises(autopar.AutoparError, match="4 processes") as caught:
+        run_ranks(_build, (compiled,), 2)
+    assert "2 running" in str(caught.value)
+
+
+def _build(compiled):
+    compiled.build()
+
+
+def test_checkpoint_of_one_plan_continues_under_another(tmp_path):
+    example = EXAMPLES["gpt2"]()
+    options = {"example_inputs": example.inputs, "optimizer": torch.optim.AdamW}
+    first = autopar.compile(example.model, IDEAL, constraints={"dp": 2, "tp": 2, "zero": 3}, **options)
+    second = autopar.compile(example.model, IDEAL, constraints={"tp": 4}, **options)
+    straight = run_ranks(_train, (first, example.inputs, 4, None, None), 4)[0]
+    half = run_ranks(_train, (first, example.inputs, 2, None, tmp_path / "half"), 4)[0]
+    rest = run_ranks(_train, (second, example.inputs, 2, tmp_path / "half", None), 4)[0]
+    assert half + rest == pytest.approx(straight, rel=1e-5)
+
+
+def _train(compiled, batch, steps, start, end):
+    import importlib
+
+    step = compiled.build()
+    checkpoint = importlib.import_module(type(step).__module__.replace(".step", ".checkpoint"))
+    if start:
+        checkpoint.load(step, start)
+    losses = [float(step(compiled.local_batch(batch))) for _ in range(steps)]
+    if end:
+        checkpoint.save(step, end)
+    return losses
