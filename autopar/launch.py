@@ -78,7 +78,9 @@ def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list
         if outcome == "error":
             if isinstance(value, AutoparError):
                 raise value
-            raise RankError(f"rank {rank}: {value}")
+            time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
+            died = [f"rank {r} died with exit code {p.exitcode}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
+            raise RankError(f"{''.join(died)}rank {rank}: {value}")
         found[rank] = value
     return [found[rank] for rank in range(len(processes))]
 

@@ -56,9 +56,15 @@ def drop_no_effect(flat: FlatGraph) -> None:
 
 
 def drop_identities(flat: FlatGraph) -> None:
-    """Calls that return their first argument unchanged."""
+    """Calls that return their tensors unchanged."""
     metas = flat.metas()
-    renamed = {Ref(n.name): n.args[0] for n in flat.nodes if n.args and isinstance(n.args[0], Ref) and _is_identity(n, metas)}
+    renamed: dict[Ref, Ref] = {}
+    for node in flat.nodes:
+        if node.op == "aten.broadcast_tensors.default":
+            if all(metas[ref].shape == meta.shape for ref, meta in zip(node.inputs, node.outputs, strict=True)):
+                renamed |= {Ref(node.name, i): ref for i, ref in enumerate(node.inputs)}
+        elif node.args and isinstance(node.args[0], Ref) and _is_identity(node, metas):
+            renamed[Ref(node.name)] = node.args[0]
     flat.nodes = [n for n in flat.nodes if Ref(n.name) not in renamed]
     substitute(flat, renamed)
 

@@ -122,8 +122,9 @@ class Hand:
 
 
 def data_parallel(model: LlamaForCausalLM) -> Hand:
-    """DistributedDataParallel, with gradients as views of its buckets and the graph declared static."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    """DistributedDataParallel, with what makes it faster here: gradients as views of its buckets, a static graph, no
+    broadcast of the rotary frequencies every step."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
     return Hand(wrapped, Optimizer(wrapped.parameters()), splits=True)
 
 

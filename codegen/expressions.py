@@ -146,7 +146,8 @@ def _layer_norm(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | No
 
 
 def _gelu(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    return _function("F.gelu", args[:1], {"approximate": kwargs.get("approximate", call.args[1] if len(call.args) > 1 else "none")})
+    approximate = kwargs.get("approximate", call.args[1] if len(call.args) > 1 else "none")
+    return _function("F.gelu", args[:1], {} if approximate == "none" else {"approximate": approximate})
 
 
 def _loss(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:

@@ -154,7 +154,7 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(
 @pytest.fixture(scope="module")
 def measured() -> tuple[Measurements, Measurements]:
     """This machine timed twice by two processes: every other round, so that both see it as busy as it is."""
-    results = time_rounds(2, min_rounds=4, collective_seconds=0.0)
+    results = time_rounds(2, min_rounds=6, collective_seconds=0.0)
     cores = available_cores()
     return summarise(results, cores, slice(0, None, 2)), summarise(results, cores, slice(1, None, 2))
 
@@ -204,11 +204,20 @@ def test_kernels_are_predicted_within_a_factor_of_two(
 def test_collectives_are_predicted_within_a_factor_of_two(
     measured: tuple[Measurements, Measurements], cluster: Cluster, kind: str
 ) -> None:
-    """Of the second measurement, from 64 KiB to 16 MiB: the middle one."""
-    times = [time for time in measured[1].collectives if time.kind == kind and time.num_bytes >= 2**16]
-    ratios = [predicted_seconds(time, cluster) / time.seconds for time in times]
-    assert len(ratios) == 4
-    assert abs(math.log2(statistics.median(ratios))) < 1, ratios
+    """Of the second measurement, from 64 KiB to 16 MiB, the middle error.
+
+    Other programs on the machine make the two measurements differ; no fit to the first can be nearer to the second
+    than the first itself is, so that their own difference comes on top of the factor.
+    """
+    pairs = [
+        (first, second)
+        for first, second in zip(measured[0].collectives, measured[1].collectives, strict=True)
+        if second.kind == kind and second.num_bytes >= 2**16
+    ]
+    assert len(pairs) == 4
+    errors = [abs(math.log2(predicted_seconds(second, cluster) / second.seconds)) for _, second in pairs]
+    noise = [abs(math.log2(first.seconds / second.seconds)) for first, second in pairs]
+    assert statistics.median(errors) < 1 + statistics.median(noise), (errors, noise)
 
 
 @pytest.mark.distributed

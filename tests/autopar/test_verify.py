@@ -86,7 +86,7 @@ def test_a_wrong_program_is_caught():
     example = EXAMPLES["mlp"]()
     options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": {"dp": 4}}
     compiled = autopar.compile(example.model, IDEAL, **options)
-    wrong = replace(compiled, source=compiled.source.replace("return loss", "return 2 * loss"))
+    wrong = replace(compiled, source=compiled.source.replace("return mse_loss", "return 2 * mse_loss"))
     assert wrong.source != compiled.source
     report = verify_program(wrong, example.inputs)
     assert report.loss > 0.5 and report.largest_gradient > 0.5

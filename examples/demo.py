@@ -1,0 +1,203 @@
+"""`make demo`: two small language models learn Python on four processes of this machine, under plans that autopar made.
+
+For each model: measure nothing by hand, plan, print the report, train on the processes, train the same model on one
+process, and show the losses side by side. The generated programs stay in ./autopar_out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+# A CPU rank computes on one thread; libraries that read this do so when they are first imported.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from torch import Tensor, nn
+
+import autopar
+from autopar.report import render_report, report_panels
+from autopar.report.render import WIDTH
+from autopar.trainer import Trainer, TrainerConfig, TrainResult
+from autopar.units import count_text, seconds_text
+from examples.models import gpt2, llama
+from examples.text import VOCAB_SIZE, Corpus, standard_library
+
+SHOWN_STEPS = 8
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the models and their batches. batch_size: rows of a step over all processes."""
+
+    width: int
+    layers: int
+    num_heads: int
+    batch_size: int
+    seq_len: int
+
+
+def make_llama(sizes: Sizes) -> nn.Module:
+    """Rotary positions, RMSNorm, SwiGLU."""
+    return llama(**_common(sizes), ffn_width=sizes.width * 8 // 3 // 32 * 32).model
+
+
+def make_gpt2(sizes: Sizes) -> nn.Module:
+    """Learned positions, LayerNorm, fused QKV, GELU, tied embeddings, dropout."""
+    return gpt2(**_common(sizes), dropout=0.1).model
+
+
+def _common(sizes: Sizes) -> dict[str, int]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "width": sizes.width,
+        "layers": sizes.layers,
+        "num_heads": sizes.num_heads,
+        "seq_len": sizes.seq_len,
+    }
+
+
+MODELS: dict[str, tuple[str, Callable[[Sizes], nn.Module]]] = {
+    "llama": ("Llama-style model", make_llama),
+    "gpt2": ("GPT-2", make_gpt2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Batches of the corpus from a sample on."""
+
+    corpus: Corpus
+    batch_size: int
+    seq_len: int
+
+    def __call__(self, start: int) -> Iterator[dict[str, Tensor]]:
+        return self.corpus.batches(self.batch_size, self.seq_len, start=start)
+
+
+def main() -> None:
+    """Parse the options and run."""
+    options = _options()
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+    started = time.perf_counter()
+    console.print(Rule("[bold]autopar demo"))
+    cluster = autopar.ClusterSpec.parse(options.cluster) if options.cluster else _measured(console, options.processes)
+    sizes = Sizes(options.width, options.layers, options.heads, options.batch, options.seq)
+    corpus = standard_library()
+    console.print(f"text: {count_text(len(corpus.tokens))} bytes of this Python's standard library, as {VOCAB_SIZE} byte values")
+    config = TrainerConfig(
+        cluster=cluster,
+        steps=options.steps,
+        learning_rate=options.lr,
+        max_grad_norm=1.0,
+        measure_memory=True,
+        log_every=max(options.steps // 5, 1),
+    )
+    for name in options.models:
+        _show_model(console, name, sizes, corpus, config, Path(options.out))
+    console.print(Rule())
+    console.print(f"the demo took {time.perf_counter() - started:.0f} s")
+
+
+def _measured(console: Console, processes: int) -> autopar.cluster.Cluster:
+    started = time.perf_counter()
+    with console.status("measuring this machine's CPU, memory and messages between processes ..."):
+        cluster = autopar.ClusterSpec.detect(processes)
+    console.print(f"cluster: {cluster}, measured in {time.perf_counter() - started:.1f} s")
+    return cluster
+
+
+def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, config: TrainerConfig, out: Path) -> None:
+    title, make = MODELS[name]
+    model = make(sizes)
+    console.print(Rule(f"[bold]{title}, {count_text(sum(p.numel() for p in model.parameters()))} parameters"))
+    batches = Batches(corpus, sizes.batch_size, sizes.seq_len)
+    trainer = Trainer(model, config, batches)
+    started = time.perf_counter()
+    with console.status("tracing and planning ..."):
+        program = trainer.compile()
+    console.print(f"planned and generated in {time.perf_counter() - started:.1f} s\n")
+    for panel in report_panels(program):
+        console.print(panel)
+    folder = program.save(out / name)
+    (folder / "report.txt").write_text(render_report(program), encoding="utf-8")
+    ranks = program.plan.mesh.num_ranks
+    console.print(f"\ntraining on {ranks} processes as {program.plan.mesh}")
+    together = trainer.fit()
+    console.print("training the same model on this one process")
+    alone = Trainer(copy.deepcopy(model), replace(config, auto_parallel=False), batches).fit()
+    console.print(_losses(alone, together))
+    console.print(_costs(alone, together, sizes))
+    console.print(f"the generated program is in {folder}; it needs torch only:")
+    console.print(f"  torchrun --nproc-per-node {ranks} {folder}/main.py --steps 10 --data README.md", soft_wrap=True)
+
+
+def _losses(alone: TrainResult, together: TrainResult) -> Table:
+    """Some steps' losses side by side, and the largest difference over all of them."""
+    table = _table("Loss", ("step", "one process", "all processes", "relative difference"))
+    differences = [abs(a - b) / abs(a) for a, b in zip(alone.losses, together.losses, strict=True)]
+    count = len(differences)
+    shown = sorted({round(i * (count - 1) / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)}) if count else []
+    for index in shown:
+        figures = f"{alone.losses[index]:.6f}", f"{together.losses[index]:.6f}", f"{differences[index]:.1e}"
+        table.add_row(str(index + 1), *figures)
+    table.add_section()
+    table.add_row(f"largest of {count}", "", "", f"{max(differences, default=0.0):.1e}", style="bold")
+    return table
+
+
+def _costs(alone: TrainResult, together: TrainResult, sizes: Sizes) -> Table:
+    """Time and memory, measured beside predicted."""
+    assert together.program is not None
+    prediction = together.program.plan.prediction
+    tokens = sizes.batch_size * sizes.seq_len
+    threads = torch.get_num_threads()
+    table = _table(
+        "Time and memory", ("", f"one process, {threads} thread{'s' if threads > 1 else ''}", "all processes, 1 thread each", "predicted")
+    )
+    times = alone.step_seconds, together.step_seconds, prediction.step_seconds
+    table.add_row("one step (median)", *(seconds_text(t) for t in times))
+    table.add_row("tokens/s", *(count_text(tokens / t) for t in times))
+    peaks = max(alone.peak_bytes), max(together.peak_bytes), prediction.peak_bytes
+    table.add_row("peak memory of a process*", *(f"{peak / MIB:.1f} MiB" for peak in peaks))
+    table.caption = "* of tensors alive in the second step, counted operator by operator (not resident set size)"
+    table.caption_justify = "left"
+    return table
+
+
+def _table(title: str, headers: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left")
+    return table
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=30, help="optimiser steps of each run")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--cluster", help="plan with these figures instead of measuring, such as '4 cpu'")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of one step, over all processes")
+    parser.add_argument("--seq", type=int, default=128, help="bytes of a sequence")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--out", default="autopar_out", help="where the generated programs go")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

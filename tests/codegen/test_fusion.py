@@ -1,0 +1,381 @@
+"""Fused programs: what is fused, what must not be, and that the numbers stay those of the model.
+
+Small handmade programs are run as they would be written (`expression`), before and after fusing; real ones by
+`autopar.verify` against the eager model.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import ConstraintError
+from autopar.price import Pricer
+from codegen import kernels
+from codegen.emit import emit_model
+from codegen.expressions import KERNELS, expression
+from codegen.fusion import fuse
+from codegen.program import Call, LayerLoop, ModuleClass, Operand, Program, Raw, Reshard, Var
+from codegen.runtime.cross_entropy import cross_entropy
+from examples.models import EXAMPLES
+
+ROOT = Path(__file__).resolve().parents[2]
+IDEAL = str(ROOT / "examples" / "clusters" / "ideal.toml")
+WIDTH = 6
+SHAPES = {"x": (3, 4, WIDTH), "a": (3, 4, WIDTH), "b": (3, 4, WIDTH), "row": (WIDTH,), "self.weight": (WIDTH,)}
+
+
+class Body:
+    """Statements in a row, with the operands' types read off the values that the calls really get."""
+
+    def __init__(self, dtypes: dict[str, torch.dtype] | None = None, **shapes: tuple[int, ...]) -> None:
+        dtypes = dtypes or {}
+        self.values = {
+            name: torch.randn(shape, dtype=torch.float32).to(dtypes.get(name, torch.float32))
+            for name, shape in (SHAPES | shapes).items()
+        }
+        self.known = dict(self.values)
+        self.statements: list = []
+
+    def call(self, result: str, target: str, *args: object, divisor: int = 1, **kwargs: object) -> Body:
+        named = tuple(Var(a) if isinstance(a, str) else a for a in args)
+        held = {a.name: self.known[a.name] for a in named if isinstance(a, Var)}
+        operands = tuple((n, Operand(tuple(v.shape), str(v.dtype).removeprefix("torch."))) for n, v in held.items())
+        statement = Call(target, named, tuple(kwargs.items()), (result,), "", divisor, operands)
+        self.known = execute([statement], self.known)
+        self.statements.append(statement)
+        return self
+
+    def rms_norm(self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1) -> Body:
+        self.call("power", "aten.pow.Tensor_Scalar", x, 2).call("mean", "aten.mean.dim", "power", dims, True, divisor=by)
+        self.call("shifted", "aten.add.Tensor", "mean", eps).call("rsqrt", "aten.rsqrt.default", "shifted")
+        return self.call("mul", "aten.mul.Tensor", x, "rsqrt").call("y", "aten.mul.Tensor", weight, "mul")
+
+    def swiglu(self, gate: str = "a", up: str = "b") -> Body:
+        return self.call("act", "aten.silu.default", gate).call("y", "aten.mul.Tensor", "act", up)
+
+    def program(self, *outputs: str, num_micro_batches: int = 1) -> Program:
+        cls = ModuleClass("M", "", {}, {}, ("x",), tuple(self.statements), outputs or ("y",))
+        return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, num_micro_batches, {}, (), cls, ())
+
+
+def execute(statements: list, values: dict) -> dict:
+    """The statements as they are written in a generated file; `self.weight` stands for any stored tensor."""
+    scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy}
+    scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}
+    scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
+    for statement in statements:
+        exec(f"{statement.results[0]} = {expression(statement)}".replace("self.", "self_"), scope)
+    return {name.replace("self_", "self."): value for name, value in scope.items() if name not in ("F", "torch")}
+
+
+def targets(program: Program) -> list[str]:
+    return [s.target if isinstance(s, Call) else type(s).__name__ for s in program.root.body]
+
+
+def assert_same_numbers(body: Body, fused: Program, tolerance: float = 1e-6) -> None:
+    """Value and gradients of y, before and after fusing."""
+    found = []
+    for statements in (body.statements, fused.root.body):
+        leaves = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in body.values.items()}
+        y = execute(list(statements), leaves)["y"]
+        torch.manual_seed(1)
+        y.backward(torch.randn(y.shape).to(y.dtype))
+        found.append((y.detach(), {n: v.grad for n, v in leaves.items() if v.grad is not None}))
+    (y, gradients), (fused_y, fused_gradients) = found
+    assert y.dtype == fused_y.dtype and gradients.keys() == fused_gradients.keys()
+    torch.testing.assert_close(fused_y, y, rtol=tolerance, atol=tolerance)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fused_gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+
+
+# --- what is fused ----------------------------------------------------------------------------------------------------
+
+
+def test_rms_norm_in_any_operand_order():
+    plain = Body().rms_norm()
+    swapped = Body().call("power", "aten.mul.Tensor", "x", "x").call("mean", "aten.mean.dim", "power", (2,), True)
+    swapped.call("shifted", "aten.add.Tensor", 1e-3, "mean").call("rsqrt", "aten.rsqrt.default", "shifted")
+    swapped.call("mul", "aten.mul.Tensor", "rsqrt", "x").call("y", "aten.mul.Tensor", "mul", "self.weight")
+    for body in (plain, swapped):
+        fused = fuse(body.program())
+        assert targets(fused) == ["kernels.rms_norm"]
+        assert fused.root.body[0].args == (Var("x"), Var("self.weight"), 1e-3)
+        assert_same_numbers(body, fused)
+
+
+@pytest.mark.parametrize("keeps_name", [True, False])
+@pytest.mark.parametrize("narrowing", ["to", "type_as"])
+def test_rms_norm_that_widens_and_rounds(narrowing, keeps_name):
+    """In the generated source `x = x.to(torch.float32)` may reuse the name of what the kernel must read."""
+    half = torch.bfloat16
+    wide = "x" if keeps_name and narrowing == "to" else "wide"
+    body = Body({"x": half, "self.weight": half})
+    body.call(wide, "aten.to.dtype", "x", torch.float32)
+    body.rms_norm(wide)
+    body.statements.pop()
+    if narrowing == "to":
+        body.call("mul", "aten.to.dtype", "mul", half)
+    else:
+        body.call("mul", "aten.type_as.default", "mul", "x")
+    body.call("y", "aten.mul.Tensor", "self.weight", "mul")
+    fused = fuse(body.program())
+    assert targets(fused) == ["kernels.rms_norm"]
+    assert_same_numbers(body, fused, 1e-2)
+
+
+@pytest.mark.parametrize("order", [("act", "b"), ("b", "act")])
+def test_swiglu_in_either_order(order):
+    body = Body().call("act", "aten.silu.default", "a").call("c", "aten.exp.default", "b")
+    body.call("y", "aten.mul.Tensor", *order)
+    fused = fuse(body.program("y", "c"))
+    assert targets(fused) == ["aten.exp.default", "kernels.swiglu"]
+    assert fused.root.body[1].args == (Var("a"), Var("b"))
+    assert_same_numbers(body, fused)
+
+
+# --- what must not be -------------------------------------------------------------------------------------------------
+
+
+def is_left_alone(body: Body, *outputs: str) -> bool:
+    program = body.program(*outputs)
+    return fuse(program) == program
+
+
+@pytest.mark.parametrize("name", ["power", "mean", "shifted", "rsqrt", "mul"])
+def test_intermediates_with_other_uses_stay(name):
+    read = Body().rms_norm()
+    read.call("other", "aten.exp.default", name)
+    assert is_left_alone(read, "y", "other")
+    assert is_left_alone(Body().rms_norm(), "y", name), "returned"
+    carried = Body().rms_norm()
+    carried.statements.append(LayerLoop("Layer", 0, 2, (Var(name),), ((0, 0),), ("last",)))
+    assert is_left_alone(carried, "y", "last"), "goes into a loop over layers"
+
+
+def test_silu_with_another_use_stays():
+    assert is_left_alone(Body().swiglu(), "y", "act")
+    assert is_left_alone(Body().call("act", "aten.silu.default", "a").call("y", "aten.mul.Tensor", "act", "act"))
+
+
+def test_sharded_normalised_dim_stays():
+    """Lowering divides a mean over a sharded dim by the ranks and sums over them afterwards."""
+    assert is_left_alone(Body().rms_norm(by=2))
+    body = Body().rms_norm(by=2)
+    body.statements.insert(2, Reshard("tp", "all_reduce", Var("mean"), (), "mean", "P -> R"))
+    assert is_left_alone(body)
+
+
+@pytest.mark.parametrize("position", range(1, 6))
+def test_reshards_between_stay(position):
+    """Whatever the kernel would have to reach across, intermediates or what it reads."""
+    produced = ["power", "mean", "shifted", "rsqrt", "mul"][position - 1]
+    for name in (produced, "x"):
+        body = Body().rms_norm()
+        body.statements.insert(position, Reshard("tp", "all_gather", Var(name), (("dim", 1),), name, "S(1) -> R"))
+        assert is_left_alone(body) or (name == "x" and position == 5), f"{name} is resharded"
+
+
+def test_input_overwritten_before_the_last_call_stays():
+    """The fused call stands last: it would read another x."""
+    body = Body().rms_norm()
+    body.statements.insert(5, Reshard("tp", "all_gather", Var("x"), (("dim", 1),), "x", "S(1) -> R"))
+    assert is_left_alone(body, "y", "x")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Body().rms_norm(dims=(1,)),
+        Body().rms_norm(eps="row"),
+        Body().rms_norm(weight="a"),
+        Body(**{"self.weight": (1,)}).rms_norm(),
+        Body({"x": torch.bfloat16}).rms_norm(),
+        Body({"self.weight": torch.bfloat16}).rms_norm(),
+        Body().swiglu(up="row"),
+        Body({"b": torch.bfloat16}).swiglu(),
+        Body().call("act", "aten.silu.default", "a").call("y", "aten.mul.Tensor", "act", 2.0),
+    ],
+    ids=["other dim", "eps tensor", "weight not 1-d", "weight of one", "wider weight", "narrower weight"]
+    + ["broadcast", "promotion", "scalar"],
+)
+def test_what_the_kernels_are_not_for_stays(body):
+    assert is_left_alone(body)
+
+
+# --- cross-entropy ----------------------------------------------------------------------------------------------------
+
+
+def loss_body(target: torch.Tensor, widens: bool = False, num_targets: object = None, **options: object) -> Body:
+    body = Body({"logits": torch.bfloat16 if widens else torch.float32}, logits=(2, 3, 7))
+    body.values["target"] = body.known["target"] = target
+    body.values["num_targets"] = body.known["num_targets"] = num_targets
+    if widens:
+        body.call("logits", "aten.to.dtype", "logits", torch.float32)
+    body.call("logits", "aten.view.default", "logits", (-1, 7))
+    return body.call("y", "runtime.cross_entropy", "logits", "target", Raw("num_targets[0]"), **options)
+
+
+@pytest.mark.parametrize("widens", [False, True])
+@pytest.mark.parametrize(
+    ("ignored", "count", "num_micro_batches"),
+    [(2, torch.tensor(9), 1), (6, torch.tensor(0), 1), (6, torch.tensor(0.0), 4), (5, torch.tensor(0.25), 4)],
+)
+def test_cross_entropy_also_without_any_target(widens, ignored, count, num_micro_batches):
+    """Counts of all ranks, per micro-batch on average; with none the loss is 0, as the runtime's is."""
+    target = torch.tensor([0, 6, 3, 3, 1, 5])
+    target[:ignored] = -100
+    body = loss_body(target, widens)
+    body.values["num_targets"] = count[None]
+    fused = fuse(body.program(num_micro_batches=num_micro_batches))
+    assert targets(fused) == ["aten.view.default", "kernels.cross_entropy", "aten.sum.default", "aten.div.Tensor"]
+    found = []
+    for statements in (body.statements, fused.root.body):
+        logits = body.values["logits"].clone().requires_grad_()
+        y = execute(list(statements), body.values | {"logits": logits})["y"]
+        y.backward()
+        found.append((y.detach(), logits.grad))
+    (y, gradient), (fused_y, fused_gradient) = found
+    assert fused_y.dtype == y.dtype == torch.float32 and fused_y.isfinite()
+    if ignored == 6:
+        assert fused_y == 0 and not fused_gradient.any()
+    torch.testing.assert_close(fused_y, y)
+    torch.testing.assert_close(fused_gradient, gradient)
+
+
+def test_cross_entropy_keeps_its_ignored_class_and_sums_without_a_count():
+    target = torch.tensor([0, 2, 2, 3, 1, 5])
+    body = loss_body(target, ignore_index=2)
+    body.statements[-1] = replace(body.statements[-1], args=(Var("logits"), Var("target"), Raw("1.0")))
+    fused = fuse(body.program())
+    assert targets(fused)[1:] == ["kernels.cross_entropy", "aten.sum.default"]
+    expected = F.cross_entropy(body.values["logits"].view(-1, 7), target, ignore_index=2, reduction="sum")
+    torch.testing.assert_close(execute(list(fused.root.body), body.values)["y"], expected)
+
+
+@pytest.mark.parametrize("options", [{"vocab_axis": Raw("None")}, {"label_smoothing": 0.1}])
+def test_cross_entropy_with_what_the_kernel_lacks_stays(options):
+    assert is_left_alone(loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), num_targets=[6], **options))
+
+
+def test_both_cross_entropies_in_one_file():
+    body = loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), num_targets=[6])
+    smoothed = replace(body.statements[-1], kwargs=(("label_smoothing", 0.1),), results=("z",))
+    body.statements.append(smoothed)
+    source = emit_model(fuse(body.program("y", "z")))
+    assert "from .kernels.cross_entropy import cross_entropy as token_losses" in source
+    assert "from .runtime.cross_entropy import cross_entropy" in source
+    assert "y = token_losses(logits, target).sum()" in source
+    assert "z = cross_entropy(logits, target, num_targets[0], label_smoothing=0.1)" in source
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+def compiled(name: str, cluster: str = "1 cpu", **options: object):
+    example = EXAMPLES[name]()
+    return autopar.compile(
+        example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, **options
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "in_layer", "in_root"),
+    [
+        ("llama", {"rms_norm": 2, "swiglu": 1}, {"rms_norm": 1, "cross_entropy": 1}),
+        ("qwen3", {"rms_norm": 4, "swiglu": 1}, {"rms_norm": 1, "cross_entropy": 1}),  # also queries' and keys' norms
+        ("gpt2", {}, {"cross_entropy": 1}),
+    ],
+)
+def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precision):
+    program = compiled(name, precision=precision, kernels="on").program
+    for cls, expected in zip((*program.layers, program.root), (in_layer, in_root), strict=True):
+        called = [s.target for s in cls.body if isinstance(s, Call)]
+        assert Counter(t.removeprefix("kernels.") for t in called if t.startswith("kernels.")) == expected
+        assert not {"aten.rsqrt.default", "aten.silu.default", "runtime.cross_entropy"} & set(called)
+    assert fuse(program) == program
+
+
+def test_fused_llama_as_written(golden):
+    constraints = {"dp": 2, "tp": 2, "parameters": {"*.gate_proj.weight": {"tp": "S(0)"}}}
+    golden("programs/llama_dp2_tp2_fused.py.txt", compiled("llama", IDEAL, constraints=constraints, kernels="on").source)
+
+
+def test_when_kernels_are_used():
+    def fused(cluster: str, **options: object) -> bool:
+        return "rms_norm(" in compiled("llama", cluster, **options).source
+
+    assert not fused("2 cpu") and fused("2 h100-sxm")
+    assert fused("2 cpu", kernels="on") and not fused("2 h100-sxm", kernels="off")
+    with pytest.raises(ConstraintError, match=r"(?s)'sometimes'.*auto, on or off"):
+        fused("2 cpu", kernels="sometimes")
+
+
+def test_saved_folder_holds_the_kernels_that_it_imports(tmp_path):
+    for kernels_choice in ("on", "off"):
+        folder = compiled("llama", kernels=kernels_choice).save(tmp_path / kernels_choice)
+        assert (folder / "kernels" / "rms_norm.py").exists() == (kernels_choice == "on")
+
+
+def check(name, *, tolerance=1e-5, constraints, **options):
+    example = EXAMPLES[name]()
+    report = autopar.verify(
+        example.model, IDEAL, example_inputs=example.inputs, loss_fn=example.loss_fn, constraints=constraints, **options
+    )
+    assert report.gradients and report.ok(tolerance), str(report)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fused_programs_train_like_the_model(name):
+    """SwiGLU on sharded features, heads' norms on sharded heads, uneven targets in uneven micro-batches."""
+    sharded = {"*.gate_proj.weight": {"tp": "S(0)"}, "*.q_proj.weight": {"tp": "S(0)"}}
+    check(name, constraints={"dp": 2, "tp": 2, "micro_batches": 2, "parameters": sharded}, kernels="on")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("seed", range(2))
+def test_fused_random_plans_train_like_the_model(seed, monkeypatch):
+    """Operators priced at random: also plans that shard the normalised dim or reshard within a pattern."""
+
+    def noise(self, operator, option):
+        return random.Random(f"{seed}{operator.node.name}{option.labels}").random(), 0.0
+
+    monkeypatch.setattr(Pricer, "operator_seconds", noise)
+    check("qwen3", constraints={"dp": 2, "tp": 2}, kernels="on", steps=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fused_bf16_is_near_fp32(name):
+    """There is no exact reference in bf16: a sharded sum rounds elsewhere. The loss is compared with the fp32 model."""
+    example = EXAMPLES[name]()
+    report = autopar.verify(
+        example.model, IDEAL, example_inputs=example.inputs, precision="bf16", kernels="on", constraints={"dp": 2, "tp": 2}
+    )
+    assert report.loss <= 2e-2, str(report)
+
+
+@pytest.mark.distributed
+def test_fused_program_with_interpreted_triton_kernels(tmp_path):
+    """In a process of its own: Triton reads TRITON_INTERPRET when the kernels are imported."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("interpreted_fusion.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
