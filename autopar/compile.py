@@ -106,7 +106,11 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.size("dp")):
         raise PlanError(
             "the plan's micro-batches do not divide its batch",
-            values={"global_batch_size": plan.global_batch_size, "micro_batches": plan.num_micro_batches, "mesh": str(plan.mesh)},
+            values={
+                "global_batch_size": plan.global_batch_size,
+                "micro_batches": plan.num_micro_batches,
+                "mesh": str(plan.mesh),
+            },
         )
     graph = request.trace(plan.global_batch_size // plan.num_micro_batches)
     operators = operators_of(graph)

@@ -82,7 +82,9 @@ class CompiledProgram:
         runtime_mesh = importlib.import_module(f"{package.__name__}.runtime.mesh")
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
         generated = importlib.import_module(f"{package.__name__}.model")
-        where = device or ("cuda" if torch.cuda.is_available() and not self.cluster.device.name.startswith("cpu") else "cpu")
+        where = device or (
+            "cuda" if torch.cuda.is_available() and not self.cluster.device.name.startswith("cpu") else "cpu"
+        )
         mesh = runtime_mesh.Mesh.create(self.program.axes, self.program.axis_sizes, where)
         step = runtime_step.Step(
             getattr(generated, self.program.root.name),
@@ -107,7 +109,9 @@ class CompiledProgram:
         finally:
             sys.path.remove(str(home))
 
-    def local_batch(self, global_batch: tuple[Any, ...] | Mapping[str, Any], rank: int | None = None) -> dict[str, torch.Tensor]:
+    def local_batch(
+        self, global_batch: tuple[Any, ...] | Mapping[str, Any], rank: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """One rank's part of a whole global batch (this rank's by default): rows of each micro-batch in turn."""
         from autopar.batch import local_batch
 

@@ -81,17 +81,23 @@ class Constraints:
             for glob, _ in patterns:
                 if not any(fnmatchcase(name, glob) for name in names):
                     plain = glob.replace("*", "")
-                    close = difflib.get_close_matches(plain, names, 3, 0.3) or names[:3]
+                    ends = {name[-len(plain) :]: name for name in reversed(names)}  # patterns mostly name the end
+                    close = [ends[end] for end in difflib.get_close_matches(plain, ends, 3, 0.3)] or names[:3]
                     raise ConstraintError(
-                        f"the pattern {glob!r} matches no {what} of the model", alternatives=["names like " + ", ".join(close)]
+                        f"the pattern {glob!r} matches no {what} of the model",
+                        alternatives=["names like " + ", ".join(close)],
                     )
 
     def allowed_stored(self, scope: Scope, name: str, options: tuple[Stored, ...], mesh: Mesh) -> tuple[Stored, ...]:
         """Options of a parameter that agree with the pins."""
         names = scope.full_names(name)
-        return self._filter(names, options, lambda o: (o.placements,), mesh, self.parameters, self.forbid_parameters, name)
+        return self._filter(
+            names, options, lambda o: (o.placements,), mesh, self.parameters, self.forbid_parameters, name
+        )
 
-    def allowed_options(self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
+    def allowed_options(
+        self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh
+    ) -> tuple[Option, ...]:
         """Options of a call whose outputs agree with the pins."""
         names = [operator.node.name, *scope.full_names(operator.node.module)]
         patterns, forbidden = self.activations, self.forbid_activations
@@ -112,7 +118,15 @@ class Constraints:
             if any(fnmatchcase(name, glob) for name in names):
                 kept = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
                 if not kept:
-                    legal = sorted({str(p[mesh.axes.index(a)]) for o in options for p in placements_of(o) for a, _ in wanted if a in mesh.axes})
+                    legal = sorted(
+                        {
+                            str(p[mesh.axes.index(a)])
+                            for o in options
+                            for p in placements_of(o)
+                            for a, _ in wanted
+                            if a in mesh.axes
+                        }
+                    )
                     raise ConstraintError(
                         f"{what} cannot have the pinned placement",
                         values=f"{glob}: " + ", ".join(f"{a}={p}" for a, p in wanted) + f" on {mesh}",
@@ -143,9 +157,11 @@ def parse_bytes(value: Any) -> int:
     """`"20GiB"`, `"512 MB"` or a number of bytes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return int(value)
-    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", str(value))
     if not match or match.group(2).lower() not in _UNITS:
-        raise ConstraintError("memory is a number of bytes", values=repr(value), alternatives='such as "20GiB" or 21474836480')
+        raise ConstraintError(
+            "memory is a number of bytes", values=repr(value), alternatives='such as "20GiB" or 21474836480'
+        )
     return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
@@ -161,10 +177,14 @@ def _patterns(key: str, given: Mapping[str, Any]) -> tuple[Pattern, ...]:
         try:
             pairs = tuple((str(axis), Placement.parse(str(text))) for axis, text in dict(wanted).items())
         except (ValueError, TypeError) as error:
-            raise ConstraintError(f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)) from None
+            raise ConstraintError(
+                f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)
+            ) from None
         for axis, _ in pairs:
             if axis not in _AXES:
-                raise ConstraintError(f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_AXES))
+                raise ConstraintError(
+                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_AXES)
+                )
         found.append((str(glob), pairs))
     return tuple(found)
 

@@ -9,7 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from autopar.weights import value_source
 from codegen.main import emit_main
 
@@ -55,5 +54,3 @@ def _write_weights(compiled: CompiledProgram, path: Path) -> None:
     value = value_source(compiled.model)
     names = [p.name for p in compiled.best.graph.parameters]
     save_file({name: value(name).detach().cpu().contiguous().clone() for name in names}, path)
-
-

@@ -144,7 +144,9 @@ class _Importer:
         op = str(target)
         metas = self._metas
         is_differentiable = not no_grad and op not in _DETACHED_OPS
-        grads = is_differentiable and any(metas[ref].requires_grad for ref in refs_in((args, tuple(v for _, v in kwargs))))
+        grads = is_differentiable and any(
+            metas[ref].requires_grad for ref in refs_in((args, tuple(v for _, v in kwargs)))
+        )
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
@@ -237,6 +239,6 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
 
 
 def _class_names(module: nn.Module) -> dict[str, str]:
-    return {_root(path): type(child).__name__ for path, child in module.named_modules() if path not in ("", "model")} | {
-        "": type(module.model).__name__
-    }
+    return {
+        _root(path): type(child).__name__ for path, child in module.named_modules() if path not in ("", "model")
+    } | {"": type(module.model).__name__}

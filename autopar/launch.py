@@ -33,7 +33,9 @@ class RankError(RuntimeError):
     """A rank died or raised; the message holds its number and traceback."""
 
 
-def run_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
     """Call `function(*args)` in num_ranks processes joined by a process group; results by rank.
 
     Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word or
@@ -79,13 +81,19 @@ def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list
             if isinstance(value, AutoparError):
                 raise value
             time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-            died = [f"rank {r} died with exit code {p.exitcode}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
+            died = [
+                f"rank {r} died with exit code {p.exitcode}; "
+                for r, p in enumerate(processes)
+                if p.exitcode not in (None, 0)
+            ]
             raise RankError(f"{''.join(died)}rank {rank}: {value}")
         found[rank] = value
     return [found[rank] for rank in range(len(processes))]
 
 
-def _rank_main(rank: int, num_ranks: int, store: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, num_ranks: int, store: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     try:
         backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
@@ -108,7 +116,9 @@ def _rank_main(rank: int, num_ranks: int, store: str, results: Any, function: Ca
             dist.destroy_process_group()
 
 
-def launch_program(compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...], max_restarts: int) -> list[Any]:
+def launch_program(
+    compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...], max_restarts: int
+) -> list[Any]:
     """See CompiledProgram.launch."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

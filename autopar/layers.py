@@ -265,7 +265,9 @@ def _extend(
     for piece in body:
         if isinstance(piece, LayerRun):
             prefix, _, start = piece.instances[0].rpartition(".")
-            cut = next((c for c in cuts if c.path == prefix and c.first <= int(piece.instances[-1].rpartition(".")[2])), None)
+            cut = next(
+                (c for c in cuts if c.path == prefix and c.first <= int(piece.instances[-1].rpartition(".")[2])), None
+            )
             if cut:
                 paths = (f"{prefix}.{i}" for i in range(int(start), cut.num_blocks))
                 piece = replace(piece, instances=tuple(paths))

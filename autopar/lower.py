@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs
-from autopar.lowerings import lower_call
+from autopar.lowerings import ancestors, lower_call
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placements, R
@@ -22,6 +22,7 @@ from autopar.plan import Choices, Plan
 from autopar.price import Stored
 from autopar.reshard import Step, steps
 from autopar.rules.localize import local_call
+from autopar.saved import base_name
 from autopar.strategies import Operator, Scope, scopes_of
 from codegen.program import (
     Call,
@@ -52,7 +53,11 @@ def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pla
     root_class = ModuleClass(
         graph.name,
         _root_doc(plan),
-        {p.name: _spec(shared, "", p) for p in graph.parameters if not p.is_buffer and ("", p.name) in choices.parameters},
+        {
+            p.name: _spec(shared, "", p)
+            for p in graph.parameters
+            if not p.is_buffer and ("", p.name) in choices.parameters
+        },
         {p.name: _spec(shared, "", p) for p in graph.parameters if p.is_buffer and ("", p.name) in choices.parameters},
         tuple(inputs),
         tuple(forward),
@@ -75,6 +80,7 @@ def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pla
         tuple(count_statements),
         counts,
         plan.prediction.step_seconds,
+        smallest_vocabulary(graph),
         graph.notes,
     )
 
@@ -185,7 +191,9 @@ class _Lowering:
         values = iter(arguments)
         args = map_refs(local.args, lambda _: next(values))
         kwargs = map_refs(local.kwargs, lambda _: next(values))
-        results = tuple(self.names[Ref(node.name, i)] if Ref(node.name, i) in self.uses else "" for i in range(len(node.outputs)))
+        results = tuple(
+            self.names[Ref(node.name, i)] if Ref(node.name, i) in self.uses else "" for i in range(len(node.outputs))
+        )
         held = tuple(
             (variable.name, Operand(meta.shape, dtype_name(meta.dtype)))
             for variable, meta in zip(arguments, operator.inputs, strict=True)
@@ -255,12 +263,17 @@ class _Lowering:
 
     def _fresh(self, name: str, wanted: Placements) -> str:
         """A name that says how the copy lies."""
-        word = "whole" if all(p.is_replicated for p in wanted) else "partial" if any(p.kind == "P" for p in wanted) else "part"
-        candidate, count = f"{name}_{word}", 2
-        while candidate in self.taken:
-            candidate, count = f"{name}_{word}{count}", count + 1
-        self.taken.add(candidate)
-        return candidate
+        if all(p.is_replicated for p in wanted):
+            return self.fresh_name(f"{name}_whole")
+        return self.fresh_name(f"{name}_partial" if any(p.kind == "P" for p in wanted) else f"{name}_part")
+
+    def fresh_name(self, wish: str) -> str:
+        """A name that nothing has yet."""
+        name, count = wish, 2
+        while name in self.taken:
+            name, count = f"{wish}_{count}", count + 1
+        self.taken.add(name)
+        return name
 
     def _reshard(self, step: Step, source: Var, result: str, meta: TensorMeta) -> Reshard:
         method, kwargs = reshard_call(step, meta.requires_grad)
@@ -292,7 +305,7 @@ class _Lowering:
         counts = []
         graph = self.shared.graph
         for number, (node, target, ignore_index) in enumerate(losses):
-            needed = _ancestors(graph, target)
+            needed = ancestors(graph, target)
             for piece in graph.body:
                 if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.lies:
                     self.node(piece)
@@ -309,24 +322,17 @@ class _Lowering:
         return statements, tuple(counts)
 
 
-def depends_on_batch_only(graph: Graph, ref: Ref) -> bool:
-    """Whether `ref` is computed from batch inputs and constants alone."""
-    parameters = {p.name for p in graph.parameters if not p.is_buffer}
-    names = _ancestors(graph, ref)
-    runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
-    return not names & (parameters | runs)
-
-
-def _ancestors(graph: Graph, ref: Ref) -> set[str]:
-    inputs = {piece.name: piece.inputs for piece in graph.body}
-    found: set[str] = set()
-    open_names = [ref.node]
-    while open_names:
-        name = open_names.pop()
-        if name not in found:
-            found.add(name)
-            open_names += [r.node for r in inputs.get(name, ())]
-    return found
+def smallest_vocabulary(graph: Graph) -> int:
+    """What integer inputs must stay below: rows of tables that they index, and classes that they name."""
+    inputs = {item.name for item in graph.inputs}
+    metas = scopes_of(graph)[0].metas
+    sizes = []
+    for node in graph.body:
+        if isinstance(node, Node) and base_name(node.op) in ("embedding", "cross_entropy_loss"):
+            table = metas[node.inputs[0]].shape
+            if ancestors(graph, node.inputs[1]) & inputs:
+                sizes.append(table[0] if base_name(node.op) == "embedding" else table[1])
+    return min(sizes, default=2)
 
 
 def reshard_call(step: Step, requires_grad: bool = True) -> tuple[str, tuple[tuple[str, Any], ...]]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.graph import Node, Ref
+from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.placement import R
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.rule import AxisOption, find_factor
 from autopar.saved import base_name
 from autopar.strategies import Operator, Option
-from codegen.program import Call, Raw, Statement
+from codegen.program import Call, Raw, Reshard, Statement, Var
 
 if TYPE_CHECKING:
     from autopar.lower import _Lowering
@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 _MEAN = 1
 
 
-def lower_call(scope: _Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call) -> Statement:
+def lower_call(
+    scope: _Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call
+) -> Statement:
     """The statement for one call."""
     lowering = local.lowering
     if not option.axes:
         lowering = _on_one_rank(node, operator)
     name = base_name(node.op)
     if name == "cross_entropy_loss" and _is_plain_cross_entropy(operator):
-        return _cross_entropy(scope, node, operator, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call)
+        return _cross_entropy(
+            scope, node, operator, option, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call
+        )
     if lowering is None:
         return call
     if lowering.name == "mean":
@@ -88,12 +92,11 @@ def _cross_entropy_arguments(node: Node) -> dict[str, Any]:
     return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _cross_entropy(scope: _Lowering, node: Node, operator: Operator, axes: tuple[int, ...], call: Call) -> Call:
+def _cross_entropy(
+    scope: _Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
+) -> Call:
     arguments = _cross_entropy_arguments(node)
-    if arguments["reduction"] == _MEAN:
-        divisor = Raw(f"num_targets[{scope.loss_index(node, Ref(node.inputs[1].node, node.inputs[1].index), arguments['ignore_index'])}]")
-    else:
-        divisor = Raw("1.0")
+    divisor = _count(scope, node, option, arguments["ignore_index"], call) if arguments["reduction"] == _MEAN else Raw("1.0")
     kwargs: list[tuple[str, Any]] = []
     if arguments["ignore_index"] != -100:
         kwargs.append(("ignore_index", arguments["ignore_index"]))
@@ -102,6 +105,43 @@ def _cross_entropy(scope: _Lowering, node: Node, operator: Operator, axes: tuple
     if arguments["label_smoothing"]:
         kwargs.append(("label_smoothing", arguments["label_smoothing"]))
     return replace(call, target="runtime.cross_entropy", args=(*call.args[:2], divisor), kwargs=tuple(kwargs))
+
+
+def _count(scope: _Lowering, node: Node, option: Option, ignore_index: int, call: Call) -> Raw:
+    """The number of valid targets on all ranks.
+
+    Targets that come from the batch alone are counted before the step, over all its micro-batches, which makes the mean
+    exact under accumulation. Others are counted here, so that each micro-batch weighs the same.
+    """
+    target = node.inputs[1]
+    if scope.scope.layer is None and depends_on_batch_only(scope.shared.graph, target):
+        return Raw(f"num_targets[{scope.loss_index(node, target, ignore_index)}]")
+    name = scope.fresh_name("num_valid")
+    scope.pending.append(Call("runtime.count_valid", (call.args[1], ignore_index), (), (name,), call.section))
+    for axis, placement in zip(scope.shared.mesh.axes, option.inputs[1], strict=True):
+        if placement.is_shard:
+            scope.pending.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
+    return Raw(name)
+
+
+def depends_on_batch_only(graph: Graph, ref: Ref) -> bool:
+    """Whether `ref` is computed from batch inputs and constants alone."""
+    parameters = {p.name for p in graph.parameters if not p.is_buffer}
+    runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
+    return not ancestors(graph, ref) & (parameters | runs)
+
+
+def ancestors(graph: Graph, ref: Ref) -> set[str]:
+    """Names of everything at the top level that `ref` is computed from, itself included."""
+    inputs = {piece.name: piece.inputs for piece in graph.body}
+    found: set[str] = set()
+    open_names = [ref.node]
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            open_names += [r.node for r in inputs.get(name, ())]
+    return found
 
 
 def _arange(call: Call, layout: str) -> Call:

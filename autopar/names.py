@@ -14,11 +14,60 @@ from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.saved import base_name
 from autopar.strategies import Scope
 
-_RESHAPING = frozenset("view reshape transpose permute contiguous unsqueeze squeeze flatten unflatten to expand".split())
+_RESHAPING = frozenset(
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "to",
+        "expand",
+    ]
+)
 
 _RESERVED = frozenset(
-    "self torch F nn dp tp cp ep pp layer mesh hidden num_targets dropout attention vocab_embedding cross_entropy count_valid "
-    "arange rms_norm swiglu token_losses Layout Module Param slice sum min max abs pow type range len tuple".split()
+    [
+        "self",
+        "torch",
+        "F",
+        "nn",
+        "dp",
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "layer",
+        "mesh",
+        "hidden",
+        "num_targets",
+        "dropout",
+        "attention",
+        "vocab_embedding",
+        "cross_entropy",
+        "count_valid",
+        "arange",
+        "rms_norm",
+        "swiglu",
+        "token_losses",
+        "Layout",
+        "Module",
+        "Param",
+        "slice",
+        "sum",
+        "min",
+        "max",
+        "abs",
+        "pow",
+        "type",
+        "range",
+        "len",
+        "tuple",
+    ]
 )
 """What generated code uses itself, and built-ins that a variable should not hide."""
 
@@ -52,7 +101,9 @@ def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
     for piece in pieces:
         if isinstance(piece, LayerRun):
             for index in range(len(piece.outputs)):
-                names[Ref(piece.name, index)] = _unique("hidden_states" if index == 0 else f"{piece.name}_{index}", taken)
+                names[Ref(piece.name, index)] = _unique(
+                    "hidden_states" if index == 0 else f"{piece.name}_{index}", taken
+                )
             continue
         if piece.name in followed:
             names[Ref(piece.name)] = names[followed[piece.name]]

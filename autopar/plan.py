@@ -96,7 +96,9 @@ class Choices:
     parameters: Mapping[tuple[str, str], Stored]
 
 
-def default_option(options: tuple[Option, ...], sources: tuple[Placements, ...], sizes: tuple[int, ...], weights: tuple[float, ...]) -> int:
+def default_option(
+    options: tuple[Option, ...], sources: tuple[Placements, ...], sizes: tuple[int, ...], weights: tuple[float, ...]
+) -> int:
     """Index of the option that moves the least bytes from where the inputs lie; ties: fewest steps, then the first."""
 
     def effort(index: int) -> tuple[float, int, int]:
@@ -163,7 +165,9 @@ class Deriver:
         return list(scope.nodes) if scope.name else list(self.graph.body)
 
 
-def compress(graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, choices: Choices) -> dict[str, ScopePlan]:
+def compress(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, choices: Choices
+) -> dict[str, ScopePlan]:
     """Choices -> what a plan file writes."""
     deriver, found = Deriver(graph, operators, mesh), {}
     for scope in deriver.order():
@@ -177,9 +181,9 @@ def compress(graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: 
             if isinstance(piece, LayerRun):
                 deriver.place_run(piece)
                 continue
-            option = choices.operators[scope.name, piece.name]
-            if option != deriver.options[scope.name, piece.name][deriver.default(scope, piece.name)]:
-                calls[piece.name] = option.labels
+            option, options = choices.operators[scope.name, piece.name], deriver.options[scope.name, piece.name]
+            if option != options[deriver.default(scope, piece.name)]:
+                calls[piece.name] = labels_of(options, options.index(option))
             for index, placements in enumerate(option.outputs):
                 ref = Ref(piece.name, index)
                 kept = choices.tensors.get((scope.name, ref), placements)
@@ -198,7 +202,9 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
     parameters: dict[tuple[str, str], Stored] = {}
     for scope in deriver.order():
         if scope.name not in plan.scopes:
-            raise PlanError(f"the plan has no decisions for layer class {scope.name!r}", values=", ".join(plan.scopes) or "none")
+            raise PlanError(
+                f"the plan has no decisions for layer class {scope.name!r}", values=", ".join(plan.scopes) or "none"
+            )
         decided = plan.scopes[scope.name]
         _check_names(graph, scope, decided)
         _check_shapes(scope, decided, plan.mesh)
@@ -211,7 +217,11 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
                 continue
             options = deriver.options[scope.name, piece.name]
             labels = decided.calls.get(piece.name)
-            index = deriver.default(scope, piece.name) if labels is None else _find(options, labels, scope, piece.name, plan)
+            index = (
+                deriver.default(scope, piece.name)
+                if labels is None
+                else _find(options, labels, scope, piece.name, plan)
+            )
             chosen[scope.name, piece.name] = options[index]
             for position, placements in enumerate(options[index].outputs):
                 ref = Ref(piece.name, position)
@@ -222,14 +232,24 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
     return Choices(chosen, tensors, parameters)
 
 
+def labels_of(options: tuple[Option, ...], index: int) -> tuple[str, ...]:
+    """An option's axis labels as a plan file writes them: the second option with equal labels ends in `#2`.
+
+    (An operator that is linear in one input or in the other has two options `P`.)
+    """
+    labels = options[index].labels
+    number = sum(option.labels == labels for option in options[: index + 1])
+    return labels if number == 1 else (*labels[:-1], f"{labels[-1]}#{number}")
+
+
 def _find(options: tuple[Option, ...], labels: tuple[str, ...], scope: Scope, name: str, plan: Plan) -> int:
-    for index, option in enumerate(options):
-        if option.labels == labels:
-            return index
+    known = [labels_of(options, index) for index in range(len(options))]
+    if labels in known:
+        return known.index(labels)
     raise PlanError(
         f"{scope.name or 'top'}.calls.{name} has no such option on {plan.mesh}",
         values=_labels_text(labels, plan.mesh),
-        alternatives=[_labels_text(option.labels, plan.mesh) for option in options],
+        alternatives=[_labels_text(each, plan.mesh) for each in known],
     )
 
 
@@ -239,7 +259,11 @@ def _check_names(graph: Graph, scope: Scope, decided: ScopePlan) -> None:
         if name not in known:
             raise PlanError(f"{scope.name or 'top'} has no call named {name!r}", alternatives=", ".join(sorted(known)))
     used = {ref.node for node in scope.nodes for ref in node.inputs}
-    used |= {ref.node for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args} if not scope.layer else set()
+    used |= (
+        {ref.node for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args}
+        if not scope.layer
+        else set()
+    )
     stored = scope.layer.parameters if scope.layer else graph.parameters
     missing = [p.name for p in stored if p.name in used and p.name not in decided.parameters]
     missing += [name for name, _ in (scope.layer.inputs if scope.layer else ()) if name not in decided.inputs]
@@ -254,7 +278,9 @@ def _check_shapes(scope: Scope, decided: ScopePlan, mesh: Mesh) -> None:
         meta = scope.metas.get(Ref(name))
         if meta is None:
             raise PlanError(f"{scope.name or 'top'}.{label} is not in the model")
-        if any(p.is_shard and p.dim >= len(meta.shape) for p in placements) or not divides(meta.shape, placements, mesh.sizes):
+        if any(p.is_shard and p.dim >= len(meta.shape) for p in placements) or not divides(
+            meta.shape, placements, mesh.sizes
+        ):
             raise PlanError(
                 f"{scope.name or 'top'}.{label} cannot be cut into equal parts",
                 values={"placements": placements_text(placements, mesh), "shape": meta.shape, "mesh": str(mesh)},
@@ -327,7 +353,11 @@ class _Reader:
         except yaml.YAMLError as error:
             raise PlanError(f"{source} is not YAML", values=str(error).replace("\n", " ")) from None
         if not isinstance(self.data, dict) or root is None:
-            raise PlanError(f"{source} is not a plan", values=type(self.data).__name__, alternatives="a mapping as Plan.to_yaml writes it")
+            raise PlanError(
+                f"{source} is not a plan",
+                values=type(self.data).__name__,
+                alternatives="a mapping as Plan.to_yaml writes it",
+            )
         self._remember(root, ())
 
     def _remember(self, node: Any, path: tuple[str, ...]) -> None:
@@ -341,7 +371,16 @@ class _Reader:
         return PlanError(f"{self.source}, line {line}: {'.'.join(path)}: {message}", alternatives=alternatives or None)
 
     def read(self) -> Plan:
-        for key in ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top"):
+        for key in (
+            "autopar_plan",
+            "model",
+            "cluster",
+            "mesh",
+            "global_batch_size",
+            "micro_batches",
+            "precision",
+            "top",
+        ):
             if key not in self.data:
                 raise self.fail((key,), "is missing")
         if self.data["autopar_plan"] != FORMAT:
@@ -351,14 +390,14 @@ class _Reader:
         except ValueError as error:
             raise self.fail(("mesh",), str(error)) from None
         scopes = {"": self._scope(("top",))}
-        for name in self.data.get("layers") or {}:
+        for name in self._mapping(("layers",), self.data.get("layers")):
             scopes[name] = self._scope(("layers", name))
         return Plan(
             str(self.data["model"]),
             str(self.data["cluster"]),
             self.mesh,
-            int(self.data["global_batch_size"]),
-            int(self.data["micro_batches"]),
+            self._count("global_batch_size"),
+            self._count("micro_batches"),
             str(self.data["precision"]),
             scopes,
             Prediction(dict(self.data.get("predicted_seconds") or {}), dict(self.data.get("predicted_bytes") or {})),
@@ -368,19 +407,34 @@ class _Reader:
     def _scope(self, path: tuple[str, ...]) -> ScopePlan:
         data = self.data
         for part in path:
-            data = data[part] or {}
+            data = self._mapping(path, data[part])
+        for part in ("parameters", "inputs", "calls", "tensors"):
+            self._mapping((*path, part), data.get(part))
         parameters = {n: self._stored((*path, "parameters", n), t) for n, t in (data.get("parameters") or {}).items()}
         inputs = {n: self._placements((*path, "inputs", n), t) for n, t in (data.get("inputs") or {}).items()}
         calls = {n: self._labels((*path, "calls", n), t) for n, t in (data.get("calls") or {}).items()}
         tensors = {n: self._placements((*path, "tensors", n), t) for n, t in (data.get("tensors") or {}).items()}
         return ScopePlan(parameters, inputs, calls, tensors)
 
+    def _mapping(self, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+        if not isinstance(value, (dict, type(None))):
+            raise self.fail(path, f"{value!r} is not a mapping", "names with their placements")
+        return value or {}
+
+    def _count(self, key: str) -> int:
+        value = self.data[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fail((key,), f"{value!r} is not a count", "a whole number of at least 1")
+        return value
+
     def _pairs(self, path: tuple[str, ...], text: Any, extra: tuple[str, ...] = ()) -> dict[str, str]:
         pairs: dict[str, str] = {}
         for part in str(text).split():
             name, equals, value = part.partition("=")
             if not equals or name not in (*self.mesh.axes, *extra):
-                raise self.fail(path, f"cannot read {part!r}", f"axis=value with axes {', '.join(self.mesh.axes) or '(none)'}")
+                raise self.fail(
+                    path, f"cannot read {part!r}", f"axis=value with axes {', '.join(self.mesh.axes) or '(none)'}"
+                )
             pairs[name] = value
         return pairs
 

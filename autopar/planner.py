@@ -86,7 +86,9 @@ def search_plans(request: Request) -> SearchResult:
     found: list[Candidate] = []
     failures: list[Failure] = []
     skipped: list[tuple[float, Mesh]] = []
-    for bound, mesh in sorted(((lower_bound(mesh, request), mesh) for mesh in meshes(request)), key=lambda pair: (pair[0], str(pair[1]))):
+    for bound, mesh in sorted(
+        ((lower_bound(mesh, request), mesh) for mesh in meshes(request)), key=lambda pair: (pair[0], str(pair[1]))
+    ):
         if found and bound >= min(c.plan.prediction.step_seconds for c in found):
             skipped.append((bound, mesh))
             continue
@@ -263,7 +265,8 @@ def price_plan(
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(
             "the plan does not fit the memory of one rank",
-            values={kind: bytes_text(value) for kind, value in prediction.num_bytes.items()} | {"capacity": bytes_text(capacity)},
+            values={kind: bytes_text(value) for kind, value in prediction.num_bytes.items()}
+            | {"capacity": bytes_text(capacity)},
             alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
         )
     return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)

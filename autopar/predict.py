@@ -18,7 +18,9 @@ from autopar.strategies import Operator, Scope, num_local, scopes_of
 from cost_models.memory import workspace_bytes
 
 
-def predict(graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices) -> Prediction:
+def predict(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+) -> Prediction:
     """Seconds per step and bytes per rank, by kind."""
     seconds: dict[str, float] = defaultdict(float)
     num_bytes: dict[str, float] = defaultdict(float)
@@ -58,7 +60,9 @@ class _Meter:
             forward, backward = self.pricer.operator_seconds(operator, option)
             self.seconds["forward compute"] += forward * scope.count * self.micro
             self.seconds["backward compute"] += backward * scope.count * self.micro
-            self.num_bytes["activations"] += self.pricer.saved_bytes(operator, option, kept.get(node.name, ())) * scope.count
+            self.num_bytes["activations"] += (
+                self.pricer.saved_bytes(operator, option, kept.get(node.name, ())) * scope.count
+            )
 
     def parameters(self, scope: Scope) -> None:
         chosen = {n: s for (owner, n), s in self.choices.parameters.items() if owner == scope.name}
@@ -102,8 +106,12 @@ class _Meter:
         for step in steps(source, target, self.pricer.mesh.sizes) or ():
             forward, backward = self.pricer.step_seconds(step, meta)
             axis = self.pricer.mesh.axes[step.axis]
-            self.seconds[f"{step.forward} {axis}" if step.forward else "local resharding"] += forward * count * self.micro
-            self.seconds[f"{step.backward} {axis}" if step.backward else "local resharding"] += backward * count * self.micro
+            self.seconds[f"{step.forward} {axis}" if step.forward else "local resharding"] += (
+                forward * count * self.micro
+            )
+            self.seconds[f"{step.backward} {axis}" if step.backward else "local resharding"] += (
+                backward * count * self.micro
+            )
 
     def where(self, scope: Scope, ref: Ref) -> Placements:
         kept = self.choices.tensors.get((scope.name, ref))
@@ -122,7 +130,9 @@ class _Meter:
         return self.where(self.scopes[run.layer.name], run.layer.outputs[ref.index])
 
 
-def transient_bytes(graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices) -> float:
+def transient_bytes(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+) -> float:
     """The most that is alive for a moment beside what is kept.
 
     In one scope at a time: results of calls that nothing keeps (a generated forward holds its local variables until it
@@ -150,5 +160,7 @@ def _gathered_bytes(scope: Scope, pricer: Pricer, choices: Choices) -> float:
     for (owner, name), stored in choices.parameters.items():
         if owner == scope.name and stored.zero >= 2:
             local = num_local(scope.metas[Ref(name)], stored.placements, pricer.mesh)
-            total += local * (pricer.training.gradient_bytes + (pricer.training.compute_bytes if stored.zero == 3 else 0))
+            total += local * (
+                pricer.training.gradient_bytes + (pricer.training.compute_bytes if stored.zero == 3 else 0)
+            )
     return total

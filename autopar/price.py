@@ -22,7 +22,9 @@ from autopar.strategies import Operator, Option, num_local
 from cost_models import collective, compute
 from cost_models.machine import Cluster
 
-MATMULS = frozenset("linear addmm mm bmm matmul baddbmm einsum conv1d conv2d convolution grouped_mm".split())
+MATMULS = frozenset(
+    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
+)
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
 
@@ -67,12 +69,17 @@ class Pricer:
     hidden_fraction: float = 0.0
     fragmentation: float = 0.0
     _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
-    _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(default_factory=dict)
+    _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def groups(self) -> tuple[collective.Group, ...]:
         """The process group of each axis, as laid over the cluster."""
-        return tuple(collective.Group(size, self.mesh.stride(axis)) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True))
+        return tuple(
+            collective.Group(size, self.mesh.stride(axis))
+            for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)
+        )
 
     def collective_seconds(self, kind: collective.Kind, axis: int, num_bytes: float) -> float:
         """One collective on one axis; num_bytes as cost_models.collective defines it."""
@@ -87,7 +94,11 @@ class Pricer:
         """(forward, backward) of one reshard step of the whole tensor `meta`: collective plus local copies."""
         num_bytes = meta.num_bytes * step.fraction
         forward = self.collective_seconds(step.forward, step.axis, num_bytes) if step.forward else 0.0
-        backward = self.collective_seconds(step.backward, step.axis, num_bytes) if step.backward and meta.requires_grad else 0.0
+        backward = (
+            self.collective_seconds(step.backward, step.axis, num_bytes)
+            if step.backward and meta.requires_grad
+            else 0.0
+        )
         copies = self.memory_seconds(2 * num_bytes) if (step.source.kind, step.target.kind) != ("R", "Rp") else 0.0
         return forward + copies, backward + (copies if meta.requires_grad else 0.0)
 
@@ -98,7 +109,9 @@ class Pricer:
         path = steps(source, target, self.mesh.sizes)
         return math.inf if path is None else sum(sum(self.step_seconds(step, meta)) for step in path)
 
-    def reshard_matrix(self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta) -> np.ndarray:
+    def reshard_matrix(
+        self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta
+    ) -> np.ndarray:
         """[len(sources), len(targets)] seconds of one forward and backward."""
         key = (sources, targets, meta.num_bytes, meta.requires_grad)
         if key not in self._matrices:
@@ -122,9 +135,13 @@ class Pricer:
             return 0.0, 0.0
         if not any(meta.requires_grad for meta in operator.node.outputs) and not metas_in:
             return 0.0, 0.0
-        bytes_in = sum(num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(metas_in, option.inputs, strict=True))
+        bytes_in = sum(
+            num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(metas_in, option.inputs, strict=True)
+        )
         outputs = operator.node.outputs
-        bytes_out = sum(num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(outputs, option.outputs, strict=True))
+        bytes_out = sum(
+            num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(outputs, option.outputs, strict=True)
+        )
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
             return self._contraction_seconds(operator, option, bytes_in + bytes_out, num_grads)
@@ -132,7 +149,9 @@ class Pricer:
         backward = self.memory_seconds(bytes_in + bytes_out * (1 + num_grads)) if num_grads else 0.0
         return forward, backward
 
-    def _contraction_seconds(self, operator: Operator, option: Option, num_bytes: float, num_grads: int) -> tuple[float, float]:
+    def _contraction_seconds(
+        self, operator: Operator, option: Option, num_bytes: float, num_grads: int
+    ) -> tuple[float, float]:
         rule = operator.rule
         ways = math.prod(
             n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label.split("/")[0] in rule.sizes
@@ -142,7 +161,9 @@ class Pricer:
         name = base_name(operator.node.op)
         if name in ATTENTION:
             forward = compute.seconds(compute.Work("attention", flops, num_bytes, dtype), self.cluster.device)
-            backward = compute.seconds(compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype), self.cluster.device)
+            backward = compute.seconds(
+                compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype), self.cluster.device
+            )
             return forward, backward if num_grads else 0.0
         columns = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
         rows = max(num_local(operator.node.outputs[0], option.outputs[0], self.mesh) // max(columns, 1), 1)

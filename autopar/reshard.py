@@ -133,7 +133,12 @@ def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int
     is_exchange = here.is_shard and goal.is_shard
     fraction = 1.0 / others / (axis_sizes[axis] if is_exchange else 1)
     return Step(
-        axis, here, goal, fraction, _local_sections(current, axis, here, axis_sizes), _local_sections(current, axis, goal, axis_sizes)
+        axis,
+        here,
+        goal,
+        fraction,
+        _local_sections(current, axis, here, axis_sizes),
+        _local_sections(current, axis, goal, axis_sizes),
     )
 
 

@@ -11,12 +11,34 @@ from collections.abc import Mapping
 from autopar.graph import Node, Ref, TensorMeta
 
 VIEWS = frozenset(
-    "view reshape transpose permute unsqueeze squeeze expand slice select split split_with_sizes chunk flatten "
-    "unflatten t detach alias getitem narrow unbind _unsafe_view view_as".split()
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "flatten",
+        "unflatten",
+        "t",
+        "detach",
+        "alias",
+        "getitem",
+        "narrow",
+        "unbind",
+        "_unsafe_view",
+        "view_as",
+    ]
 )
 """Operators whose output shares memory with their first input (reshape: when it can)."""
 
-PARTS = frozenset("slice select split split_with_sizes chunk narrow unbind".split())
+PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
 """Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused
 projection); not where the whole is counted already."""
 
@@ -30,7 +52,9 @@ KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
 }  # fmt: skip
 """Input positions kept; None keeps every input that another differentiable input needs."""
 
-KEEPS_OUTPUT = frozenset("softmax log_softmax tanh sigmoid rsqrt sqrt exp relu scaled_dot_product_attention".split())
+KEEPS_OUTPUT = frozenset(
+    ["softmax", "log_softmax", "tanh", "sigmoid", "rsqrt", "sqrt", "exp", "relu", "scaled_dot_product_attention"]
+)
 
 
 def base_name(op: str) -> str:
@@ -38,7 +62,9 @@ def base_name(op: str) -> str:
     return op.split(".")[1].removeprefix("_").removesuffix("_")
 
 
-def saved_tensors(nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], parameters: frozenset[str]) -> dict[str, tuple[Ref, ...]]:
+def saved_tensors(
+    nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], parameters: frozenset[str]
+) -> dict[str, tuple[Ref, ...]]:
     """Per node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs."""
     base: dict[Ref, Ref] = {}
     whole: dict[Ref, Ref] = {}

@@ -20,7 +20,13 @@ FOLD_LIMIT_ELEMENTS = 1 << 26
 _SDPA = "aten.scaled_dot_product_attention.default"
 _NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
 _IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
-_RANDOM = ("aten.dropout.default", "aten.rand.default", "aten.randn.default", "aten.bernoulli.p", "aten.native_dropout.default")
+_RANDOM = (
+    "aten.dropout.default",
+    "aten.rand.default",
+    "aten.randn.default",
+    "aten.bernoulli.p",
+    "aten.native_dropout.default",
+)
 
 
 def simplify(flat: FlatGraph) -> FlatGraph:
@@ -141,7 +147,9 @@ def write_out_constants(flat: FlatGraph) -> None:
         key = (type(number), number, meta)
         if key not in made:
             made[key] = Ref(f"constant_{len(made)}")
-            nodes.append(Node(made[key].node, "aten.full.default", (meta.shape, number), (("dtype", meta.dtype),), (meta,)))
+            nodes.append(
+                Node(made[key].node, "aten.full.default", (meta.shape, number), (("dtype", meta.dtype),), (meta,))
+            )
         renamed[Ref(name)] = made[key]
     flat.nodes = [*nodes, *flat.nodes]
     substitute(flat, renamed)
@@ -220,7 +228,10 @@ def fold_iota_index(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None
         source, indices = node.args
         if not all(isinstance(i, Ref) and i in constants for i in indices) or len(indices) != len(metas[source].shape):
             continue
-        dims = [_iota_dim(constants[i], len(node.meta.shape), size) for i, size in zip(indices, metas[source].shape, strict=True)]
+        dims = [
+            _iota_dim(constants[i], len(node.meta.shape), size)
+            for i, size in zip(indices, metas[source].shape, strict=True)
+        ]
         shape = [1] * len(node.meta.shape)
         for dim, size in zip(dims, metas[source].shape, strict=True):
             if dim is not None:
@@ -238,5 +249,3 @@ def _iota_dim(index: torch.Tensor, rank: int, size: int) -> int | None:
         return None
     dim = long_dims[0] if long_dims else 0
     return rank - index.dim() + dim
-
-

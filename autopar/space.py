@@ -130,8 +130,13 @@ class _Builder:
         micro = self.pricer.training.num_micro_batches
         for node in scope.nodes:
             operator = self.operators[scope.name, node.name]
-            options = self.constraints.allowed_options(scope, operator, self.options[scope.name, node.name], self.pricer.mesh)
-            seconds = [sum(self.pricer.operator_seconds(operator, o)) + self._loss_seconds(scope, node.name, o) for o in options]
+            options = self.constraints.allowed_options(
+                scope, operator, self.options[scope.name, node.name], self.pricer.mesh
+            )
+            seconds = [
+                sum(self.pricer.operator_seconds(operator, o)) + self._loss_seconds(scope, node.name, o)
+                for o in options
+            ]
             usage = [self.pricer.saved_bytes(operator, o, kept.get(node.name, ())) for o in options]
             decision = Decision(("operator", scope.name, node.name, 0), options, tuple(o.outputs for o in options))
             self._add(decision, np.array(seconds) * scope.count * micro, np.array(usage) * scope.count)
@@ -165,7 +170,10 @@ class _Builder:
         self._add(decision, np.array(seconds) * scope.count, np.array(usage) * scope.count)
         if len(self._stages()) > 1 and meta.requires_grad:
             own = [self._zero_stages(meta, o.placements) for o in options]
-            bar = [[0.0 if len(can) == 1 or o.zero == z else np.inf for o, can in zip(options, own, strict=True)] for z in self._stages()]
+            bar = [
+                [0.0 if len(can) == 1 or o.zero == z else np.inf for o, can in zip(options, own, strict=True)]
+                for z in self._stages()
+            ]
             self._add_matrix(self.index["zero", scope.name, "", 0], self.index[decision.key], np.array(bar))
 
     def _zero_stages(self, meta: TensorMeta, placements: Placements) -> tuple[int, ...]:
@@ -263,7 +271,9 @@ class _Builder:
             self._edge(self.scopes[""], ref, target, self.decisions[target].options, micro)
         for position, output in run.carried:
             target = self.index["tensor", layer.name, run.layer.inputs[position][0], 0]
-            self._edge(layer, run.layer.outputs[output], target, self.decisions[target].options, len(run.instances) * micro)
+            self._edge(
+                layer, run.layer.outputs[output], target, self.decisions[target].options, len(run.instances) * micro
+            )
 
     def source(self, scope: Scope, ref: Ref) -> tuple[int, int]:
         """(decision, output index) that says where `ref` lies when it is used."""
@@ -301,4 +311,3 @@ class _Builder:
 
     def _add_matrix(self, a: int, b: int, matrix: np.ndarray) -> None:
         self.edges[a, b] = self.edges[a, b] + matrix if (a, b) in self.edges else matrix
-

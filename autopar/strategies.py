@@ -119,9 +119,7 @@ def _rule(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bool]:
 
 def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     """Every combination of one AxisOption per axis whose shards are all of equal size."""
-    per_axis = [
-        _axis_choices(operator, axis, size) for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
-    ]
+    per_axis = [_axis_choices(operator, axis, size) for axis, size in zip(mesh.axes, mesh.sizes, strict=True)]
     shapes_in = [meta.shape for meta in operator.inputs]
     shapes_out = [meta.shape for meta in operator.node.outputs]
     found = []
@@ -159,7 +157,10 @@ def _spread(graph: Graph, scopes: tuple[Scope, ...], marks: dict[tuple[str, Ref]
         if not isinstance(piece, LayerRun):
             continue
         scope = by_name[piece.layer.name]
-        pairs = [((scope.name, Ref(formal)), ("", arg)) for (formal, _), arg in zip(piece.layer.inputs, piece.args, strict=True)]
+        pairs = [
+            ((scope.name, Ref(formal)), ("", arg))
+            for (formal, _), arg in zip(piece.layer.inputs, piece.args, strict=True)
+        ]
         pairs += [((scope.name, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(piece.layer.outputs)]
         for here, there in pairs:
             both = marks.get(here, set()) | marks.get(there, set())
@@ -255,9 +256,7 @@ def _mark_sections(
                 marks.setdefault((scope, ref), set()).add(placement)
 
 
-def placement_choices(
-    meta: TensorMeta, offered: Iterable[Placements], mesh: Mesh
-) -> tuple[Placements, ...]:
+def placement_choices(meta: TensorMeta, offered: Iterable[Placements], mesh: Mesh) -> tuple[Placements, ...]:
     """All combinations of the per-axis placements seen in `offered` that divide, in a fixed order."""
     per_axis: list[list[Placement]] = []
     for axis in range(len(mesh.axes)):

@@ -8,9 +8,9 @@ needs neither the memory of a 175B model nor touches the user's modules. Runs of
 from __future__ import annotations
 
 import contextlib
-import io
 import copy
 import inspect
+import io
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -63,9 +63,7 @@ def trace(
             raise
         graph = None
     if graph is None:  # the model counts its blocks itself: trace all of them
-        return trace(
-            model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, full_depth=True
-        )
+        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, full_depth=True)
     return graph
 
 
@@ -149,7 +147,9 @@ def _num_targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return 1
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return -1
     return max(len(required) - 1, 0)

@@ -142,7 +142,9 @@ def _rotated(batch: Mapping[str, Any], rows: int, shift: int) -> dict[str, Any]:
     return {name: rotate(value) for name, value in batch.items()}
 
 
-def _compare(compiled: CompiledProgram, batches: list[dict[str, Any]], max_grad_norm: float | None, seed: int) -> VerifyReport | None:
+def _compare(
+    compiled: CompiledProgram, batches: list[dict[str, Any]], max_grad_norm: float | None, seed: int
+) -> VerifyReport | None:
     """On every rank: run the program; rank 0 also runs the references and returns the report."""
     step = compiled.build(max_grad_norm=max_grad_norm, seed=seed)
     is_first = dist.get_rank() == 0
@@ -213,7 +215,11 @@ class _Reference:
             return _LossModule(model, self.loss_fn, tuple(batch))(**batch)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.model.named_parameters() if p.requires_grad}
+        return {
+            n: p.grad if p.grad is not None else torch.zeros_like(p)
+            for n, p in self.model.named_parameters()
+            if p.requires_grad
+        }
 
     def round_off(self, batch: Mapping[str, Any]) -> dict[str, tuple[bool, torch.Tensor]]:
         """Per parameter: whether its fp32 gradient is round-off as a whole, and which elements have no right digit."""

@@ -96,7 +96,13 @@ def main() -> int:
         try:
             report = run(case)
             good = report.ok(TOLERANCE)
-            figures = (report.mesh, report.loss, report.largest_gradient, report.largest_parameter, "; ".join(report.round_off))
+            figures = (
+                report.mesh,
+                report.loss,
+                report.largest_gradient,
+                report.largest_parameter,
+                "; ".join(report.round_off),
+            )
         except Exception as error:
             good, figures = False, (type(error).__name__, float("nan"), float("nan"), float("nan"), str(error)[-200:])
         failed += not good
@@ -107,7 +113,9 @@ def main() -> int:
             flush=True,
         )
     worst = [max((row[i] for row in rows if row[i] == row[i]), default=0.0) for i in (3, 4, 5)]
-    print(f"\n{len(rows)} runs, {failed} beyond {TOLERANCE}; worst loss {worst[0]:.2e}, gradient {worst[1]:.2e}, parameter {worst[2]:.2e}")
+    print(
+        f"\n{len(rows)} runs, {failed} beyond {TOLERANCE}; worst loss {worst[0]:.2e}, gradient {worst[1]:.2e}, parameter {worst[2]:.2e}"
+    )
     left_out = sorted({part for row in rows for part in row[6].split("; ") if part and row[1]})
     print(f"pure round-off, left out by the rule in autopar/verify.py: {', '.join(left_out) or 'nothing'}")
     if options.csv:
@@ -121,7 +129,9 @@ def _write(rows: list[tuple[Any, ...]]) -> None:
     with RESULTS.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow(["date", "torch", "case", "mesh", "ok", "loss_error", "gradient_error", "parameter_error", "round_off"])
+            writer.writerow(
+                ["date", "torch", "case", "mesh", "ok", "loss_error", "gradient_error", "parameter_error", "round_off"]
+            )
         today = datetime.date.today().isoformat()
         for case, good, mesh, loss, gradient, parameter, round_off in rows:
             figures = [f"{loss:.2e}", f"{gradient:.2e}", f"{parameter:.2e}"]

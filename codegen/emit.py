@@ -71,7 +71,9 @@ def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
 
 def _called(program: Program, namespace: str) -> set[str]:
     statements = [s for cls in (*program.layers, program.root) for s in cls.body] + list(program.count_targets)
-    return {s.target.removeprefix(namespace) for s in statements if isinstance(s, Call) and s.target.startswith(namespace)}
+    return {
+        s.target.removeprefix(namespace) for s in statements if isinstance(s, Call) and s.target.startswith(namespace)
+    }
 
 
 def _layout(layout: Layout) -> str:
@@ -113,7 +115,9 @@ def _root_class(program: Program) -> str:
     if program.count_targets:
         lines += ["", f"    def count_targets({', '.join(('self', *cls.inputs))}):"]
         lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
-        lines += _indent(_axes(program, program.count_targets, ()) + _statements(program.count_targets, program.target_counts))
+        lines += _indent(
+            _axes(program, program.count_targets, ()) + _statements(program.count_targets, program.target_counts)
+        )
         lines += [f"        return [{', '.join(program.target_counts)}]"]
     return "\n".join(lines)
 

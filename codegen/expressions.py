@@ -21,10 +21,64 @@ INFIX: Mapping[str, str] = {
 }  # fmt: skip
 
 METHODS = frozenset(
-    "view reshape transpose.int permute unsqueeze squeeze expand contiguous mean sum rsqrt sqrt tanh sigmoid neg cos sin exp "
-    "log abs softmax.int log_softmax.int cumsum masked_fill clamp clamp_min clamp_max split split_with_sizes chunk flatten "
-    "unflatten t clone detach amax amin argmax unbind repeat index_select gather movedim type_as repeat_interleave tril triu "
-    "new_zeros new_ones new_full expand_as view_as var std bitwise_not logical_not".split()
+    [
+        "view",
+        "reshape",
+        "transpose.int",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "contiguous",
+        "mean",
+        "sum",
+        "rsqrt",
+        "sqrt",
+        "tanh",
+        "sigmoid",
+        "neg",
+        "cos",
+        "sin",
+        "exp",
+        "log",
+        "abs",
+        "softmax.int",
+        "log_softmax.int",
+        "cumsum",
+        "masked_fill",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "flatten",
+        "unflatten",
+        "t",
+        "clone",
+        "detach",
+        "amax",
+        "amin",
+        "argmax",
+        "unbind",
+        "repeat",
+        "index_select",
+        "gather",
+        "movedim",
+        "type_as",
+        "repeat_interleave",
+        "tril",
+        "triu",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "expand_as",
+        "view_as",
+        "var",
+        "std",
+        "bitwise_not",
+        "logical_not",
+    ]
 )
 """`x.name(rest)`; with an overload where only that one is the method."""
 
@@ -55,7 +109,9 @@ def expression(call: Call) -> str:
     elif call.target.startswith("self."):
         text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith("kernels."):
-        text = _function(KERNELS[call.target.removeprefix("kernels.")], [literal(a) for a in call.args], dict(call.kwargs))
+        text = _function(
+            KERNELS[call.target.removeprefix("kernels.")], [literal(a) for a in call.args], dict(call.kwargs)
+        )
     elif call.target.startswith("runtime."):
         text = _function(call.target.removeprefix("runtime."), [literal(a) for a in call.args], dict(call.kwargs))
     else:
@@ -199,7 +255,11 @@ def _reduce(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
     if dims is None:
         return None
     single = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
-    return _function(f"{_atom(args[0])}.{call.target.split('.')[1]}", [literal(single)], ({"keepdim": True} if keeps else {}) | kwargs)
+    return _function(
+        f"{_atom(args[0])}.{call.target.split('.')[1]}",
+        [literal(single)],
+        ({"keepdim": True} if keeps else {}) | kwargs,
+    )
 
 
 def _neg(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:

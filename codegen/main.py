@@ -89,7 +89,7 @@ def main():
     step.load(initial_value)
     if options.checkpoint and options.checkpoint.exists():
         checkpoint.load(step, options.checkpoint)
-    data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() if options.data else None
+    data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() % VOCABULARY if options.data else None
     source = batches(step.num_samples, data)
     for _ in range(options.steps):
         started = time.perf_counter()
@@ -119,11 +119,5 @@ def emit_main(program: Program) -> str:
         axes=program.axes,
         sizes=program.axis_sizes,
         precision=program.precision,
-        vocabulary=_vocabulary(program),
+        vocabulary=program.vocabulary,
     )
-
-
-def _vocabulary(program: Program) -> int:
-    """A number that integer inputs may stay below: rows of the smallest table that looks like a vocabulary."""
-    tables = [spec.shape[0] for name, spec in program.root.parameters.items() if "emb" in name or "wte" in name]
-    return min([*tables, 256])

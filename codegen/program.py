@@ -134,7 +134,8 @@ class Program:
     """Everything that is emitted.
 
     count_targets: statements that compute, from the batch, this rank's number of valid targets per cross-entropy; its
-    outputs are those variables. inputs: the batch's specs at the global micro-batch size.
+    outputs are those variables. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs
+    stay below it.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Program:
     count_targets: tuple[Statement, ...] = ()
     target_counts: tuple[str, ...] = ()
     step_seconds: float = 0.0
+    vocabulary: int = 2
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.planner import SearchResult
 from autopar.plan import Plan
+from autopar.planner import SearchResult
 from autopar.units import seconds_text
 
 HIDDEN = "hidden communication"

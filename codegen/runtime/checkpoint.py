@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -53,7 +55,37 @@ class Piece:
 
 
 def save(step: Step, directory: str | Path) -> None:
-    """Write parameters, buffers, optimiser state, step counter, data position and seed. Collective."""
+    """Write parameters, buffers, optimiser state, step counter, data position and seed. Collective.
+
+    The folder is complete or absent: it is written beside its place and renamed, after an older one has been moved
+    aside; a crash between the two leaves the older one where `load` finds it.
+    """
+    final = Path(directory)
+    fresh, old = final.with_name(f".{final.name}.partial"), _moved_aside(final)
+    if step.mesh.rank == 0:
+        shutil.rmtree(fresh, ignore_errors=True)
+    _wait(step)
+    _write(step, fresh)
+    _wait(step)
+    if step.mesh.rank == 0:
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        fresh.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    _wait(step)
+
+
+def _moved_aside(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.old")
+
+
+def _wait(step: Step) -> None:
+    if step.mesh.world_size > 1:
+        dist.barrier(step.mesh.world.group)
+
+
+def _write(step: Step, directory: Path) -> None:
     pieces = list(_model_pieces(step))
     plain: dict[str, Any] = {}
     for entry, parameter in _optimized(step):
@@ -78,6 +110,9 @@ def load(step: Step, directory: str | Path) -> None:
 
     Raises KeyError if the checkpoint lacks a tensor of the model, ValueError if one has another shape.
     """
+    directory = Path(directory)
+    if not directory.exists() and _moved_aside(directory).exists():
+        directory = _moved_aside(directory)
     metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
     pieces = list(_model_pieces(step))
     plain: dict[str, Any] = {_GROUPS: None, _PROGRESS: None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,12 +19,13 @@ from autopar.trace import trace
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
 
-@lru_cache(maxsize=None)
+
+@cache
 def deep(name: str) -> Example:
     return EXAMPLES[name](layers=5)
 
 
-@lru_cache(maxsize=None)
+@cache
 def deep_graph(name: str, full_depth: bool = False) -> Graph:
     example = deep(name)
     return trace(example.model, example.inputs, example.loss_fn, full_depth=full_depth)

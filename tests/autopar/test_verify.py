@@ -23,7 +23,12 @@ TOLERANCE = 1e-5
 def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
     example = EXAMPLES[name](dropout=dropout)
     report = autopar.verify(
-        example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, constraints=constraints, **options
+        example.model,
+        cluster,
+        example_inputs=example.inputs,
+        loss_fn=example.loss_fn,
+        constraints=constraints,
+        **options,
     )
     assert report.gradients and report.parameters
     assert report.ok(TOLERANCE), str(report)
@@ -54,7 +59,9 @@ def test_free_choice_on_the_generic_cpu():
 def test_random_plans_are_right(seed, monkeypatch):
     """Compute and resharding priced at random: plans that no sensible cost model would choose."""
     drawn = random.Random(seed)
-    monkeypatch.setattr(Pricer, "operator_seconds", lambda self, op, option: (_noise(seed, op.node.name, option.labels), 0.0))
+    monkeypatch.setattr(
+        Pricer, "operator_seconds", lambda self, op, option: (_noise(seed, op.node.name, option.labels), 0.0)
+    )
     seconds = Pricer.reshard_seconds
 
     def noisy(self, source, target, meta):
@@ -77,7 +84,9 @@ def test_uneven_targets_over_ranks_and_micro_batches():
     labels[:3] = -100
     labels[5, 4:] = -100
     inputs = {**example.inputs, "labels": labels}
-    report = autopar.verify(example.model, IDEAL, example_inputs=inputs, constraints={"dp": 2, "tp": 2, "micro_batches": 4})
+    report = autopar.verify(
+        example.model, IDEAL, example_inputs=inputs, constraints={"dp": 2, "tp": 2, "micro_batches": 4}
+    )
     assert report.ok(TOLERANCE), str(report)
 
 

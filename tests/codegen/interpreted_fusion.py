@@ -1,4 +1,4 @@
-"""A fused program whose Triton kernels run in Triton's interpreter, against the eager model; exits with 1 if it differs.
+"""A fused program whose kernels run in Triton's interpreter, against the eager model; exits with 1 if it differs.
 
 Run by test_fusion.py with TRITON_INTERPRET=1 in a process of its own.
 """

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import autopar
 from autopar.errors import ConstraintError
@@ -57,8 +56,12 @@ class Body:
         self.statements.append(statement)
         return self
 
-    def rms_norm(self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1) -> Body:
-        self.call("power", "aten.pow.Tensor_Scalar", x, 2).call("mean", "aten.mean.dim", "power", dims, True, divisor=by)
+    def rms_norm(
+        self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1
+    ) -> Body:
+        self.call("power", "aten.pow.Tensor_Scalar", x, 2).call(
+            "mean", "aten.mean.dim", "power", dims, True, divisor=by
+        )
         self.call("shifted", "aten.add.Tensor", "mean", eps).call("rsqrt", "aten.rsqrt.default", "shifted")
         return self.call("mul", "aten.mul.Tensor", x, "rsqrt").call("y", "aten.mul.Tensor", weight, "mul")
 
@@ -179,19 +182,12 @@ def test_sharded_normalised_dim_stays():
 
 @pytest.mark.parametrize("position", range(1, 6))
 def test_reshards_between_stay(position):
-    """Whatever the kernel would have to reach across, intermediates or what it reads."""
+    """Of intermediates, and of x under its own name: the fused call stands last and would read another x."""
     produced = ["power", "mean", "shifted", "rsqrt", "mul"][position - 1]
     for name in (produced, "x"):
         body = Body().rms_norm()
         body.statements.insert(position, Reshard("tp", "all_gather", Var(name), (("dim", 1),), name, "S(1) -> R"))
-        assert is_left_alone(body) or (name == "x" and position == 5), f"{name} is resharded"
-
-
-def test_input_overwritten_before_the_last_call_stays():
-    """The fused call stands last: it would read another x."""
-    body = Body().rms_norm()
-    body.statements.insert(5, Reshard("tp", "all_gather", Var("x"), (("dim", 1),), "x", "S(1) -> R"))
-    assert is_left_alone(body, "y", "x")
+        assert is_left_alone(body), f"{name} is resharded"
 
 
 @pytest.mark.parametrize(
@@ -217,10 +213,10 @@ def test_what_the_kernels_are_not_for_stays(body):
 # --- cross-entropy ----------------------------------------------------------------------------------------------------
 
 
-def loss_body(target: torch.Tensor, widens: bool = False, num_targets: object = None, **options: object) -> Body:
+def loss_body(target: torch.Tensor, count: torch.Tensor, widens: bool = False, **options: object) -> Body:
     body = Body({"logits": torch.bfloat16 if widens else torch.float32}, logits=(2, 3, 7))
     body.values["target"] = body.known["target"] = target
-    body.values["num_targets"] = body.known["num_targets"] = num_targets
+    body.values["num_targets"] = body.known["num_targets"] = count[None]
     if widens:
         body.call("logits", "aten.to.dtype", "logits", torch.float32)
     body.call("logits", "aten.view.default", "logits", (-1, 7))
@@ -236,8 +232,7 @@ def test_cross_entropy_also_without_any_target(widens, ignored, count, num_micro
     """Counts of all ranks, per micro-batch on average; with none the loss is 0, as the runtime's is."""
     target = torch.tensor([0, 6, 3, 3, 1, 5])
     target[:ignored] = -100
-    body = loss_body(target, widens)
-    body.values["num_targets"] = count[None]
+    body = loss_body(target, count, widens)
     fused = fuse(body.program(num_micro_batches=num_micro_batches))
     assert targets(fused) == ["aten.view.default", "kernels.cross_entropy", "aten.sum.default", "aten.div.Tensor"]
     found = []
@@ -256,7 +251,7 @@ def test_cross_entropy_also_without_any_target(widens, ignored, count, num_micro
 
 def test_cross_entropy_keeps_its_ignored_class_and_sums_without_a_count():
     target = torch.tensor([0, 2, 2, 3, 1, 5])
-    body = loss_body(target, ignore_index=2)
+    body = loss_body(target, torch.tensor(4), ignore_index=2)
     body.statements[-1] = replace(body.statements[-1], args=(Var("logits"), Var("target"), Raw("1.0")))
     fused = fuse(body.program())
     assert targets(fused)[1:] == ["kernels.cross_entropy", "aten.sum.default"]
@@ -266,13 +261,12 @@ def test_cross_entropy_keeps_its_ignored_class_and_sums_without_a_count():
 
 @pytest.mark.parametrize("options", [{"vocab_axis": Raw("None")}, {"label_smoothing": 0.1}])
 def test_cross_entropy_with_what_the_kernel_lacks_stays(options):
-    assert is_left_alone(loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), num_targets=[6], **options))
+    assert is_left_alone(loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), torch.tensor(6), **options))
 
 
 def test_both_cross_entropies_in_one_file():
-    body = loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), num_targets=[6])
-    smoothed = replace(body.statements[-1], kwargs=(("label_smoothing", 0.1),), results=("z",))
-    body.statements.append(smoothed)
+    body = loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), torch.tensor(6))
+    body.statements.append(replace(body.statements[-1], kwargs=(("label_smoothing", 0.1),), results=("z",)))
     source = emit_model(fuse(body.program("y", "z")))
     assert "from .kernels.cross_entropy import cross_entropy as token_losses" in source
     assert "from .runtime.cross_entropy import cross_entropy" in source
@@ -285,9 +279,7 @@ def test_both_cross_entropies_in_one_file():
 
 def compiled(name: str, cluster: str = "1 cpu", **options: object):
     example = EXAMPLES[name]()
-    return autopar.compile(
-        example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, **options
-    )
+    return autopar.compile(example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, **options)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -310,12 +302,14 @@ def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precisio
 
 def test_fused_llama_as_written(golden):
     constraints = {"dp": 2, "tp": 2, "parameters": {"*.gate_proj.weight": {"tp": "S(0)"}}}
-    golden("programs/llama_dp2_tp2_fused.py.txt", compiled("llama", IDEAL, constraints=constraints, kernels="on").source)
+    golden(
+        "programs/llama_dp2_tp2_fused.py.txt", compiled("llama", IDEAL, constraints=constraints, kernels="on").source
+    )
 
 
 def test_when_kernels_are_used():
     def fused(cluster: str, **options: object) -> bool:
-        return "rms_norm(" in compiled("llama", cluster, **options).source
+        return "rms_norm(" in compiled("llama", cluster, constraints={"dp": 2}, **options).source
 
     assert not fused("2 cpu") and fused("2 h100-sxm")
     assert fused("2 cpu", kernels="on") and not fused("2 h100-sxm", kernels="off")
@@ -346,7 +340,7 @@ def test_fused_programs_train_like_the_model(name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [2, 3])  # plans with sharded means, of which some patterns are left whole
 def test_fused_random_plans_train_like_the_model(seed, monkeypatch):
     """Operators priced at random: also plans that shard the normalised dim or reshard within a pattern."""
 
@@ -363,7 +357,12 @@ def test_fused_bf16_is_near_fp32(name):
     """There is no exact reference in bf16: a sharded sum rounds elsewhere. The loss is compared with the fp32 model."""
     example = EXAMPLES[name]()
     report = autopar.verify(
-        example.model, IDEAL, example_inputs=example.inputs, precision="bf16", kernels="on", constraints={"dp": 2, "tp": 2}
+        example.model,
+        IDEAL,
+        example_inputs=example.inputs,
+        precision="bf16",
+        kernels="on",
+        constraints={"dp": 2, "tp": 2},
     )
     assert report.loss <= 2e-2, str(report)
 

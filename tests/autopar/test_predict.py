@@ -1,0 +1,41 @@
+"""A prediction tells apart what the search added up: the sums must be equal, for any choices and not only the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.predict import predict
+from search.problem import evaluate
+from tests.autopar.planning import setting
+
+SETTINGS = [("llama", "dp2 x tp2", 1), ("llama", "dp2 x tp2", 4), ("gpt2", "dp2 x tp2", 2), ("bert", "tp4", 1), ("nanogpt", "dp4", 2)]
+
+
+@pytest.mark.parametrize(("name", "mesh", "micro_batches"), SETTINGS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_seconds_and_bytes_add_up_to_the_searchs(name: str, mesh: str, micro_batches: int, seed: int) -> None:
+    it = setting(name, mesh, micro_batches)
+    chosen, choices = it.choices(seed)
+    seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
+    prediction = predict(it.graph, it.operators, it.pricer, choices)
+    assert prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
+    kept = {kind: value for kind, value in prediction.num_bytes.items() if kind not in ("transient", "workspace")}
+    assert sum(kept.values()) == pytest.approx(num_bytes, rel=1e-9)
+
+
+def test_random_choices_differ_from_the_best() -> None:
+    """So that the test above looks at more than one plan."""
+    it = setting("llama", "dp2 x tp2")
+    costs = [evaluate(it.space.problem, it.choices(seed)[0])[0] for seed in range(3)]
+    assert len(set(costs)) == 3 and min(costs) == costs[0]
+
+
+def test_weights_gradients_and_state_of_plain_data_parallelism() -> None:
+    """16 bytes per parameter in fp32 with AdamW, whatever the layers."""
+    it = setting("gpt2", "single")
+    _, choices = it.choices(0)
+    prediction = predict(it.graph, it.operators, it.pricer, choices)
+    trained = sum(p.meta.numel for p in it.graph.parameters if not p.is_buffer)
+    found = {kind: prediction.num_bytes[kind] for kind in ("parameters", "gradients", "optimizer state")}
+    assert found == {"parameters": 4 * trained, "gradients": 4 * trained, "optimizer state": 8 * trained}
+    assert not any(" dp" in kind or " tp" in kind for kind, value in prediction.seconds.items() if value)
