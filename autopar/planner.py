@@ -294,10 +294,14 @@ def _nothing_fits(request: Request, failures: list[Failure]) -> InfeasibleError:
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:
-    """A cluster on which every rank would do all of the work is an error, unless the user pinned its mesh."""
+    """A cluster whose size divides neither the batch nor any dim of the model, so that every rank would do all of the work.
+
+    Where it could be divided but communication would cost more (a tiny model), the plan stands and says so itself.
+    """
     options = best.choices.operators.values()
     is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
-    if is_split or not best.plan.mesh.axes or request.constraints.degrees:
+    can_split = any(mesh.size("dp") > 1 for mesh in meshes(request))
+    if is_split or can_split or not best.plan.mesh.axes or request.constraints.degrees:
         return
     rows, devices = request.global_batch_size, request.cluster.num_devices
     raise InfeasibleError(
