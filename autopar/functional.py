@@ -1,7 +1,7 @@
 """In-place calls -> functional ones, for the flat graph that a trace makes (its IR is not functional).
 
-`x.add_(y)` becomes `add(x, y)` with later uses of x renamed. A write to a view also reaches the tensor that it is a view
-of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.
+`x.add_(y)` becomes `add(x, y)` with later uses of x renamed. A write to a view also reaches the tensor that it is a
+view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ class _Functionaliser:
             row = replace(meta, shape=(*meta.shape[:dim], 1, *meta.shape[dim + 1 :]))
             value = self.add(write, "aten.unsqueeze.default", (value, dim), row)
             return self.joined(write, value, source, meta, dim, index, index + 1)
-        dim, start, end, step = (*arguments, *(0, None, None, 1)[len(arguments) :])
-        if name == "slice" and step == 1:
+        defaults: tuple[Any, ...] = (0, None, None, 1)
+        if name == "slice" and (*arguments, *defaults[len(arguments) :])[3] == 1:
+            dim, start, end = (*arguments, *defaults[len(arguments) :])[:3]
             start, end, _ = slice(start, end).indices(meta.shape[dim])
             return self.joined(write, value, source, meta, dim % len(meta.shape), start, end)
         raise TraceError(

@@ -41,7 +41,7 @@ def run_ranks(
     Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word or
     does not answer in time. No process is left behind.
     """
-    context = mp.get_context("fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn")
+    context: Any = mp.get_context("fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="autopar_ranks_") as folder:
         store = str(Path(folder) / "store")

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from autopar.depth import Truncation
 from autopar.errors import TraceError
 from autopar.fx_import import FlatGraph
@@ -36,7 +34,7 @@ class _Segment:
 
 
 def fold_layers(
-    flat: FlatGraph, inputs: tuple[Input, ...], model: nn.Module, cuts: tuple[Truncation, ...], batch_size: int
+    flat: FlatGraph, inputs: tuple[Input, ...], cuts: tuple[Truncation, ...], batch_size: int
 ) -> Graph:
     """The Graph of `flat`, with lists that were traced at reduced depth extended to their full length.
 
@@ -48,9 +46,9 @@ def fold_layers(
     for path, nodes in _split(flat.nodes):
         pieces += [_segment(path, nodes, flat, metas, used_outside)] if path else nodes
     body, renamed = _fold(pieces, flat, metas)
-    body, parameters = _extend(body, flat, model, cuts)
+    whole, parameters = _extend(body, flat, cuts)
     loss = renamed.get(flat.loss, flat.loss)
-    return Graph(flat.classes[""], inputs, parameters, body, loss, batch_size, tuple(flat.notes))
+    return Graph(flat.classes[""], inputs, parameters, whole, loss, batch_size, tuple(flat.notes))
 
 
 def layer_path(module: str) -> str:
@@ -258,7 +256,7 @@ def _layer_parameters(path: str, nodes: tuple[Node, ...], flat: FlatGraph) -> tu
 
 
 def _extend(
-    body: list[Node | LayerRun], flat: FlatGraph, model: nn.Module, cuts: tuple[Truncation, ...]
+    body: list[Node | LayerRun], flat: FlatGraph, cuts: tuple[Truncation, ...]
 ) -> tuple[tuple[Node | LayerRun, ...], tuple[Parameter, ...]]:
     """Runs of shortened lists get all their instances back, and the graph all its parameters."""
     extended: list[Node | LayerRun] = []

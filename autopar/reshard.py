@@ -26,10 +26,13 @@ import heapq
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from autopar.placement import Placement, Placements, R
 
-_COLLECTIVES: dict[tuple[str, str], tuple[str | None, str | None]] = {
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+_COLLECTIVES: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
     ("R", "Rp"): (None, "all_reduce"),
     ("R", "S"): (None, "all_gather"),
     ("R", "P"): (None, None),
@@ -46,7 +49,7 @@ _COLLECTIVES: dict[tuple[str, str], tuple[str | None, str | None]] = {
 """Forward and backward collective of each step; what is absent needs two steps."""
 
 _STEP_PENALTY = 1e-3
-_WEIGHT = {None: 0.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
+_WEIGHT: dict[Collective | None, float] = {None: 0.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,11 @@ class Step:
     target_sections: int
 
     @property
-    def forward(self) -> str | None:
+    def forward(self) -> Collective | None:
         return _COLLECTIVES[self.source.kind, self.target.kind][0]
 
     @property
-    def backward(self) -> str | None:
+    def backward(self) -> Collective | None:
         return _COLLECTIVES[self.source.kind, self.target.kind][1]
 
 

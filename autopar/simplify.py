@@ -79,14 +79,14 @@ def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
     if len(node.outputs) != 1:
         return False
     source, result = metas[node.args[0]], node.meta
-    same = source.shape == result.shape and source.dtype == result.dtype
+    same = bool(source.shape == result.shape and source.dtype == result.dtype)
     name = node.op.split(".")[1]
     if node.op in _IDENTITY:
         return True
     if name in ("to", "expand", "view", "reshape", "flatten", "type_as", "_to_copy"):
         return same
     if name == "detach":
-        return not source.requires_grad
+        return not bool(source.requires_grad)
     if name == "dropout":
         return node.args[1] == 0.0 or not node.args[2]
     if name in ("add", "sub") and len(node.args) == 2:

@@ -188,10 +188,10 @@ def _follow_batch(
                         factor = _factor_of(rule, dims, mark)
                         if factor is not None and factor[0] not in rule.blocked:
                             found.setdefault((scope.name, node.name), factor)
-                factor = found.get((scope.name, node.name))
-                if factor:
+                batch = found.get((scope.name, node.name))
+                if batch:
                     for index, dims in enumerate(rule.outputs):
-                        placement = find_factor(rule, dims, *factor)
+                        placement = find_factor(rule, dims, *batch)
                         if placement:
                             marks[scope.name, Ref(node.name, index)] = {placement}
         if len(found) == before:
@@ -243,9 +243,9 @@ def _mark_sections(
     wanted: set[tuple[str, int]] = {(factor, 1) for factor in rule.shardable}
     for ref, dims in tensors:
         for mark in marks.get((scope, ref), ()):
-            factor = _factor_of(rule, dims, mark)
-            if factor and factor[0] in rule.shardable:
-                wanted.add(factor)
+            pair = _factor_of(rule, dims, mark)
+            if pair and pair[0] in rule.shardable:
+                wanted.add(pair)
     counts = found.setdefault((scope, node.name), {})
     for factor, sections in wanted:
         if sections > 1:

@@ -1,8 +1,8 @@
 """Model -> Graph: torch.export on a skeleton of the model, then simplification and layer folding.
 
 The skeleton is a deep copy whose parameters and buffers are fake (shapes without memory) on the CPU, so that tracing
-needs neither the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced depth and extended
-(`depth.py`).
+needs neither the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced
+depth and extended (`depth.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _to_graph(
         for name, value in fake_batch.items()
         if isinstance(value, torch.Tensor)
     )
-    return fold_layers(flat, inputs, model, cuts, batch_size or rows)
+    return fold_layers(flat, inputs, cuts, batch_size or rows)
 
 
 class _LossModule(nn.Module):
@@ -242,7 +242,7 @@ def skeleton_of(model: nn.Module, fake: FakeTensorMode, param_dtype: torch.dtype
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     skeleton = copy.deepcopy(model, memo)
     config = getattr(skeleton, "config", None)
-    if hasattr(config, "use_cache"):
+    if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
     return skeleton.train()
 

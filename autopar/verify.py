@@ -122,7 +122,9 @@ def verify_program(
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
     args = (compiled, batches, max_grad_norm, seed)
-    return next(r for r in run_ranks(_compare, args, compiled.plan.mesh.num_ranks) if r is not None)
+    reports = run_ranks(_compare, args, compiled.plan.mesh.num_ranks)
+    report: VerifyReport = next(r for r in reports if r is not None)
+    return report
 
 
 def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -190,8 +192,8 @@ def _compare(
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected|| in fp64; 0 where both vanish."""
-    difference = (found.detach().double().cpu() - expected.detach().double().cpu()).norm().item()
-    size = expected.detach().double().norm().item()
+    difference = float((found.detach().double().cpu() - expected.detach().double().cpu()).norm())
+    size = float(expected.detach().double().norm())
     return difference / size if size > 0 else difference
 
 
@@ -207,12 +209,13 @@ class _Reference:
     def forward_backward(self, batch: Mapping[str, Any]) -> float:
         self.optimizer.zero_grad()
         loss = self._loss(self.model, batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         return float(loss.detach())
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
         with SameDropout(self.seed, self.step):
-            return _LossModule(model, self.loss_fn, tuple(batch))(**batch)
+            loss: torch.Tensor = _LossModule(model, self.loss_fn, tuple(batch))(**batch)
+            return loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {
@@ -226,7 +229,7 @@ class _Reference:
         exact = copy.deepcopy(self.model).double()
         exact.zero_grad()
         wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
-        self._loss(exact, wide).backward()
+        torch.autograd.backward(self._loss(exact, wide))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
         found = {}
         for name, gradient in self.gradients().items():

@@ -219,7 +219,7 @@ def _cross_entropy(call: Call, args: list[str], kwargs: dict[str, Any]) -> str |
     given = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
     given |= dict(zip(names, call.args[2:], strict=False)) | kwargs
     extra = {k: v for k, v in given.items() if v not in (None, -100, 0.0) and k != "reduction"}
-    return _function("F.cross_entropy", args[:2], {**extra, "reduction": REDUCTIONS[given["reduction"]]})
+    return _function("F.cross_entropy", args[:2], {**extra, "reduction": REDUCTIONS[int(given["reduction"] or 0)]})
 
 
 def _pad(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """`make demo`: two small language models learn Python on four processes of this machine, under plans that autopar made.
 
-For each model: measure nothing by hand, plan, print the report, train on the processes, train the same model on one
-process, and show the losses side by side. The generated programs stay in ./autopar_out.
+The machine is measured first. Then, for each model: plan, print the report, train on the processes, train the same
+model on one process, and show the losses side by side. The generated programs stay in ./autopar_out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from autopar.report.render import WIDTH
 from autopar.trainer import Trainer, TrainerConfig, TrainResult
 from autopar.units import count_text, seconds_text
 from examples.models import gpt2, llama
+from cost_models.machine import Cluster
 from examples.text import VOCAB_SIZE, Corpus, standard_library
 
 SHOWN_STEPS = 8
@@ -110,10 +112,14 @@ def main() -> None:
     console.print(f"the demo took {time.perf_counter() - started:.0f} s")
 
 
-def _measured(console: Console, processes: int) -> autopar.cluster.Cluster:
+def _measured(console: Console, processes: int) -> Cluster:
     started = time.perf_counter()
-    with console.status("measuring this machine's CPU, memory and messages between processes ..."):
+    console.print("measuring this machine's CPU and the messages between processes (kept for later runs) ...")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         cluster = autopar.ClusterSpec.detect(processes)
+    for warning in caught:
+        console.print(f"[yellow]note: {warning.message}")
     console.print(f"cluster: {cluster}, measured in {time.perf_counter() - started:.1f} s")
     return cluster
 
@@ -194,7 +200,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8, help="sequences of one step, over all processes")
     parser.add_argument("--seq", type=int, default=128, help="bytes of a sequence")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--out", default="autopar_out", help="where the generated programs go")
     return parser.parse_args()
 

@@ -73,7 +73,9 @@ def test_other_text_is_no_mesh(text: str) -> None:
         Mesh.parse(text)
 
 
-@pytest.mark.parametrize(("axes", "sizes"), [(("dp",), (2, 2)), (("dp", "dp"), (2, 2)), (("dp",), (1,)), (("tp",), (0,))])
+@pytest.mark.parametrize(
+    ("axes", "sizes"), [(("dp",), (2, 2)), (("dp", "dp"), (2, 2)), (("dp",), (1,)), (("tp",), (0,))]
+)
 def test_meshes_with_wrong_axes_are_refused(axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         Mesh(axes, sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,14 @@ from autopar.rules.rule import AxisOption
 from autopar.strategies import Option, options_of
 from tests.autopar.planning import BATCH, setting
 
-SETTINGS = [("llama", "dp2 x tp2"), ("gpt2", "dp2 x tp2"), ("bert", "tp4"), ("nanogpt", "dp4"), ("vit", "tp2"), ("opt", "single")]
+SETTINGS = [
+    ("llama", "dp2 x tp2"),
+    ("gpt2", "dp2 x tp2"),
+    ("bert", "tp4"),
+    ("nanogpt", "dp4"),
+    ("vit", "tp2"),
+    ("opt", "single"),
+]
 
 
 def plan_of(name: str, mesh: str, seed: int) -> Plan:
@@ -125,10 +133,10 @@ def test_broken_files_are_plan_errors(change: Callable[[str], str], says: str) -
     assert says in str(caught.value)
 
 
-def with_layer(**changes: object) -> Plan:
+def with_layer(**changes: dict[str, Any]) -> Plan:
     plan = plan_of("llama", "dp2 x tp2", 0)
     name = "LlamaDecoderLayer"
-    merged = {key: {**getattr(plan.scopes[name], key), **value} for key, value in changes.items()}  # type: ignore[dict-item]
+    merged = {key: {**getattr(plan.scopes[name], key), **value} for key, value in changes.items()}
     return replace(plan, scopes={**plan.scopes, name: replace(plan.scopes[name], **merged)})
 
 
@@ -138,12 +146,15 @@ def with_layer(**changes: object) -> Plan:
         ({"calls": {"linear": ("nonsense", "R")}}, ["linear", "dp=nonsense", "instead"]),
         ({"calls": {"lineal": ("R", "R")}}, ["no call named 'lineal'", "linear"]),
         ({"tensors": {"nothing": (R, R)}}, ["no call named 'nothing'"]),
-        ({"parameters": {"self_attn.q_proj.weight": Stored((R, S(2)))}}, ["cannot be cut", "q_proj", "tp=S(2)", "(512, 512)"]),
+        (
+            {"parameters": {"self_attn.q_proj.weight": Stored((R, S(2)))}},
+            ["cannot be cut", "q_proj", "tp=S(2)", "(512, 512)"],
+        ),
         ({"parameters": {"self_attn.q_proj.weight": Stored((R, S(0)), 3)}}, ["zero=3", "not Rp on dp"]),
         ({"parameters": {"self_attn.r_proj.weight": Stored((R, R))}}, ["r_proj", "not in the model"]),
     ],
 )
-def test_decisions_that_do_not_fit_the_model(changes: dict[str, object], says: list[str]) -> None:
+def test_decisions_that_do_not_fit_the_model(changes: dict[str, Any], says: list[str]) -> None:
     it = setting("llama", "dp2 x tp2")
     with pytest.raises(PlanError) as caught:
         expand(it.graph, it.operators, with_layer(**changes))

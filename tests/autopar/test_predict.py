@@ -8,7 +8,13 @@ from autopar.predict import predict
 from search.problem import evaluate
 from tests.autopar.planning import setting
 
-SETTINGS = [("llama", "dp2 x tp2", 1), ("llama", "dp2 x tp2", 4), ("gpt2", "dp2 x tp2", 2), ("bert", "tp4", 1), ("nanogpt", "dp4", 2)]
+SETTINGS = [
+    ("llama", "dp2 x tp2", 1),
+    ("llama", "dp2 x tp2", 4),
+    ("gpt2", "dp2 x tp2", 2),
+    ("bert", "tp4", 1),
+    ("nanogpt", "dp4", 2),
+]
 
 
 @pytest.mark.parametrize(("name", "mesh", "micro_batches"), SETTINGS)

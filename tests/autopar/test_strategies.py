@@ -88,7 +88,8 @@ def test_hand_written_megatron_plan_expands_to_megatron() -> None:
     }
     tensors = {key: (S(0), R) if key[1].node == "hidden" else value for key, value in best.tensors.items()}
     scopes = compress(it.graph, it.operators, GRID, Choices(best.operators, tensors, parameters))
-    plan = Plan("llama", "4 a100-80g", GRID, BATCH, 1, "fp32", {n: replace(s, calls={}, tensors={}) for n, s in scopes.items()})
+    scopes = {name: replace(scope, calls={}, tensors={}) for name, scope in scopes.items()}
+    plan = Plan("llama", "4 a100-80g", GRID, BATCH, 1, "fp32", scopes)
     choices = expand(it.graph, it.operators, plan)
     outputs = {
         it.operators[key].node.module: option.outputs[0]
