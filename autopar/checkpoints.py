@@ -6,9 +6,11 @@ training can move between one process and many.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ def latest(directory: str | Path | None) -> Path | None:
     return complete[-1] if complete else None
 
 
-def write(directory: str | Path, step: int, save: Callable[[Path], None], is_first: bool, wait: Callable[[], None]) -> Path:
+def write(
+    directory: str | Path, step: int, save: Callable[[Path], None], is_first: bool, wait: Callable[[], None]
+) -> Path:
     """Let `save` write beside its place, and rename when every rank is done. Collective, returns the checkpoint.
 
     is_first: whether this rank does the renaming. wait: a barrier of all ranks.
@@ -70,7 +74,8 @@ def save_plain(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dic
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state |= {"optimizer groups": groups, "progress": progress}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    state_dict_saver.save(state, checkpoint_id=directory, planner=planner, no_dist=True)
+    with _no_process_group():
+        state_dict_saver.save(state, checkpoint_id=directory, planner=planner, no_dist=True)
 
 
 def load_plain(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, int]:
@@ -90,12 +95,20 @@ def load_plain(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Pa
                 state[prefix + key] = optimizer.state[parameter][key] = value
     state |= {"optimizer groups": None, "progress": None}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with torch.no_grad():
+    with torch.no_grad(), _no_process_group():
         state_dict_loader.load(state, checkpoint_id=directory, planner=planner, no_dist=True)
     for group, values in zip(optimizer.param_groups, state["optimizer groups"], strict=True):
         group.update(values)
     progress: dict[str, int] = state["progress"]
     return progress
+
+
+@contextlib.contextmanager
+def _no_process_group() -> Iterator[None]:
+    """torch warns that it is used by one process, as is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:

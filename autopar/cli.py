@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from cost_models.machine import Cluster
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="From a single-GPU PyTorch model to a distributed training program."
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="From a single-GPU PyTorch model to a distributed training program.",
 )
 P = ParamSpec("P")
 
@@ -34,16 +38,26 @@ ClusterText = Annotated[
     str, typer.Option(help='"4x8 h100-sxm", a TOML file, or "detect": what this machine has, measured')
 ]
 Processes = Annotated[int | None, typer.Option(help="processes that share this machine, with --cluster detect")]
-Batch = Annotated[int | None, typer.Option(help="rows of one optimiser step over all ranks [default: the factory's, or 8 per device]")]
+Batch = Annotated[
+    int | None, typer.Option(help="rows of one optimiser step over all ranks [default: the factory's, or 8 per device]")
+]
 Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
 Precision = Annotated[str, typer.Option(help="fp32 or bf16")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="a constraint: tp=2, dp=4, zero=3 or micro_batches=8; may be repeated", metavar="NAME=VALUE")
+    list[str] | None,
+    typer.Option(
+        "--set", help="a constraint: tp=2, dp=4, zero=3 or micro_batches=8; may be repeated", metavar="NAME=VALUE"
+    ),
 ]
 Memory = Annotated[str | None, typer.Option(help='bytes that a rank may use, such as "20GiB"')]
-ConstraintFile = Annotated[str | None, typer.Option("--constraints", help="a YAML or TOML file of constraints", metavar="FILE")]
+ConstraintFile = Annotated[
+    str | None, typer.Option("--constraints", help="a YAML or TOML file of constraints", metavar="FILE")
+]
 Options = Annotated[
-    list[str] | None, typer.Option("--option", "-o", help="an argument of the factory or field of the configuration", metavar="NAME=VALUE")
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", help="an argument of the factory or field of the configuration", metavar="NAME=VALUE"
+    ),
 ]
 
 
@@ -60,7 +74,9 @@ def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except AutoparError as error:
-            Console(stderr=True, soft_wrap=True, highlight=False).print("[bold red]error[/]", str(error).replace("[", "\\["), sep=": ")
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                "[bold red]error[/]", str(error).replace("[", "\\["), sep=": "
+            )
             raise typer.Exit(2) from None
 
     return wrapped
@@ -80,7 +96,9 @@ def plan(
     constraints: ConstraintFile = None,
     option: Options = None,
     out: Annotated[str | None, typer.Option(help="write the plan to this YAML file", metavar="FILE")] = None,
-    code: Annotated[str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")] = None,
+    code: Annotated[
+        str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
+    ] = None,
 ) -> None:
     """Choose the fastest plan that fits, and explain it."""
     spec = _cluster(cluster, processes)
@@ -98,7 +116,9 @@ def plan(
 @without_traceback
 def report(
     source: Annotated[str, typer.Argument(help="a plan file, or a model", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="the model of the plan file: explains every layer, priced anew")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="the model of the plan file: explains every layer, priced anew")
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="as in plan; the plan file's own by default")] = None,
     processes: Processes = None,
     batch: Batch = None,
@@ -126,7 +146,9 @@ def report(
             _console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
-    spec = _cluster(cluster or given.cluster, processes)
+    spec = _cluster(
+        cluster or ("detect" if "measured" in given.cluster else given.cluster), processes or given.mesh.num_ranks
+    )
     job = _job(model, spec, batch or given.global_batch_size, seq, option, meta=True)
     _print_report(_compile(job, spec, None, precision or given.precision, limits, given))
 
@@ -178,10 +200,14 @@ def train(
     constraints: ConstraintFile = None,
     option: Options = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
-    data: Annotated[str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="optimiser steps [default: 100]")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="AdamW's learning rate [default: 0.001]")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="folder to write checkpoints to and to resume from", metavar="FOLDER")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="folder to write checkpoints to and to resume from", metavar="FOLDER")
+    ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
     single: Annotated[bool, typer.Option("--single", help="train the plain model on this process")] = False,
 ) -> None:
@@ -237,7 +263,9 @@ def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, s
         return TrainerConfig.from_mapping(flags), source, None, None
     fields = read_mapping(source)
     if "model" not in fields:
-        raise ConstraintError(f"{source} names no model", alternatives="model: module:factory or hf:path/to/config.json")
+        raise ConstraintError(
+            f"{source} names no model", alternatives="model: module:factory or hf:path/to/config.json"
+        )
     name, data, length = (fields.pop(key, None) for key in ("model", "data", "sequence_length"))
     return TrainerConfig.from_mapping(fields | flags, source), str(name), data, length
 
@@ -249,25 +277,33 @@ def _training_job(
     import dataclasses
 
     from autopar import training
+    from autopar.cluster import as_cluster
 
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
     if config.auto_parallel and not training.under_launcher():
-        config = dataclasses.replace(config, cluster=training.resolve_cluster(config.cluster, config.num_processes))
-        num_devices = training.resolve_cluster(config.cluster).num_devices
+        spec = as_cluster(config.cluster) if config.cluster != "detect" else _cluster("detect", config.num_processes)
+        config, num_devices = dataclasses.replace(config, cluster=spec), spec.num_devices
     return _job_of(name, num_devices, config.global_batch_size, seq, option, meta=False), config
 
 
 def _cluster(text: str, processes: int | None) -> Cluster:
     from autopar.training import resolve_cluster
 
-    return resolve_cluster(text, processes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec = resolve_cluster(text, processes)
+    for warning in caught:
+        print(f"note: {warning.message}", file=sys.stderr)
+    return spec
 
 
 def _job(model: str, cluster: Cluster, batch: int | None, seq: int | None, option: list[str] | None, meta: bool) -> Job:
     return _job_of(model, cluster.num_devices, batch, seq, option, meta)
 
 
-def _job_of(model: str, num_devices: int, batch: int | None, seq: int | None, option: list[str] | None, meta: bool) -> Job:
+def _job_of(
+    model: str, num_devices: int, batch: int | None, seq: int | None, option: list[str] | None, meta: bool
+) -> Job:
     from autopar.integrations.job import load_job, parse_settings
 
     options = parse_settings(option or (), "--option")

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.choices import expand
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, PlanError
 from autopar.graph import Graph
 from autopar.lower import lower
-from autopar.plan import Plan, expand
+from autopar.plan import Plan
 from autopar.planner import Candidate, Request, SearchResult, is_cpu, price_plan, search_plans
 from autopar.price import Training
 from autopar.strategies import operators_of

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
     """`with LiveBytes() as live:` counts storages that operators (forward, backward, optimiser) make on this thread.
 
     num_bytes: alive now. peak_bytes: the most since the start or the last `reset_peak`. Tensors made before are not
@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs
 from autopar.lowerings import ancestors, lower_call
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placements, R
-from autopar.plan import Choices, Plan
+from autopar.plan import Plan
 from autopar.price import Stored
 from autopar.reshard import Step, steps
 from autopar.rules.localize import local_call

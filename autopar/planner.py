@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.choices import Choices, compress
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph, Ref
 from autopar.lower import bytes_text
 from autopar.mesh import Mesh
-from autopar.plan import Choices, Plan, compress
+from autopar.plan import Plan
 from autopar.predict import predict, transient_bytes
 from autopar.price import Pricer, Training
 from autopar.space import Space, build_space
@@ -28,6 +29,8 @@ from search.problem import InfeasibleError as NothingFits
 from search.problem import Solution
 
 MAX_TRANSIENT_ROUNDS = 4
+BUDGET_ROUNDS = 6
+"""Halvings in looking for the smallest sufficient budget: to 2 % of the way from the budget that failed."""
 
 HIDDEN_FRACTION = 0.5
 """Share of gradient traffic taken to run behind backward on a GPU: an assumption until it is calibrated."""
@@ -61,8 +64,14 @@ class Failure:
     """A mesh and number of micro-batches on which even the leanest plan needs too much. kinds: its bytes by kind."""
 
     num_bytes: float
-    where: str
+    mesh: Mesh
+    num_micro_batches: int
     kinds: Mapping[str, float]
+
+    @property
+    def where(self) -> str:
+        """Such as `dp4, 2 micro-batches`."""
+        return f"{self.mesh}, {self.num_micro_batches} micro-batch{'es' if self.num_micro_batches > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +207,17 @@ def _leanest(
 ) -> Candidate | Failure:
     """The plan that keeps the least, if it fits; else what it would need."""
     space = build_space(graph, operators, pricer, request.constraints, 0.0)
-    where = f"{pricer.mesh}, {count} micro-batch{'es' if count > 1 else ''}"
     try:
         choices = decode(space, solve(space.problem).choices)
     except NothingFits as error:
         if not error.choices:
-            return Failure(math.inf, where, {})
+            return Failure(math.inf, pricer.mesh, count, {})
         choices = decode(space, error.choices)
     candidate = _candidate(graph, operators, pricer, request, count, choices, None)
     needed = candidate.plan.prediction
     if needed.peak_bytes - needed.num_bytes.get("workspace", 0.0) <= usable_bytes(request):
         return candidate
-    return Failure(needed.peak_bytes, where, needed.num_bytes)
+    return Failure(needed.peak_bytes, pricer.mesh, count, needed.num_bytes)
 
 
 def usable_bytes(request: Request) -> float:
@@ -274,7 +282,7 @@ def price_plan(
 
 def _nothing_fits(request: Request, failures: list[Failure]) -> InfeasibleError:
     """The error with the plan that needs the least, by kind."""
-    smallest = min(failures, key=lambda failure: failure.num_bytes)
+    smallest = _tightened(min(failures, key=lambda failure: failure.num_bytes), request)
     if smallest.num_bytes == math.inf:
         return InfeasibleError("no plan exists under these constraints", values="; ".join(f.where for f in failures))
     needed = math.ceil(smallest.num_bytes)
@@ -283,14 +291,35 @@ def _nothing_fits(request: Request, failures: list[Failure]) -> InfeasibleError:
         "no plan fits the memory of one rank",
         values={
             "memory per rank": bytes_text(request.constraints.memory_bytes or request.cluster.device.memory_bytes),
-            "the smallest plan needs": f"{bytes_text(smallest.num_bytes)} ({smallest.where})",
-            "of which": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
+            "smallest that was found to do": f"{bytes_text(smallest.num_bytes)} ({smallest.where})",
+            "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         },
         alternatives=[
-            f"at least {needed} bytes per rank (memory={needed})",
+            f"a budget of {needed} bytes per rank (memory={needed})",
             "more devices, a smaller batch or sequence, or bf16 precision",
         ],
     )
+
+
+def _tightened(failure: Failure, request: Request) -> Failure:
+    """A smaller budget that is enough, with its plan's bytes by kind.
+
+    The plan that keeps the least is not the smallest: transients count too, and they depend on the plan.
+    """
+    if failure.num_bytes == math.inf:
+        return failure
+    mesh, count, low = failure.mesh, failure.num_micro_batches, usable_bytes(request)
+    graph = request.trace(request.global_batch_size // count)
+    operators, pricer = operators_of(graph), pricer_for(request, mesh, count)
+    for _ in range(BUDGET_ROUNDS):
+        middle = math.ceil((low + failure.num_bytes) / 2)
+        trial = replace(request, constraints=replace(request.constraints, memory_bytes=middle))
+        found = _solve(graph, operators, pricer, trial, count)
+        if isinstance(found, Candidate):
+            failure = replace(failure, num_bytes=middle, kinds=found.plan.prediction.num_bytes)
+        else:
+            low = middle
+    return failure
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Ref, TensorMeta
 from autopar.placement import Placements, R
-from autopar.plan import Choices, Prediction
+from autopar.plan import Prediction
 from autopar.price import Pricer
 from autopar.reshard import steps
 from autopar.saved import VIEWS, base_name, saved_tensors

@@ -250,7 +250,8 @@ class Pricer:
                 meta, placements = operator.inputs[position], option.inputs[position]
             total += num_local(meta, placements, self.mesh) * meta.dtype.itemsize
         if any(meta.requires_grad for meta in operator.node.outputs):
-            total += extra_saved_bytes(operator.node, num_local(operator.node.outputs[0], option.outputs[0], self.mesh))
+            local = num_local(operator.node.outputs[0], option.outputs[0], self.mesh)
+            total += extra_saved_bytes(operator.node, operator.inputs, local)
         return total * (1.0 + self.fragmentation)
 
 

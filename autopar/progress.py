@@ -23,7 +23,12 @@ class TrainingProgress:
         self.label, self.steps, self.num_items, self.unit = label, steps, num_items, unit
         self.predicted_seconds, self.log_every = predicted_seconds, log_every
         self.console = Console(quiet=not log_every, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+        )
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.is_bar)
         self.task = self.bar.add_task(label, total=steps, completed=first, figures="")
 
@@ -35,7 +40,9 @@ class TrainingProgress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def advance(self, step: int, loss: float, seconds: float) -> None:

@@ -108,6 +108,17 @@ def _kept(node: Node, metas: Mapping[Ref, TensorMeta]) -> list[Ref]:
     return refs
 
 
-def extra_saved_bytes(node: Node, num_local_outputs: int) -> int:
-    """Bytes kept that are neither inputs nor outputs: dropout's mask (one byte an element)."""
-    return num_local_outputs if base_name(node.op) == "dropout" else 0
+def extra_saved_bytes(node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
+    """Bytes kept that are neither inputs nor outputs; num_local: elements of this rank's result.
+
+    dropout: its mask, one byte an element. Attention with dropout is computed in mathematical form
+    (codegen/runtime/attention.py): probabilities before and after dropout, and the mask.
+    """
+    name = base_name(node.op)
+    if name == "dropout":
+        return num_local
+    if name == "scaled_dot_product_attention" and len(node.args) > 4 and node.args[4]:
+        query, key = inputs[0], inputs[1]
+        probabilities = num_local // query.shape[-1] * key.shape[-2]
+        return probabilities * (2 * query.dtype.itemsize + 1)
+    return 0

@@ -165,8 +165,8 @@ class Trainer:
         """The given factory, or AdamW as configured."""
         import torch
 
-        settings = {"lr": self.config.learning_rate, "weight_decay": self.config.weight_decay}
-        return self.optimizer or functools.partial(torch.optim.AdamW, **settings)
+        rate, decay = self.config.learning_rate, self.config.weight_decay
+        return self.optimizer or functools.partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -180,5 +180,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConstraintError(f"cannot read {path}", values=str(error)) from None
     if not isinstance(data, dict):
-        raise ConstraintError(f"{path} is no configuration", values=type(data).__name__, alternatives="name: value lines")
+        raise ConstraintError(
+            f"{path} is no configuration", values=type(data).__name__, alternatives="name: value lines"
+        )
     return data

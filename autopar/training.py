@@ -32,16 +32,21 @@ from codegen.runtime.reference import SameDropout
 from cost_models.machine import Cluster
 
 WARM_STEPS = 2
-"""Steps that the median leaves out: memory is followed in them, and torch allocates and compiles what later ones reuse."""
+"""Steps that the median leaves out: memory is followed in them, and torch allocates what later ones reuse."""
 
 
 class Learner(Protocol):
     """What the loop drives."""
 
-    num_samples: int
-    num_steps: int
+    @property
+    def num_samples(self) -> int:
+        """Rows trained on so far, over all ranks."""
 
-    def __call__(self, batch: Batch) -> float:
+    @property
+    def num_steps(self) -> int:
+        """Steps done so far."""
+
+    def __call__(self, batch: Batch, /) -> float:
         """Train one step on a whole global batch; the global mean loss."""
 
     def save(self, directory: Path) -> None: ...
@@ -104,7 +109,7 @@ def resolve_cluster(cluster: Cluster | str, num_processes: int | None = None) ->
 
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train."""
-    results = run_ranks(fit_rank, (program, config, batches), program.plan.mesh.num_ranks, math.inf)
+    results: list[TrainResult] = run_ranks(fit_rank, (program, config, batches), program.plan.mesh.num_ranks, math.inf)
     peaks = tuple(peak for result in results for peak in result.peak_bytes)
     return replace(results[0], peak_bytes=peaks, program=program)
 

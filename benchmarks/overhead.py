@@ -14,7 +14,9 @@ next to it, because the machine's speed drifts. The losses of every step must ag
     tp-free   the same, but the planner shards as it likes
 
 tokens/s are of whole global batches, timed between barriers. CPU seconds (user and system, all ranks, per step) are
-beside them: other processes on the machine disturb those less. Rows are appended to benchmarks/results/overhead.csv.
+beside them: other processes on the machine disturb those less. The generated program also returns the global mean
+loss, for which it sums the loss and the number of targets over the ranks; the hand-written one does without.
+Rows are appended to benchmarks/results/overhead.csv.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import copy
 import csv
 import datetime
 import functools
+import inspect
 import os
 import platform
 import statistics
@@ -39,8 +42,8 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -69,7 +72,7 @@ class Size:
     num_heads: int = 8
     num_key_value_heads: int = 4
     sequence: int = 128
-    batch_size: int = 8
+    batch_size: int = 4
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +106,10 @@ QUICK = Size(hidden=64, intermediate=128, num_layers=2, num_heads=4, sequence=32
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """A hand-written step: `step(this rank's batch) -> this rank's loss`. splits: whether the batch is over the ranks."""
+    """A hand-written step: `step(this rank's batch) -> this rank's loss`.
+
+    splits: whether every rank has rows of its own, rather than all of them.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -115,16 +121,21 @@ class Hand:
 
     def __call__(self, local_batch: Batch) -> Tensor:
         loss: Tensor = self.model(**local_batch).loss
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
 
 def data_parallel(model: LlamaForCausalLM) -> Hand:
-    """DistributedDataParallel, with what makes it faster here: gradients as views of its buckets, a static graph, no
-    broadcast of the rotary frequencies every step."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    """DistributedDataParallel, with what makes it faster here.
+
+    Gradients are views of its buckets, the graph is static, and the rotary frequencies are not sent every step.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, buffers: False}
+    wrapped = DistributedDataParallel(model, **options)
     return Hand(wrapped, Optimizer(wrapped.parameters()), splits=True)
 
 
@@ -141,16 +152,18 @@ def tensor_parallel(model: LlamaForCausalLM) -> Hand:
     """Attention and MLP column- then row-wise on local tensors; norms, embedding and head replicated.
 
     With a vocabulary of 256 the head is no larger than another projection, and splitting it would gather the logits.
+    No sequence parallelism: gloo's reduce_scatter is an all_reduce inside, so it would only add an all_gather.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
-        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        plan |= {"self_attn.o_proj": RowwiseParallel(output_layouts=Replicate())}
-        plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        rows = ("self_attn.o_proj", "mlp.down_proj")
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
         parallelize_module(layer, mesh, plan)
-    # One optimiser for plain and distributed tensors: torch's fused step takes a list of one kind at a time.
-    distributed = [p for p in model.parameters() if isinstance(p, torch.distributed.tensor.DTensor)]
-    plain = [p for p in model.parameters() if not isinstance(p, torch.distributed.tensor.DTensor)]
+    # Groups, since the fused step takes a list of plain tensors or of distributed ones.
+    distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
+    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     return Hand(model, Optimizer([{"params": distributed}, {"params": plain}]), splits=False)
 
 
@@ -232,7 +245,9 @@ def _loss_error(generated: Sequence[Tensor], hand: Sequence[Tensor]) -> float:
     return float(((torch.stack(list(generated)).double() - expected) / expected).abs().max())
 
 
-def run_contest(contest: Contest, num_ranks: int, size: Size, cluster: str, num_blocks: int, num_steps: int) -> dict[str, Any]:
+def run_contest(
+    contest: Contest, num_ranks: int, size: Size, cluster: str, num_blocks: int, num_steps: int
+) -> dict[str, Any]:
     """One row. Raises RankError if a rank fails, also where the losses differ."""
     model, batch = size.model(), size.batch()
     compiled = autopar.compile(
@@ -246,7 +261,9 @@ def run_contest(contest: Contest, num_ranks: int, size: Size, cluster: str, num_
     return _row(contest, compiled, num_ranks, size, num_steps, measured)
 
 
-def _row(contest: Contest, compiled: Any, num_ranks: int, size: Size, num_steps: int, measured: Measured) -> dict[str, Any]:
+def _row(
+    contest: Contest, compiled: Any, num_ranks: int, size: Size, num_steps: int, measured: Measured
+) -> dict[str, Any]:
     generated = [size.num_tokens / block.seconds for block in measured.generated]
     hand = [size.num_tokens / block.seconds for block in measured.hand]
     ratios = [g / h for g, h in zip(generated, hand, strict=True)]
@@ -266,7 +283,7 @@ def _row(contest: Contest, compiled: Any, num_ranks: int, size: Size, num_steps:
         "contest": contest.name,
         "ranks": num_ranks,
         "baseline": contest.baseline,
-        "sharded": num_sharded(compiled),
+        "division": division(compiled),
         "blocks": len(ratios),
         "steps_per_block": num_steps,
         "hand_tokens_per_second": round(statistics.median(hand), 1),
@@ -282,11 +299,14 @@ def _row(contest: Contest, compiled: Any, num_ranks: int, size: Size, num_steps:
     }
 
 
-def num_sharded(compiled: Any) -> str:
-    """"14 of 18": parameters (of one layer of each kind, and the root) that the mesh shards, ZeRO included."""
+def division(compiled: Any) -> str:
+    """"7 S 2 Rp of 12": how many parameters (of one layer of each kind, and the root) are stored in parts, ZeRO
+    included, and of how many the ranks compute with a whole copy on different data; the others' work is repeated."""
     specs = [s for cls in (*compiled.program.layers, compiled.program.root) for s in dict(cls.parameters).values()]
-    sharded = [s for s in specs if s.zero or any(text.startswith("S") for _, text in s.placements)]
-    return f"{len(sharded)} of {len(specs)}"
+    kinds = [{text[0] for _, text in s.placements if text != "R"} | ({"S"} if s.zero else set()) for s in specs]
+    stored = sum("S" in kind for kind in kinds)
+    copied = sum(kind == {"R"} for kind in kinds)
+    return f"{stored} S {copied} Rp of {len(specs)}"
 
 
 def interquartile(values: Sequence[float]) -> float:
@@ -313,8 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--contests", nargs="+", default=[c.name for c in CONTESTS], choices=[c.name for c in CONTESTS])
-    parser.add_argument("--blocks", type=int, default=15, help="pairs of blocks")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--blocks", type=int, default=25, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a block")
     parser.add_argument("--cluster", default="N cpu", help="what to plan for; N stands for the number of ranks")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model and two blocks of one step")
@@ -323,14 +343,15 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     num_blocks, num_steps = (2, 1) if options.quick else (options.blocks, options.steps)
     rows = []
     columns = ("hand tok/s", "generated", "ratio", "iqr", "cpu ratio", "loss error")
-    print(f"{'contest':8} {'ranks':5} {'baseline':24} {'sharded':9} " + " ".join(f"{name:>10}" for name in columns))
+    print(f"{'contest':8} {'ranks':5} {'baseline':24} {'division':16} " + " ".join(f"{name:>10}" for name in columns))
     for num_ranks in options.ranks:
         for contest in (c for c in CONTESTS if c.name in options.contests):
             row = run_contest(contest, num_ranks, size, options.cluster, num_blocks, num_steps)
             rows.append(row)
-            keys = ("hand_tokens_per_second", "generated_tokens_per_second", "ratio", "ratio_interquartile", "cpu_ratio")
+            keys = ["hand_tokens_per_second", "generated_tokens_per_second", "ratio", "ratio_interquartile"]
+            keys += ["cpu_ratio"]
             values = " ".join(f"{row[key]:10}" for key in keys)
-            head = f"{contest.name:8} {num_ranks:5} {contest.baseline:24} {row['sharded']:9}"
+            head = f"{contest.name:8} {num_ranks:5} {contest.baseline:24} {row['division']:16}"
             print(f"{head} {values} {row['loss_error']:>10}", flush=True)
             append([row], options.output)
     return rows

@@ -73,6 +73,9 @@ def main():
     parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to at the end")
     parser.add_argument("--max-grad-norm", type=float)
     options = parser.parse_args()
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if running != {ranks}:
+        raise SystemExit(f"this program is for {ranks} processes, {{running}} run: torchrun --nproc-per-node {ranks} {{sys.argv[0]}}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -30,8 +30,8 @@ from autopar.report import render_report, report_panels
 from autopar.report.render import WIDTH
 from autopar.trainer import Trainer, TrainerConfig, TrainResult
 from autopar.units import count_text, seconds_text
-from examples.models import gpt2, llama
 from cost_models.machine import Cluster
+from examples.models import gpt2, llama
 from examples.text import VOCAB_SIZE, Corpus, standard_library
 
 SHOWN_STEPS = 8
@@ -97,7 +97,9 @@ def main() -> None:
     cluster = autopar.ClusterSpec.parse(options.cluster) if options.cluster else _measured(console, options.processes)
     sizes = Sizes(options.width, options.layers, options.heads, options.batch, options.seq)
     corpus = standard_library()
-    console.print(f"text: {count_text(len(corpus.tokens))} bytes of this Python's standard library, as {VOCAB_SIZE} byte values")
+    console.print(
+        f"text: {count_text(len(corpus.tokens))} bytes of this Python's standard library, as {VOCAB_SIZE} byte values"
+    )
     config = TrainerConfig(
         cluster=cluster,
         steps=options.steps,
@@ -170,7 +172,8 @@ def _costs(alone: TrainResult, together: TrainResult, sizes: Sizes) -> Table:
     tokens = sizes.batch_size * sizes.seq_len
     threads = torch.get_num_threads()
     table = _table(
-        "Time and memory", ("", f"one process, {threads} thread{'s' if threads > 1 else ''}", "all processes, 1 thread each", "predicted")
+        "Time and memory",
+        ("", f"one process, {threads} thread{'s' if threads > 1 else ''}", "all processes, 1 thread each", "predicted"),
     )
     times = alone.step_seconds, together.step_seconds, prediction.step_seconds
     table.add_row("one step (median)", *(seconds_text(t) for t in times))

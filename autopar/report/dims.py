@@ -53,7 +53,9 @@ def _seeds(
         yield from ((("", Ref(i.name), S(i.batch_dim)), "batch") for i in graph.inputs if i.batch_dim is not None)
     from_batch = _computed_from_batch(graph, scopes)
     tables = {
-        op.inputs[0].shape[0] for op in operators.values() if base_name(op.node.op) == "embedding" and op.inputs[0].shape
+        op.inputs[0].shape[0]
+        for op in operators.values()
+        if base_name(op.node.op) == "embedding" and op.inputs[0].shape
     }
     for (scope, _), operator in operators.items():
         name, refs = base_name(operator.node.op), operator.node.inputs

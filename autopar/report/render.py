@@ -61,7 +61,9 @@ def _header(compiled: CompiledProgram) -> RenderableType:
         ("precision", plan.precision),
         ("predicted", _prediction_text(compiled)),
     ]
-    table = Table(box=None, show_header=False, title=f"{plan.model} on {plan.mesh}", title_justify="left", padding=(0, 2, 0, 0))
+    table = Table(
+        box=None, show_header=False, title=f"{plan.model} on {plan.mesh}", title_justify="left", padding=(0, 2, 0, 0)
+    )
     table.title_style = "bold"
     table.add_column(style="cyan")
     table.add_column(overflow="fold")
@@ -83,7 +85,8 @@ def _batch_text(compiled: CompiledProgram) -> str:
     plan = compiled.plan
     rows = plan.global_batch_size // plan.num_micro_batches // plan.mesh.size("dp")
     count = plan.num_micro_batches
-    return f"{plan.global_batch_size} rows a step: {count} micro-batch{'es' if count > 1 else ''} of {rows} rows per dp rank"
+    noun = "micro-batch" if count == 1 else "micro-batches"
+    return f"{plan.global_batch_size} rows a step: {count} {noun} of {rows} rows per dp rank"
 
 
 def _prediction_text(compiled: CompiledProgram) -> str:
@@ -140,12 +143,20 @@ def _time(compiled: CompiledProgram) -> RenderableType:
 
 def _memory(compiled: CompiledProgram) -> RenderableType:
     prediction, capacity = compiled.plan.prediction, compiled.cluster.device.memory_bytes
-    table = _table("Predicted memory of the fullest rank", ("", 42), ("bytes", 10, "right"), ("of capacity", 12, "right"), ("", 0))
+    table = _table(
+        "Predicted memory of the fullest rank", ("", 42), ("bytes", 10, "right"), ("of capacity", 12, "right"), ("", 0)
+    )
     for kind, size in sorted(prediction.num_bytes.items(), key=lambda pair: -pair[1]):
         table.add_row(kind, bytes_text(size), _percent(size, capacity), _bar(size, capacity))
     table.add_section()
     peak = prediction.peak_bytes
-    table.add_row(f"peak, of {bytes_text(capacity)}", bytes_text(peak), _percent(peak, capacity), _bar(peak, capacity), style="bold")
+    table.add_row(
+        f"peak, of {bytes_text(capacity)}",
+        bytes_text(peak),
+        _percent(peak, capacity),
+        _bar(peak, capacity),
+        style="bold",
+    )
     return table
 
 
@@ -153,7 +164,9 @@ def _runner_ups(compiled: CompiledProgram) -> RenderableType:
     rows = runner_ups(compiled.result)
     if not rows:
         return Text("Other plans: none was tried (the plan was given, or only one mesh was allowed)\n")
-    table = _table("Other plans, and why they lost", ("plan", 30), ("one step", 12, "right"), ("compared with the chosen one", 0))
+    table = _table(
+        "Other plans, and why they lost", ("plan", 30), ("one step", 12, "right"), ("compared with the chosen one", 0)
+    )
     best = compiled.plan
     table.add_row(f"{plan_words(best)} (chosen)", seconds_text(best.prediction.step_seconds), "", style="bold")
     for row in rows:
@@ -165,7 +178,9 @@ def _notes(compiled: CompiledProgram, graph: Graph) -> Iterator[RenderableType]:
     notes = list(graph.notes)
     unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.known})
     if unknown:
-        notes.append(f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)")
+        notes.append(
+            f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
+        )
     idle = _idle_axes(compiled)
     notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in idle]
     if notes:
@@ -177,15 +192,32 @@ def _notes(compiled: CompiledProgram, graph: Graph) -> Iterator[RenderableType]:
 def _idle_axes(compiled: CompiledProgram) -> list[str]:
     """Axes that no call makes use of."""
     mesh, options = compiled.plan.mesh, compiled.best.choices.operators.values()
-    return [axis for i, axis in enumerate(mesh.axes) if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))]
+    return [
+        axis
+        for i, axis in enumerate(mesh.axes)
+        if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))
+    ]
 
 
 def _table(title: str, *columns: tuple[str, int] | tuple[str, int, str]) -> Table:
     """A table without lines between rows; width 0 takes what is left."""
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        expand=True,
+        padding=(0, 1, 0, 0),
+    )
     for header, width, *justify in columns:
         is_right = bool(justify)
-        table.add_column(header, width=width or None, ratio=None if width else 1, justify="right" if is_right else "left", overflow="fold")
+        table.add_column(
+            header,
+            width=width or None,
+            ratio=None if width else 1,
+            justify="right" if is_right else "left",
+            overflow="fold",
+        )
     return table
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from autopar.choices import Choices
 from autopar.graph import Node, Ref
 from autopar.mesh import Mesh
 from autopar.placement import Placements
-from autopar.plan import Choices
 from autopar.price import Stored
 from autopar.report.dims import DimNames
 from autopar.strategies import Scope
@@ -57,7 +57,9 @@ def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: Dim
     """How one parameter is stored on every axis of the mesh."""
     meta = scope.metas[Ref(name)]
     parts = []
-    for axis, placement in sorted(zip(mesh.axes, stored.placements, strict=True), key=lambda pair: not pair[1].is_shard):
+    for axis, placement in sorted(
+        zip(mesh.axes, stored.placements, strict=True), key=lambda pair: not pair[1].is_shard
+    ):
         if placement.is_shard:
             word = names.of(scope.name, Ref(name), placement, len(meta.shape))
             fused = f", {placement.sections} fused parts alike" if placement.sections > 1 else ""

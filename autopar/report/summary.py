@@ -57,5 +57,7 @@ def train_summary(result: TrainResult) -> RenderableType:
 def _table(title: str, *headers: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index == 0 or len(headers) == 2 and not header else "right", overflow="fold")
+        table.add_column(
+            header, justify="left" if index == 0 or len(headers) == 2 and not header else "right", overflow="fold"
+        )
     return table

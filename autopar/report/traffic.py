@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.lower import attribute_path, bytes_text
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placement, S
-from autopar.plan import Choices
 from autopar.price import Training
 from autopar.report.dims import DimNames
 from autopar.strategies import Scope, num_local
@@ -84,9 +84,7 @@ def _comment_parts(comment: str) -> tuple[str, str, str]:
     return source, target, traffic
 
 
-def _reshard_words(
-    scope: Scope, statement: Reshard, ref: Ref | None, source: str, target: str, names: DimNames
-) -> str:
+def _reshard_words(scope: Scope, statement: Reshard, ref: Ref | None, source: str, target: str, names: DimNames) -> str:
     axis, what = statement.axis, statement.source.name.removeprefix("self.")
     before, after = (_dim_word(scope, ref, text, names) for text in (source, target))
     return {
@@ -111,7 +109,9 @@ def _dim_word(scope: Scope, ref: Ref | None, text: str, names: DimNames) -> str:
     return names.of(scope.name, ref, S(placement.dim, placement.sections), len(scope.metas[ref].shape))
 
 
-def parameter_traffic(scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int) -> list[Transfer]:
+def parameter_traffic(
+    scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int
+) -> list[Transfer]:
     """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer."""
     totals: dict[tuple[str, int], float] = {}
     for (owner, name), stored in choices.parameters.items():
@@ -124,7 +124,9 @@ def parameter_traffic(scope: Scope, choices: Choices, mesh: Mesh, training: Trai
             reduces = 1 if stored.zero == 1 else num_micro_batches
             _add(totals, "gradients: reduce_scatter over dp", reduces, gradient)
             if stored.zero == 3:
-                _add(totals, "parameters: all_gather over dp, forward and again backward", 2 * num_micro_batches, weight)
+                _add(
+                    totals, "parameters: all_gather over dp, forward and again backward", 2 * num_micro_batches, weight
+                )
             else:
                 _add(totals, "parameters: all_gather over dp after the update", 1, weight)
         for axis, placement in zip(mesh.axes, stored.placements, strict=True):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives, reshard
-from .collectives import Group
+from .collectives import Group, Work
 
 AXIS_NAMES = ("pp", "dp", "cp", "ep", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
@@ -26,12 +26,17 @@ class Axis:
     one rank they return their argument. Negative dims count from the end. `sections` k: the dim is k equal sections,
     each split over the ranks. The second half is plain communication without gradients; a simulation of several ranks
     overrides gather_parts, scatter_sum, exchange_parts, sum_over and max_over.
+
+    wait=False: returns at once, and nothing may read the result before `Mesh.finish`. For sums that are only wanted at
+    the end: a rank that is ahead need not wait for the others in mid-step.
     """
 
     name: str
     size: int = 1
     rank: int = 0
     group: Group = field(default=None, repr=False, compare=False)
+    unfinished: list[Work] = field(default_factory=list, repr=False, compare=False)
+    """What was started with wait=False."""
 
     def all_gather(
         self, x: Tensor, dim: int, sections: int = 1, grad: Literal["partial", "full"] = "partial"
@@ -46,12 +51,13 @@ class Axis:
         """P -> S (backward: all_gather)."""
         return x if self.size == 1 else _apply(reshard.ReduceScatter, x, dim % x.ndim, sections, self)
 
-    def all_reduce(self, x: Tensor, grad: Literal["partial", "full"] = "full") -> Tensor:
-        """P -> R (backward: nothing); with grad="partial" P -> Rp (backward: all_reduce)."""
+    def all_reduce(self, x: Tensor, grad: Literal["partial", "full"] = "full", wait: bool = True) -> Tensor:
+        """P -> R (backward: nothing); with grad="partial" P -> Rp (backward: all_reduce, and always waited for)."""
         if self.size == 1:
             return x
-        function = reshard.AllReducePartial if grad == "partial" else reshard.AllReduce
-        return _apply(function, x, self)
+        if grad == "partial":
+            return _apply(reshard.AllReducePartial, x, self)
+        return _apply(reshard.AllReduce, x, self if wait else _Later(self))
 
     def for_use(self, x: Tensor) -> Tensor:
         """R -> Rp: nothing forward, all_reduce backward."""
@@ -84,20 +90,22 @@ class Axis:
         split, concat = (split_dim % x.ndim, split_sections), (concat_dim % x.ndim, concat_sections)
         return _apply(reshard.AllToAll, x, split, concat, self)
 
-    def sum_over(self, x: Tensor) -> Tensor:
+    def sum_over(self, x: Tensor, wait: bool = True) -> Tensor:
         """The sum over the ranks, a new tensor. No gradient."""
-        return self._reduced(x, largest=False)
+        return self._reduced(x, largest=False, wait=wait)
 
     def max_over(self, x: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, a new tensor. No gradient."""
         return self._reduced(x, largest=True)
 
-    def _reduced(self, x: Tensor, largest: bool) -> Tensor:
+    def _reduced(self, x: Tensor, largest: bool, wait: bool = True) -> Tensor:
         if self.size == 1:
             return x.detach()
         # A new tensor, since the argument may be saved for a backward or be the gradient of several values.
         result = x.detach().clone(memory_format=torch.contiguous_format)
-        collectives.all_reduce(result, self.group, largest=largest)
+        work = collectives.all_reduce(result, self.group, async_op=not wait, largest=largest)
+        if work is not None:
+            self.unfinished.append(work)
         return result
 
     def gather_parts(self, part: Tensor) -> Tensor:
@@ -118,6 +126,16 @@ class Axis:
         result = torch.empty_like(sent)
         collectives.all_to_all(result, sent, self.group)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What AllReduce needs of an axis, without waiting."""
+
+    axis: Axis
+
+    def sum_over(self, x: Tensor) -> Tensor:
+        return self.axis.sum_over(x, wait=False)
 
 
 def _apply(function: Any, *args: object) -> Tensor:
@@ -182,6 +200,12 @@ class Mesh:
         ranks = {name: torch_mesh.get_local_rank(name) for name, _ in kept}
         built = (Axis(name, size, ranks.get(name, 0), groups.get(name)) for name, size in zip(axes, sizes, strict=True))
         return cls(tuple(built), world, device)
+
+    def finish(self) -> None:
+        """Wait for what was started with wait=False."""
+        for axis in self.axes:
+            while axis.unfinished:
+                axis.unfinished.pop().wait()
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""

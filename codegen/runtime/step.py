@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ class Step:
         self.model = model(mesh, self.rng)
         self.zero = ZeroUnits(self.model, mesh, precision, num_micro_batches)
         self.optimizer = optimizer_factory([p for p in self.stored_parameters().values() if p.requires_grad])
+        self._input_shapes = {name: spec.local_shape(mesh) for name, spec in self.model.INPUTS.items()}
         self.num_samples = 0
         self.grad_norm: Tensor | None = None
         """Global gradient norm of the last step before clipping (0-dim), where max_grad_norm is given."""
@@ -77,6 +78,7 @@ class Step:
             (loss if len(batches) == 1 else loss / len(batches)).backward()
             self.zero.end()
             losses.append(loss.detach())
+        self.mesh.finish()
         return _mean(losses)
 
     def update(self) -> None:
@@ -100,6 +102,7 @@ class Step:
                 self.zero.begin(accumulate=False, is_last=True)
                 losses.append(self.model(**inputs, **targets))
                 self.zero.end(has_backward=False)
+            self.mesh.finish()
             return _mean(losses)
         finally:
             self.model.train()
@@ -129,7 +132,8 @@ class Step:
         with torch.no_grad():
             counts = [self.model.count_targets(**inputs) for inputs in batches]
         if count == 1:
-            return batches, {"num_targets": counts[0]}
+            return batches, {"num_targets": _Counts(counts[0], self.mesh)}
+        self.mesh.finish()
         return batches, {"num_targets": [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]}
 
     def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -138,7 +142,7 @@ class Step:
         value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
         if self.precision == "bf16" and value.is_floating_point():
             value = value.to(torch.bfloat16)
-        expected = spec.local_shape(self.mesh)
+        expected = self._input_shapes[name]
         if expected and value.shape == (expected[0] * count, *expected[1:]):
             self.rng.micro_batch_rows = max(self.rng.micro_batch_rows, spec.shape[0])
             return torch.chunk(value, count)
@@ -220,6 +224,18 @@ class Step:
 
     def _entries(self) -> list[tuple[Bucket, Entry]]:
         return [(bucket, entry) for bucket in self.zero.buckets for entry in bucket.entries]
+
+
+class _Counts(list[Tensor]):
+    """Sums over the ranks that may be under way (wait=False); whoever reads one waits for them."""
+
+    def __init__(self, counts: list[Tensor], mesh: Mesh) -> None:
+        super().__init__(counts)
+        self.mesh = mesh
+
+    def __getitem__(self, index: Any) -> Any:
+        self.mesh.finish()
+        return super().__getitem__(index)
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.choices import Choices
 from autopar.constraints import Constraints
 from autopar.graph import Graph
 from autopar.mesh import Mesh
-from autopar.plan import Choices
 from autopar.planner import Request, decode, pricer_for
 from autopar.price import Pricer, Training
 from autopar.space import Space, build_space

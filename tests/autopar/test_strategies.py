@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.choices import Choices, compress, expand
 from autopar.mesh import Mesh
 from autopar.placement import P, Placement, R, Rp, S, divides, local_shape
-from autopar.plan import Choices, Plan, compress, expand
+from autopar.plan import Plan
 from autopar.price import Stored
 from autopar.strategies import num_local, options_of
 from tests.autopar.planning import BATCH, setting

@@ -58,10 +58,10 @@ def make_program(zero: int, rows: int, dtype: str = "float64") -> type[Module]:
                 hidden = block(hidden, self.scale * self.tables.unit)
             logits = F.linear(hidden * self.final.weight, self.head.weight)
             total = F.cross_entropy(logits.flatten(0, 1).to(self.scale.dtype), labels.flatten(), reduction="sum")
-            return self.mesh.cp.all_reduce(self.mesh.dp.all_reduce(total / num_targets[0]))
+            return self.mesh.cp.all_reduce(self.mesh.dp.all_reduce(total / num_targets[0]), wait=False)
 
         def count_targets(self, ids: Tensor, labels: Tensor) -> list[Tensor]:
-            return [self.mesh.cp.sum_over(self.mesh.dp.sum_over((labels != -100).sum()))]
+            return [self.mesh.cp.sum_over(self.mesh.dp.sum_over((labels != -100).sum()), wait=False)]
 
     return Root
 

@@ -66,6 +66,7 @@ def conjugate(place: Place) -> Place:
 def cases(axis: Axis) -> Iterator[Case]:
     yield "for_use", "R", "Rp", axis.for_use
     yield "all_reduce", "P", "R", axis.all_reduce
+    yield "all_reduce later", "P", "R", lambda x: reduced_later(axis, x)
     yield "all_reduce partial", "P", "Rp", lambda x: axis.all_reduce(x, grad="partial")
     yield "first_rank_only", "R", "P", axis.first_rank_only
     yield "first_rank_only partial", "Rp", "P", lambda x: axis.first_rank_only(x, grad="partial")
@@ -85,6 +86,14 @@ def cases(axis: Axis) -> Iterator[Case]:
                     (e, j),
                     lambda x, d=d, k=k, e=e, j=j: axis.all_to_all(x, e, d - 3, j, k),
                 )
+
+
+def reduced_later(axis: Axis, x: Tensor) -> Tensor:
+    result = axis.all_reduce(x, wait=False)
+    assert len(axis.unfinished) == (axis.size > 1)
+    Mesh((axis,), axis, x.device).finish()
+    assert not axis.unfinished
+    return result
 
 
 def gathered(x: Tensor, axis: Axis) -> list[Tensor]:
@@ -115,6 +124,9 @@ def check_plain(axis: Axis) -> None:
     x = torch.arange(6.0).view(2, 3) + 10 * axis.rank
     everyone = torch.stack([torch.arange(6.0).view(2, 3) + 10 * r for r in range(axis.size)])
     torch.testing.assert_close(axis.sum_over(x), everyone.sum(0))
+    later = axis.sum_over(x, wait=False)
+    Mesh((axis,), axis, x.device).finish()
+    torch.testing.assert_close(later, everyone.sum(0))
     torch.testing.assert_close(axis.max_over(x), everyone.amax(0))
     assert x[0, 0] == 10 * axis.rank, "the argument was changed"
     for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16):
