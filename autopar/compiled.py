@@ -18,9 +18,9 @@ from torch import nn
 
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
-from autopar.lower import bytes_text
 from autopar.plan import Plan
 from autopar.planner import Candidate, SearchResult
+from autopar.quantities import bytes_text
 from autopar.trace import name_inputs
 from autopar.weights import value_source
 from codegen.program import Program

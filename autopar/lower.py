@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from autopar.placement import Placements, R
 from autopar.plan import Plan
 from autopar.price import Stored
 from autopar.reshard import Step, steps
+from autopar.reshard_calls import reshard_call, traffic_text
 from autopar.rules.localize import local_call
 from autopar.saved import base_name
 from autopar.strategies import Operator, Scope, scopes_of
@@ -279,7 +279,7 @@ class _Lowering:
     def _reshard(self, step: Step, source: Var, result: str, meta: TensorMeta) -> Reshard:
         method, kwargs = reshard_call(step, meta.requires_grad)
         axis = self.shared.mesh.axes[step.axis]
-        comment = f"{step.source} -> {step.target}: {_traffic(step, meta)}"
+        comment = f"{step.source} -> {step.target}: {traffic_text(step, meta)}"
         return Reshard(axis, method, source, kwargs, result, comment)
 
     # --- targets ----------------------------------------------------------------------------------------------
@@ -334,54 +334,6 @@ def smallest_vocabulary(graph: Graph) -> int:
             if ancestors(graph, node.inputs[1]) & inputs:
                 sizes.append(table[0] if base_name(node.op) == "embedding" else table[1])
     return min(sizes, default=2)
-
-
-def reshard_call(step: Step, requires_grad: bool = True) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """Axis method and keyword arguments of one step (codegen/runtime/mesh.py)."""
-    source, target = step.source, step.target
-    kinds = (source.kind, target.kind)
-    if kinds == ("S", "S"):
-        pairs = [("split_dim", target.dim), ("concat_dim", source.dim)]
-        pairs += [("split_sections", step.target_sections)] if step.target_sections > 1 else []
-        pairs += [("concat_sections", step.source_sections)] if step.source_sections > 1 else []
-        return "all_to_all", tuple(pairs)
-    shard = source if source.is_shard else target
-    sections = step.source_sections if source.is_shard else step.target_sections
-    dims: tuple[tuple[str, Any], ...] = (("dim", shard.dim),) if shard.is_shard else ()
-    dims += (("sections", sections),) if sections > 1 else ()
-    full, partial = (("grad", "full"),), (("grad", "partial"),)
-    table: dict[tuple[str, str], tuple[str, tuple[tuple[str, Any], ...]]] = {
-        ("R", "Rp"): ("for_use", ()),
-        ("R", "S"): ("slice", dims),
-        ("R", "P"): ("first_rank_only", ()),
-        ("Rp", "R"): ("first_rank_grad", ()),
-        ("Rp", "S"): ("slice", dims + partial),
-        ("Rp", "P"): ("first_rank_only", partial),
-        ("S", "R"): ("all_gather", dims + (full if requires_grad else ())),
-        ("S", "Rp"): ("all_gather", dims),
-        ("P", "R"): ("all_reduce", ()),
-        ("P", "Rp"): ("all_reduce", partial),
-        ("P", "S"): ("reduce_scatter", dims),
-    }
-    return table[kinds]
-
-
-def _traffic(step: Step, meta: TensorMeta) -> str:
-    """`64 KiB, backward reduce_scatter`; what a reader wants to know of a reshard."""
-    size = bytes_text(meta.num_bytes * step.fraction)
-    forward = size if step.forward else "no communication"
-    backward = f", backward {step.backward}" if step.backward and meta.requires_grad else ""
-    return forward + (f"{backward} {size}" if backward and not step.forward else backward)
-
-
-def bytes_text(num_bytes: float) -> str:
-    """1536 -> `1.5 KiB`."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
-        value /= 1024
-    return ""
 
 
 def attribute_path(name: str) -> str:

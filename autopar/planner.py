@@ -15,11 +15,11 @@ from autopar.choices import Choices, compress
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph, Ref
-from autopar.lower import bytes_text
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.predict import predict, transient_bytes
 from autopar.price import Pricer, Training
+from autopar.quantities import bytes_text
 from autopar.space import Space, build_space
 from autopar.strategies import Operator, operators_of
 from cost_models.machine import Cluster

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autopar.compile import training_of
 from autopar.graph import Graph
-from autopar.lower import bytes_text
+from autopar.quantities import bytes_text
 from autopar.report.costs import plan_words, runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
 from autopar.report.sharding import activation_rows, parameter_rows

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.lower import bytes_text
 from autopar.plan import Plan
+from autopar.quantities import bytes_text
 from autopar.report.costs import plan_words, time_rows
 from autopar.units import seconds_text
 

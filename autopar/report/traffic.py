@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref
-from autopar.lower import attribute_path, bytes_text
+from autopar.lower import attribute_path
+from autopar.quantities import bytes_text
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placement, S
