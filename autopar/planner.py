@@ -113,7 +113,11 @@ def search_plans(request: Request) -> SearchResult:
 
 def lower_bound(mesh: Mesh, request: Request) -> float:
     """Step time on `mesh` if memory were free and with the fewest micro-batches: no plan on it is faster."""
-    count = micro_batch_counts(request, mesh)[0]
+    return free_optimum(mesh, request, micro_batch_counts(request, mesh)[0])
+
+
+def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
+    """Step time on `mesh` with `count` micro-batches if memory were free; it does not fall as the count grows."""
     graph = request.trace(request.global_batch_size // count)
     space = build_space(graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints, None)
     return solve(space.problem).objective
@@ -166,14 +170,22 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
 
 
 def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate | None:
-    """The fastest plan on `mesh` with the fewest micro-batches that fit, or None."""
+    """The fastest plan on `mesh` over all micro-batch counts, or None.
+
+    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so the counts are tried until even free
+    memory would not make the next one faster.
+    """
+    best: Candidate | None = None
     for count in micro_batch_counts(request, mesh):
+        if best is not None and free_optimum(mesh, request, count) >= best.plan.prediction.step_seconds:
+            break
         graph = request.trace(request.global_batch_size // count)
         found = _solve(graph, operators_of(graph), pricer_for(request, mesh, count), request, count)
-        if isinstance(found, Candidate):
-            return found
-        failures.append(found)
-    return None
+        if isinstance(found, Failure):
+            failures.append(found)
+        elif best is None or found.plan.prediction.step_seconds < best.plan.prediction.step_seconds:
+            best = found
+    return best
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int) -> Pricer:
