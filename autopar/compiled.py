@@ -20,8 +20,8 @@ from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.plan import Plan
 from autopar.planner import Candidate, SearchResult
-from autopar.quantities import bytes_text
 from autopar.trace import name_inputs
+from autopar.units import bytes_text
 from autopar.weights import value_source
 from codegen.program import Program
 from cost_models.machine import Cluster

@@ -19,9 +19,9 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.predict import predict, transient_bytes
 from autopar.price import Pricer, Training
-from autopar.quantities import bytes_text
 from autopar.space import Space, build_space
 from autopar.strategies import Operator, operators_of
+from autopar.units import bytes_text
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION, workspace_bytes
 from search.intra_op import solve

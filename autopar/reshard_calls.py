@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.graph import TensorMeta
-from autopar.quantities import bytes_text
 from autopar.reshard import Step
+from autopar.units import bytes_text
 
 
 def reshard_call(step: Step, requires_grad: bool = True) -> tuple[str, tuple[tuple[str, Any], ...]]:

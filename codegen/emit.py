@@ -7,10 +7,10 @@ the statement before them where the line stays short.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from codegen.expressions import KERNELS, expression, is_atom, is_method, literal
-from codegen.program import Call, LayerLoop, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var
+from codegen.program import Call, LayerLoop, LayerRunSpec, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var
 
 WIDTH = 112
 """Of a statement, before it is indented."""
@@ -94,7 +94,7 @@ def _layer_class(program: Program, cls: ModuleClass) -> str:
     return "\n".join(lines)
 
 
-def _dropout_base(cls: ModuleClass, runs: list) -> str:  # type: ignore[type-arg]
+def _dropout_base(cls: ModuleClass, runs: list[LayerRunSpec]) -> str:
     """One number where the layers' calls are evenly spaced, else one number per layer."""
     bases = [run.dropout_base + i * cls.num_dropout_calls for run in runs for i in range(len(run.paths))]
     even = all(base == bases[0] + i * cls.num_dropout_calls for i, base in enumerate(bases))
@@ -142,12 +142,11 @@ def _paths(paths: list[str]) -> str:
     return f'tuple(f"{prefix}.{{i}}" for i in range({start}{int(first) + len(paths)}))'
 
 
-def _table(name: str, specs: object) -> list[str]:
-    entries = dict(specs)  # type: ignore[call-overload]
-    if not entries:
+def _table(name: str, specs: Mapping[str, Spec]) -> list[str]:
+    if not specs:
         return []
     lines = [f"    {name} = {{"]
-    lines += [f'        "{key}": {_spec(spec)},' for key, spec in entries.items()]
+    lines += [f'        "{key}": {_spec(spec)},' for key, spec in specs.items()]
     return [*lines, "    }", ""]
 
 

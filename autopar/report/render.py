@@ -13,13 +13,12 @@ from rich.text import Text
 
 from autopar.compile import training_of
 from autopar.graph import Graph
-from autopar.quantities import bytes_text
 from autopar.report.costs import plan_words, runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
 from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows
 from autopar.strategies import Scope, scopes_of
-from autopar.units import count_text, seconds_text
+from autopar.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram

@@ -10,9 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.plan import Plan
-from autopar.quantities import bytes_text
 from autopar.report.costs import plan_words, time_rows
-from autopar.units import seconds_text
+from autopar.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autopar.trainer import TrainResult

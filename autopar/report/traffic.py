@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.lower import attribute_path
-from autopar.quantities import bytes_text
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placement, S
 from autopar.price import Training
 from autopar.report.dims import DimNames
 from autopar.strategies import Scope, num_local
+from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard
 
 
