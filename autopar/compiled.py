@@ -130,8 +130,9 @@ class CompiledProgram:
         return launch_program(self, function, args, max_restarts)
 
     def __repr__(self) -> str:
-        peak = bytes_text(self.plan.prediction.peak_bytes)
-        return f"<CompiledProgram {self.plan.model} on {self.plan.mesh}: {self.plan.prediction.step_seconds:.4g} s, {peak}>"
+        plan, prediction = self.plan, self.plan.prediction
+        figures = f"{prediction.step_seconds:.4g} s, {bytes_text(prediction.peak_bytes)}"
+        return f"<CompiledProgram {plan.model} on {plan.mesh}: {figures}>"
 
 
 def check_world_size(plan: Plan) -> None:

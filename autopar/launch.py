@@ -149,6 +149,8 @@ def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        return function(compiled.build(), *args)
+        result = function(compiled.build(), *args)
+        dist.barrier()  # a rank that leaves while others still use their connections to it can abort
+        return result
     finally:
         dist.destroy_process_group()

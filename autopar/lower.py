@@ -355,7 +355,7 @@ def _spec(shared: _Shared, scope: str, parameter: Parameter) -> Spec:
 
 
 def _stored_dtype(parameter: Parameter) -> str:
-    """Trained half-precision parameters are stored in fp32; the runtime computes with a copy in the plan's precision."""
+    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16."""
     is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
     return "float32" if is_master else dtype_name(parameter.meta.dtype)
 

@@ -96,7 +96,8 @@ def _cross_entropy(
     scope: _Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
 ) -> Call:
     arguments = _cross_entropy_arguments(node)
-    divisor = _count(scope, node, option, arguments["ignore_index"], call) if arguments["reduction"] == _MEAN else Raw("1.0")
+    is_mean = arguments["reduction"] == _MEAN
+    divisor = _count(scope, node, option, arguments["ignore_index"], call) if is_mean else Raw("1.0")
     kwargs: list[tuple[str, Any]] = []
     if arguments["ignore_index"] != -100:
         kwargs.append(("ignore_index", arguments["ignore_index"]))

@@ -24,7 +24,7 @@ class Mesh:
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"axes {self.axes} and sizes {self.sizes} must pair up without repetition")
         if any(size < 2 for size in self.sizes):
-            raise ValueError(f"axes of one rank are left out of a mesh, got {dict(zip(self.axes, self.sizes))}")
+            raise ValueError(f"axes of one rank are left out of a mesh, got {self.axes} of {self.sizes}")
 
     @property
     def num_ranks(self) -> int:

@@ -1,8 +1,8 @@
 """The outer search: meshes and micro-batch counts around the exact inner one.
 
 For every way to write the number of devices as dp x tp (pinned degrees kept), and for micro-batch counts from few to
-many until one fits, the inner problem is solved to optimality; the fastest predicted plan wins and the others are kept as
-runner-ups.
+many, the inner problem is solved to optimality. Meshes and counts that could not win even with free memory are skipped.
+The fastest predicted plan wins and the others are kept as runner-ups.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class SearchResult:
 
 
 def search_plans(request: Request) -> SearchResult:
-    """The best plan of each mesh that can still win, fastest first. Raises InfeasibleError with what the smallest plan needs."""
+    """The best plan of each mesh that can still win, fastest first.
+
+    Raises InfeasibleError with what the smallest plan needs.
+    """
     found: list[Candidate] = []
     failures: list[Failure] = []
     skipped: list[tuple[float, Mesh]] = []
@@ -172,8 +175,8 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
 def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate | None:
     """The fastest plan on `mesh` over all micro-batch counts, or None.
 
-    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so the counts are tried until even free
-    memory would not make the next one faster.
+    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so the counts are tried until even
+    free memory would not make the next one faster.
     """
     best: Candidate | None = None
     for count in micro_batch_counts(request, mesh):
@@ -189,7 +192,7 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int) -> Pricer:
-    """Prices for a mesh. Gradient synchronisation hides behind backward on GPUs; CPU ranks share their cores with it."""
+    """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches)
     return Pricer(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
@@ -335,7 +338,7 @@ def _tightened(failure: Failure, request: Request) -> Failure:
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:
-    """A cluster whose size divides neither the batch nor any dim of the model, so that every rank would do all of the work.
+    """A cluster whose size divides neither the batch nor any dim of the model: every rank would do all of the work.
 
     Where it could be divided but communication would cost more (a tiny model), the plan stands and says so itself.
     """

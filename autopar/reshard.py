@@ -49,7 +49,13 @@ _COLLECTIVES: dict[tuple[str, str], tuple[Collective | None, Collective | None]]
 """Forward and backward collective of each step; what is absent needs two steps."""
 
 _STEP_PENALTY = 1e-3
-_WEIGHT: dict[Collective | None, float] = {None: 0.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
+_WEIGHT: dict[Collective | None, float] = {
+    None: 0.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_reduce": 2.0,
+    "all_to_all": 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,12 @@ projection); not where the whole is counted already."""
 
 KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
     "linear": (0, 1), "addmm": (1, 2), "mm": None, "bmm": None, "matmul": None, "baddbmm": (1, 2), "conv1d": (0, 1),
-    "conv2d": (0, 1), "einsum": None, "mul": None, "div": None, "pow": (0,), "layer_norm": (0, 1), "gelu": (0,), "silu": (0,),
+    "conv2d": (0, 1), "einsum": None, "mul": None, "div": None, "pow": (0,), "layer_norm": (0, 1), "gelu": (0,),
+    "silu": (0,),
     "scaled_dot_product_attention": (0, 1, 2, 3), "cross_entropy_loss": (0, 1), "embedding": (1,), "where": (0,),
     "masked_fill": (1,), "sin": (0,), "cos": (0,), "mse_loss": (0, 1), "abs": (0,), "log": (0,), "gather": (1,),
-    "cumsum": (), "smooth_l1_loss": (0, 1), "l1_loss": (0, 1), "batch_norm": (0, 1), "max_pool2d": (0,), "log_sigmoid": (0,),
+    "cumsum": (), "smooth_l1_loss": (0, 1), "l1_loss": (0, 1), "batch_norm": (0, 1), "max_pool2d": (0,),
+    "log_sigmoid": (0,),
     "clamp": (0,), "leaky_relu": (0,), "index": (1,), "var": (0,), "std": (0,), "rms_norm": (0, 1),
 }  # fmt: skip
 """Input positions kept; None keeps every input that another differentiable input needs."""

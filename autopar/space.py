@@ -300,7 +300,7 @@ class _Builder:
         self._add_matrix(origin, target, matrix * weight)
 
     def _parameter_bar(self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], single: bool) -> np.ndarray:
-        """inf where a parameter with one use would be communicated in every micro-batch: storing it so is never worse."""
+        """inf where a parameter with one use would be moved in every micro-batch: storing it so is never worse."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}
         for pair in {(m, w) for m in made for w in wanted}:

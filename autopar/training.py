@@ -70,6 +70,7 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield
+        dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     finally:
         dist.destroy_process_group()
 

@@ -94,13 +94,16 @@ def _count(module: Any, name: str, spent: dict[str, float]) -> None:
     setattr(module, name, timed)
 
 
-def _write(options: argparse.Namespace, seconds: Mapping[str, float], whole: float, peak: float, mesh: str, version: str) -> None:
+def _write(
+    options: argparse.Namespace, seconds: Mapping[str, float], whole: float, peak: float, mesh: str, version: str
+) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     is_new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow(["date", "cores", "torch", "model", "cluster", "mesh", *seconds, "whole_cpu_seconds", "peak_gib"])
+            head = ["date", "cores", "torch", "model", "cluster", "mesh"]
+            writer.writerow([*head, *seconds, "whole_cpu_seconds", "peak_gib"])
         head = [datetime.date.today().isoformat(), os.cpu_count(), version, options.model, options.cluster, mesh]
         writer.writerow([*head, *(f"{v:.2f}" for v in seconds.values()), f"{whole:.2f}", f"{peak:.2f}"])
 

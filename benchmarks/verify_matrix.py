@@ -4,9 +4,9 @@
 
 For each model: dp4, tp4, dp2 x tp2 (pinned) and free choice; ZeRO 0-3 where there is a data axis; plain, and with
 dropout, clipping and four micro-batches at once; SGD with momentum, and AdamW. Three steps in fp32 on four gloo
-processes each. Pinned meshes are planned for `examples/clusters/ideal.toml`, on which sharding always pays, so that the
-programs really shard; the free choice is planned for the generic CPU. Prints a row per run and a summary; exits 1 if any
-error exceeds 1e-5. `--csv` appends the rows to benchmarks/results/verify_matrix.csv.
+processes each. Pinned meshes are planned for `examples/clusters/ideal.toml`, on which sharding always pays, so that
+the programs really shard; the free choice is planned for the generic CPU. Prints a row per run and a summary; exits 1
+if any error exceeds 1e-5. `--csv` appends the rows to benchmarks/results/verify_matrix.csv.
 """
 
 from __future__ import annotations
@@ -108,13 +108,14 @@ def main() -> int:
         failed += not good
         rows.append((case, good, *figures))
         print(
-            f"{'ok ' if good else 'BAD'} {case.text:<75} {figures[0]:<10} loss {figures[1]:.1e} gradient {figures[2]:.1e} "
-            f"parameter {figures[3]:.1e}  {time.perf_counter() - started:.1f} s",
+            f"{'ok ' if good else 'BAD'} {case.text:<75} {figures[0]:<10} loss {figures[1]:.1e} "
+            f"gradient {figures[2]:.1e} parameter {figures[3]:.1e}  {time.perf_counter() - started:.1f} s",
             flush=True,
         )
     worst = [max((row[i] for row in rows if row[i] == row[i]), default=0.0) for i in (3, 4, 5)]
     print(
-        f"\n{len(rows)} runs, {failed} beyond {TOLERANCE}; worst loss {worst[0]:.2e}, gradient {worst[1]:.2e}, parameter {worst[2]:.2e}"
+        f"\n{len(rows)} runs, {failed} beyond {TOLERANCE}; "
+        f"worst loss {worst[0]:.2e}, gradient {worst[1]:.2e}, parameter {worst[2]:.2e}"
     )
     left_out = sorted({part for row in rows for part in row[6].split("; ") if part and row[1]})
     print(f"pure round-off, left out by the rule in autopar/verify.py: {', '.join(left_out) or 'nothing'}")

@@ -37,8 +37,9 @@ def emit_model(program: Program) -> str:
 
 def _docstring(program: Program) -> str:
     accumulation = f" in {program.num_micro_batches} micro-batches" if program.num_micro_batches > 1 else ""
+    batch = f"batch {program.global_batch_size}{accumulation}"
     lines = [
-        f'"""{program.name} for {program.mesh_text}: batch {program.global_batch_size}{accumulation}, {program.precision}.',
+        f'"""{program.name} for {program.mesh_text}: {batch}, {program.precision}.',
         "",
         "Every tensor below is this rank's part. A reshard's comment says how the tensor lay and lies on that axis:",
         "R replicated, Rp replicated with a partial gradient, S(d) sharded along dim d, P partial sum.",

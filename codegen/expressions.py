@@ -86,13 +86,15 @@ FUNCTIONS: Mapping[str, str] = {
     "linear": "F.linear", "silu": "F.silu", "gelu": "F.gelu", "relu": "F.relu", "layer_norm": "F.layer_norm",
     "scaled_dot_product_attention": "F.scaled_dot_product_attention", "conv1d": "F.conv1d",
     "conv2d": "F.conv2d", "pad": "F.pad", "addmm": "torch.addmm", "baddbmm": "torch.baddbmm", "cat": "torch.cat",
-    "stack": "torch.stack", "where": "torch.where", "einsum": "torch.einsum", "leaky_relu": "F.leaky_relu", "elu": "F.elu",
+    "stack": "torch.stack", "where": "torch.where", "einsum": "torch.einsum", "leaky_relu": "F.leaky_relu",
+    "elu": "F.elu",
     "softplus": "F.softplus", "max_pool2d": "F.max_pool2d", "adaptive_avg_pool2d": "F.adaptive_avg_pool2d",
     "avg_pool2d": "F.avg_pool2d", "hardtanh": "F.hardtanh", "group_norm": "F.group_norm",
 }  # fmt: skip
 
 CREATION: Mapping[str, str] = {
-    "arange": "torch.arange", "zeros": "torch.zeros", "ones": "torch.ones", "full": "torch.full", "empty": "torch.empty",
+    "arange": "torch.arange", "zeros": "torch.zeros", "ones": "torch.ones", "full": "torch.full",
+    "empty": "torch.empty",
     "scalar_tensor": "torch.scalar_tensor", "eye": "torch.eye", "linspace": "torch.linspace",
 }  # fmt: skip
 
@@ -272,10 +274,12 @@ def _squeeze(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
 
 
 SPECIAL: Mapping[str, Special] = {
-    "to": _to, "_to_copy": _to, "slice": _slice, "select": _select, "embedding": _embedding, "scaled_dot_product_attention": _attention,
+    "to": _to, "_to_copy": _to, "slice": _slice, "select": _select, "embedding": _embedding,
+    "scaled_dot_product_attention": _attention,
     "layer_norm": _layer_norm, "gelu": _gelu, "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss, "pad": _pad,
     "index": _index, "cat": _cat, "stack": _cat, "view": _view, "reshape": _view, "expand": _view, "permute": _view,
-    "squeeze": _squeeze, "mean": _reduce, "sum": _reduce, "amax": _reduce, "amin": _reduce, "neg": _neg, "cross_entropy_loss": _cross_entropy,
+    "squeeze": _squeeze, "mean": _reduce, "sum": _reduce, "amax": _reduce, "amin": _reduce, "neg": _neg,
+    "cross_entropy_loss": _cross_entropy,
 }  # fmt: skip
 
 

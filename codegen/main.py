@@ -75,7 +75,8 @@ def main():
     options = parser.parse_args()
     running = int(os.environ.get("WORLD_SIZE", "1"))
     if running != {ranks}:
-        raise SystemExit(f"this program is for {ranks} processes, {{running}} run: torchrun --nproc-per-node {ranks} {{sys.argv[0]}}")
+        launch = f"torchrun --nproc-per-node {ranks} {{sys.argv[0]}}"
+        raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -92,7 +93,9 @@ def main():
     step.load(initial_value)
     if options.checkpoint and options.checkpoint.exists():
         checkpoint.load(step, options.checkpoint)
-    data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() % VOCABULARY if options.data else None
+    data = None
+    if options.data:
+        data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
     source = batches(step.num_samples, data)
     for _ in range(options.steps):
         started = time.perf_counter()
@@ -101,6 +104,7 @@ def main():
             print(f"step {{step.rng.step}} loss {{loss:.4f}} {{time.perf_counter() - started:.3f}} s", flush=True)
     if options.checkpoint:
         checkpoint.save(step, options.checkpoint)
+    dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     dist.destroy_process_group()
 
 

@@ -93,6 +93,9 @@ class Bucket:
         self._allocate()
         self.entries = self._place(slots, shapes)
         self._allocate_gradients(whole_gradient)
+        # A CPU best moves a gradient while it is in the cache; a GPU all at once, since each is a kernel.
+        self.moves_at_once = self.whole_gradient is not None and mesh.device.type == "cpu"
+        self._moved: set[int] = set()
         self._missing = len(self.entries)
 
     def _allocate(self) -> None:
@@ -191,10 +194,21 @@ class Bucket:
     def expect_gradients(self) -> None:
         """A backward begins."""
         self._missing = len(self.entries)
+        self._moved.clear()
         self.is_complete = False
 
-    def count_gradient(self) -> bool:
-        """One more gradient is there; True if it is the last."""
+    def count_gradient(self, index: int, accumulate: bool) -> bool:
+        """The gradient of one more entry is there; True if it is the last. accumulate: as in `collect`."""
+        if self.moves_at_once:
+            used = self.entries[index].used
+            assert used.grad is not None
+            view = self._whole_views[index]
+            if accumulate:
+                view.add_(used.grad)
+            else:
+                view.copy_(used.grad)
+            used.grad = None
+            self._moved.add(index)
         self._missing -= 1
         return self._missing == 0
 
@@ -213,7 +227,9 @@ class Bucket:
         else:
             views = self._whole_views
         gradients = []
-        for entry, view in zip(self.entries, views, strict=True):
+        for index, (entry, view) in enumerate(zip(self.entries, views, strict=True)):
+            if index in self._moved:
+                continue
             gradient, entry.used.grad = entry.used.grad, None
             if gradient is not None:
                 gradients.append((view, gradient))

@@ -222,9 +222,19 @@ class Module(nn.Module):
         batched: bool = True,
     ) -> Tensor:
         """Attention with dropout on its probabilities, drawn as in `same_dropout` (`attention.py`)."""
-        key, offset = self.dropout_key(call), self._rows_before(layout) if batched else 0
         return attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, key=key, layout=layout, mesh=self.mesh, batch_offset=offset
+            q,
+            k,
+            v,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            key=self.dropout_key(call),
+            layout=layout,
+            mesh=self.mesh,
+            batch_offset=self._rows_before(layout) if batched else 0,
         )
 
     def _rows_before(self, layout: Layout) -> int:

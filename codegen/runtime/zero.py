@@ -112,10 +112,9 @@ class ZeroUnits:
         self._trainable = [bucket for bucket in self.buckets if bucket.key.requires_grad]
         owners = self._hook_layers(model)
         for bucket in self._trainable:
-            hook = self._gradient_hook(bucket, owners.get(id(bucket)))
-            for entry in bucket.entries:
+            for index, entry in enumerate(bucket.entries):
                 leaf: Any = entry.used
-                leaf.register_post_accumulate_grad_hook(hook)
+                leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket, index, owners.get(id(bucket))))
 
     def _hook_layers(self, model: Module) -> dict[int, _Unit]:
         owners: dict[int, _Unit] = {}
@@ -195,9 +194,9 @@ class ZeroUnits:
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
-    def _gradient_hook(self, bucket: Bucket, unit: _Unit | None) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, bucket: Bucket, index: int, unit: _Unit | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            if bucket.count_gradient():
+            if bucket.count_gradient(index, self._accumulate):
                 self._reduce(bucket)
                 if unit is not None:
                     unit.bucket_done()
