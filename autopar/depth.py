@@ -2,7 +2,8 @@
 
 A `ModuleList` whose blocks are equal (same classes, parameter shapes and plain attributes, the layer index aside)
 is cut to its first two blocks of the last run before tracing. Two are kept so that a computation that depends on
-the block's index shows as two different layers; then the whole model is traced. Only the last run of a list is cut:
+the block's index shows as two different layers; then the whole model is traced. What looks equal need not act so:
+`depth_check.py` says which runs may be cut. Only the last run of a list is cut:
 models look masks up by position, and positions must not shift.
 """
 
@@ -20,15 +21,15 @@ _INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """`path` had `num_blocks` blocks; those from `first` on are equal and only `first .. first + KEPT_BLOCKS - 1` are left."""
+    """`path` has `num_blocks` blocks; those from `first` on are equal; KEPT_BLOCKS of them stay when it is cut."""
 
     path: str
     num_blocks: int
     first: int
 
 
-def truncate(model: nn.Module) -> tuple[Truncation, ...]:
-    """Shorten the lists of `model` in place; returns what was cut."""
+def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
+    """The runs of `model` that look equal and are long enough to be cut (`depth_check.py` says whether they may be)."""
     cuts: list[Truncation] = []
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or any(path.startswith(cut.path + ".") for cut in cuts):
@@ -39,8 +40,15 @@ def truncate(model: nn.Module) -> tuple[Truncation, ...]:
             first -= 1
         if len(prints) - first > KEPT_BLOCKS and any(True for _ in module[-1].parameters()):
             cuts.append(Truncation(path, len(prints), first))
-            del module[first + KEPT_BLOCKS :]
     return tuple(cuts)
+
+
+def shorten(model: nn.Module, cuts: tuple[Truncation, ...]) -> None:
+    """Delete the blocks of `cuts` beyond the kept ones from `model`."""
+    for cut in cuts:
+        blocks = model.get_submodule(cut.path)
+        assert isinstance(blocks, nn.ModuleList)
+        del blocks[cut.first + KEPT_BLOCKS :]
 
 
 def fingerprint(module: nn.Module) -> Any:

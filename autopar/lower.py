@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -47,7 +47,7 @@ def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pla
     root = _Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
     statements = root.run(graph.body)
     loss = root.use(graph.loss, (R,) * len(plan.mesh.axes))
-    forward = (*statements, *root.drain())
+    forward = _without_waiting([*statements, *root.drain()])
     inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if _is_used(shared, i.name)}
     counting = _Lowering(shared, shared.scopes[""], root.calls_per_layer)
     count_statements, counts = counting.count_targets(root.losses)
@@ -319,8 +319,17 @@ class _Lowering:
             for axis, placement in zip(self.shared.mesh.axes, where, strict=True):
                 if placement.is_shard:
                     statements.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
+            statements = _without_waiting(statements)
             counts.append(name)
         return statements, tuple(counts)
+
+
+def _without_waiting(statements: list[Statement]) -> list[Statement]:
+    """A sum over an axis that ends `statements` is read by the step alone, which waits for it (Mesh.finish)."""
+    last = statements[-1] if statements else None
+    if isinstance(last, Reshard) and last.method in ("all_reduce", "sum_over") and not last.kwargs:
+        return [*statements[:-1], replace(last, kwargs=(("wait", False),))]
+    return statements
 
 
 def smallest_vocabulary(graph: Graph) -> int:

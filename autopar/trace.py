@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.depth import Truncation, truncate
+from autopar.depth import Truncation, equal_runs, shorten
+from autopar.depth_check import verified
 from autopar.errors import TraceError
 from autopar.fx_import import import_program
 from autopar.graph import Graph, Input, TensorMeta
@@ -52,8 +53,8 @@ def trace(
     rows = common_batch(tensors)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     skeleton = skeleton_of(model, fake, param_dtype)
-    cuts = () if full_depth else truncate(skeleton)
     fake_batch = {name: _fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
+    cuts = () if full_depth else _cut(skeleton, loss_fn, fake_batch, fake)
     module = _LossModule(skeleton, loss_fn, tuple(fake_batch))
     try:
         program = _export(module, fake_batch)
@@ -65,6 +66,23 @@ def trace(
     if graph is None:  # the model counts its blocks itself: trace all of them
         return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, full_depth=True)
     return graph
+
+
+def _cut(
+    skeleton: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
+) -> tuple[Truncation, ...]:
+    """Shorten the runs of equal blocks in `skeleton` that behave equally; returns what was cut."""
+
+    def forward(candidate: nn.Module) -> torch.Tensor:
+        with _traceable(batch):
+            loss: torch.Tensor = _LossModule(candidate, loss_fn, tuple(batch))(**batch)
+            return loss
+
+    cuts = equal_runs(skeleton)
+    if cuts:
+        cuts = verified(skeleton, cuts, batch, forward, fake)
+        shorten(skeleton, cuts)
+    return cuts
 
 
 def _to_graph(
@@ -249,10 +267,9 @@ def skeleton_of(model: nn.Module, fake: FakeTensorMode, param_dtype: torch.dtype
 
 def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
-    packed = any("position_ids" in name for name in batch)
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
-        with refuse_custom_backward(), plain_masks(packed_positions=packed), contextlib.redirect_stderr(io.StringIO()):
+        with _traceable(batch), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(module, (), clones, strict=False)
     except TraceError:
         raise
@@ -263,6 +280,14 @@ def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
             alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
             "or wrap it in torch.library.custom_op",
         ) from error
+
+
+@contextlib.contextmanager
+def _traceable(batch: Batch) -> Iterator[None]:
+    """What holds while forward is traced."""
+    packed = any("position_ids" in name for name in batch)
+    with refuse_custom_backward(), plain_masks(packed_positions=packed):
+        yield
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """When parameters are gathered and released, and gradients reduced, in one training step.
 
-ZeRO stages 0 to 2 keep the parameters; their buckets span layers and hold `bucket_bytes` or a little more. Under
+ZeRO stages 0 to 2 keep the parameters; their buckets span layers and hold `BUCKET_BYTES` or a little more. Under
 stage 3 a unit (one layer instance, or the root) has buckets of its own, gathered before the layer runs and freed after
 it: in forward by module hooks, in backward by a hook on the layer's outputs and by the arrival of its last gradient.
 The next unit is gathered while one computes. Collectives start in the order in which gradients arrive, which is the
@@ -27,10 +27,6 @@ from .parameters import Module, Slot
 
 BUCKET_BYTES = 25 * 2**20
 """Size from which latency no longer matters, as in DistributedDataParallel."""
-_LEAST_BUCKET_BYTES = 2**20
-"""As DistributedDataParallel's first bucket."""
-_FEWEST_BUCKETS = 4
-"""The last bucket's reduction has no backward to hide behind: about 1 / _FEWEST_BUCKETS of a small model's."""
 _MAX_IN_FLIGHT = 2
 """Reduce-scatters whose whole gradients are still held; more would only cost memory."""
 
@@ -245,35 +241,29 @@ class ZeroUnits:
 def _groups(model: Module, mesh: Mesh) -> Iterator[tuple[int, list[Slot]]]:
     """The parameters of each bucket, with the unit (0 the root) under stage 3.
 
-    Stage 3: one bucket per unit and key. Below: layers together, from the last to the first as gradients arrive, and
-    the root's apart (its gradients arrive first or last), cut at `bucket_bytes`.
+    Stage 3: one bucket per unit and key. Below: layers together, from the last to the first as gradients arrive, then
+    the root's (its embedding's gradient is the last of all), cut at BUCKET_BYTES. On gloo smaller buckets, which hide
+    more of the communication, were measured to cost more than they hide where every core is busy.
     """
     slots = list(model.slots())
     by_key: dict[tuple[Key, int], list[Slot]] = {}
     for slot in slots:
         key = key_of(slot, mesh)
-        by_key.setdefault((key, slot.unit if key.stage == 3 else min(slot.unit, 1)), []).append(slot)
+        by_key.setdefault((key, slot.unit if key.stage == 3 else 0), []).append(slot)
     for (key, unit), members in by_key.items():
         if key.stage == 3:
             yield unit, members
             continue
-        sizes = {s.name: math.prod(s.spec.local_shape(mesh)) * max(4, key.dtype.itemsize) for s in members}
-        limit = bucket_bytes(sum(sizes.values()))
         group: list[Slot] = []
         num_bytes = 0
         for slot in sorted(members, key=lambda slot: -slot.unit):
             group.append(slot)
-            num_bytes += sizes[slot.name]
-            if num_bytes >= limit:
+            num_bytes += math.prod(slot.spec.local_shape(mesh)) * max(4, key.dtype.itemsize)
+            if num_bytes >= BUCKET_BYTES:
                 yield unit, group
                 group, num_bytes = [], 0
         if group:
             yield unit, group
-
-
-def bucket_bytes(total_bytes: int) -> int:
-    """From what size on a bucket is closed, where all of its kind have total_bytes of gradients."""
-    return min(max(total_bytes // _FEWEST_BUCKETS, _LEAST_BUCKET_BYTES), BUCKET_BYTES)
 
 
 def _tensors(value: Any) -> Iterator[Any]:

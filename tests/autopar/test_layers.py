@@ -97,12 +97,7 @@ def test_runs_of_equal_layers_between_unequal_ones(full_depth: bool) -> None:
     assert instances(Stack([Block(8, h) for h in hidden]), full_depth) == [("1", "2", "3"), ("4", "5", "6", "7")]
 
 
-AT_REDUCED_DEPTH = pytest.param(
-    False, marks=pytest.mark.xfail(reason="blocks beyond the first two are taken to be used like those", strict=True)
-)
-
-
-@pytest.mark.parametrize("full_depth", [AT_REDUCED_DEPTH, True])
+@pytest.mark.parametrize("full_depth", [False, True])
 def test_layer_whose_output_is_used_later_ends_a_run(full_depth: bool) -> None:
     """Block 2's output skips to the end, so a run cannot go through it: its inner results have no name outside."""
     model = Stack([Block(8, 8) for _ in range(6)], skip=2)
@@ -174,7 +169,7 @@ class LateByIndex(ByIndex):
         return y if self.layer_idx < 4 else y.relu()
 
 
-@pytest.mark.parametrize("full_depth", [AT_REDUCED_DEPTH, True])
+@pytest.mark.parametrize("full_depth", [False, True])
 def test_blocks_that_act_by_their_index_beyond_the_kept_ones(full_depth: bool) -> None:
     """The first two blocks trace alike and the fifth does not."""
     assert instances(Stack([LateByIndex(i) for i in range(6)]), full_depth) == [("0", "1", "2", "3"), ("4", "5")]

@@ -50,7 +50,7 @@ def test_trains_and_resumes_under_torchrun(folder, tmp_path):
 def test_wrong_number_of_processes_is_said(folder, tmp_path):
     output = _torchrun(folder, tmp_path, 2, "--steps", "1")
     assert output.returncode != 0
-    assert "needs 4 processes, but 2 run" in output.stderr + output.stdout
+    assert "for 4 processes, 2 run" in output.stderr + output.stdout
 
 
 def _losses(folder, cwd, steps, checkpoint):
