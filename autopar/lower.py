@@ -328,7 +328,8 @@ def _without_waiting(statements: list[Statement]) -> list[Statement]:
     """A sum over an axis that ends `statements` is read by the step alone, which waits for it (Mesh.finish)."""
     last = statements[-1] if statements else None
     if isinstance(last, Reshard) and last.method in ("all_reduce", "sum_over") and not last.kwargs:
-        return [*statements[:-1], replace(last, kwargs=(("wait", False),))]
+        comment = f"{last.comment}; the step waits for it"
+        return [*statements[:-1], replace(last, kwargs=(("wait", False),), comment=comment)]
     return statements
 
 

@@ -55,7 +55,7 @@ def test_free_choice_on_the_generic_cpu():
     check("llama", {}, cluster="4 cpu")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_plans_are_right(seed, monkeypatch):
     """Compute and resharding priced at random: plans that no sensible cost model would choose."""
     drawn = random.Random(seed)
@@ -95,7 +95,7 @@ def test_a_wrong_program_is_caught():
     example = EXAMPLES["mlp"]()
     options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": {"dp": 4}}
     compiled = autopar.compile(example.model, IDEAL, **options)
-    wrong = replace(compiled, source=compiled.source.replace("return mse_loss", "return 2 * mse_loss"))
+    wrong = replace(compiled, source=compiled.source.replace("= F.mse_loss", "= 2 * F.mse_loss"))
     assert wrong.source != compiled.source
     report = verify_program(wrong, example.inputs)
     assert report.loss > 0.5 and report.largest_gradient > 0.5
