@@ -80,7 +80,6 @@ def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pla
         tuple(root.layer_runs),
         tuple(count_statements),
         counts,
-        plan.prediction.step_seconds,
         smallest_vocabulary(graph),
         graph.notes,
     )

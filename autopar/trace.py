@@ -24,7 +24,7 @@ from autopar.depth import Truncation, equal_runs, shorten
 from autopar.depth_check import verified
 from autopar.errors import TraceError
 from autopar.fx_import import import_program
-from autopar.graph import Graph, Input, TensorMeta
+from autopar.graph import Graph, Input
 from autopar.integrations.masks import plain_masks
 from autopar.layers import fold_layers
 from autopar.simplify import simplify
@@ -313,8 +313,3 @@ def refuse_custom_backward() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-
-
-def meta_of(value: torch.Tensor, requires_grad: bool = False) -> TensorMeta:
-    """Global shape and dtype of a (fake) tensor."""
-    return TensorMeta(tuple(int(s) for s in value.shape), value.dtype, requires_grad)

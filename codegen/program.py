@@ -151,7 +151,6 @@ class Program:
     runs: tuple[LayerRunSpec, ...]
     count_targets: tuple[Statement, ...] = ()
     target_counts: tuple[str, ...] = ()
-    step_seconds: float = 0.0
     vocabulary: int = 2
     notes: tuple[str, ...] = field(default=())
 
