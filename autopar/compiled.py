@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +103,7 @@ class CompiledProgram:
     def load_package(self) -> ModuleType:
         """Import the generated folder under a name of its own, so that several programs can live in one process."""
         home = Path(tempfile.mkdtemp(prefix="autopar_"))
+        Finalize(None, shutil.rmtree, (home, True), exitpriority=0)  # unlike atexit's, also run by a forked rank
         name = f"autopar_program_{next(_numbers)}"
         write_folder(self, home / name, weights=False)
         sys.path.insert(0, str(home))
