@@ -5,7 +5,8 @@ dropout is replaced, in both, by masks that depend on the element's global posit
 
 Errors are relative: ||distributed - reference|| / ||reference|| per tensor (fp32 for fp32 plans). Where the true
 gradient is zero (an attention key's bias: softmax does not see it) there is nothing but round-off to compare, and Adam
-makes whole steps of it. The rule, judged by the same model's gradient in fp64:
+makes whole steps of it. The rule, judged by the same model's gradient in fp64, which is zero where it is at most
+VANISHING times the model's largest:
 
     a tensor   whose fp32 reference gradient is off by more than ROUND_OFF in norm is left out of the gradients
     elements   whose fp32 reference gradient is off by more than NO_DIGIT (not one digit is right) in some step
@@ -36,6 +37,7 @@ from cost_models.machine import Cluster
 
 ROUND_OFF = 1e-3
 NO_DIGIT = 0.1
+VANISHING = 1e-12
 FLOORS = 4.0
 
 
@@ -251,11 +253,13 @@ class _Reference:
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, _cast(batch, torch.float64)))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
+        nothing = VANISHING * max(float(gradient.abs().max()) for gradient in truth.values())
         found = {}
         for name, gradient in self.gradients().items():
             right = truth.get(name, torch.zeros_like(gradient, dtype=torch.float64))
+            right = torch.where(right.abs() > nothing, right, 0.0)
             mask = (gradient.double() - right).abs() > NO_DIGIT * right.abs()
-            found[name] = (relative_error(gradient, right) > ROUND_OFF, mask)
+            found[name] = (float((gradient - right).norm()) > ROUND_OFF * float(right.norm()), mask)
         return found
 
     def update(self) -> None:
