@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.block_costs import block_costs, chain
 from autopar.choices import Choices, compress
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, InfeasibleError
@@ -210,7 +211,7 @@ def _solve(
         except NothingFits:
             break
         choices = decode(space, solution.choices)
-        needed = transient_bytes(graph, operators, pricer, choices)
+        needed = transient_bytes(block_costs(graph, operators, pricer, choices), chain(graph))
         if solution.usage[0] + needed <= limit:
             return _candidate(graph, operators, pricer, request, count, choices, solution)
         transient = max(needed, transient * 1.1)

@@ -189,16 +189,21 @@ class Pricer:
     # --- parameters -------------------------------------------------------------------------------------------
 
     def sync_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
-        """Gradient synchronisation and ZeRO traffic of one parameter per step, not counting what is hidden.
+        """Gradient synchronisation and ZeRO traffic of one parameter per step, not counting what is hidden."""
+        per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
+        return per_micro * self.training.num_micro_batches + per_step
+
+    def sync_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
+        """`sync_seconds` in two parts: seconds per micro-batch, and seconds once per step.
 
         unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
         """
         if not meta.requires_grad:
-            return 0.0
-        training, micro = self.training, self.training.num_micro_batches
+            return 0.0, 0.0
+        training = self.training
         local = num_local(meta, stored.placements, self.mesh)
         share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
-        total = 0.0
+        per_micro, per_step = 0.0, 0.0
 
         def shared(kind: collective.Kind, axis: int, num_bytes: float) -> float:
             return self.collective_seconds(kind, axis, num_bytes * share) / share
@@ -207,14 +212,15 @@ class Pricer:
         if stored.zero:
             axis = self.mesh.axes.index("dp")
             size = self.mesh.sizes[axis]
-            reduces = 1 if stored.zero == 1 else micro
-            gathers = 2 * micro if stored.zero == 3 else 1
-            total += reduces * shared("reduce_scatter", axis, local * training.gradient_bytes)
-            total += gathers * shared("all_gather", axis, local * training.compute_bytes)
+            reduces = shared("reduce_scatter", axis, local * training.gradient_bytes)
+            gathers = shared("all_gather", axis, local * training.compute_bytes)
+            per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
+            per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
         for axis, placement in enumerate(stored.placements):
             if placement.kind == "Rp" and not (stored.zero and self.mesh.axes[axis] == "dp"):
-                total += shared("all_reduce", axis, local * training.gradient_bytes / size)
-        return total * (1.0 - self.hidden_fraction)
+                per_step += shared("all_reduce", axis, local * training.gradient_bytes / size)
+        exposed = 1.0 - self.hidden_fraction
+        return per_micro * exposed, per_step * exposed
 
     def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
         """The update of one parameter's stored part, bandwidth only (kernels are shared by many parameters)."""

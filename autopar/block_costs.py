@@ -1,0 +1,290 @@
+"""What each block of the model costs under one set of choices: the table that predictions and pipelines are made of.
+
+A block is a run of top-level calls between layers ("top 0", "top 1", ...) or one layer of a class (the class' name).
+Every price of space.py falls into exactly one block: a call's into its own, a reshard's into its reader's (into its
+maker's where several read what was made once), a parameter's into that of its first use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.choices import Choices
+from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta
+from autopar.placement import Placements, R
+from autopar.price import ATTENTION, MATMULS, Pricer
+from autopar.reshard import steps
+from autopar.saved import VIEWS, base_name, saved_tensors
+from autopar.strategies import Operator, Scope, num_local, scopes_of
+
+SYNCHRONISATION = "gradient and parameter synchronisation"
+HIDDEN = "hidden communication"
+RECOMPUTATION = "recomputation"
+MODES = ("none", "selective", "full")
+"""What a layer keeps for its backward: everything; the results of its matmuls and attention; only its inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A layer under one recompute mode. seconds: more per micro-batch, in the backward. kept_bytes: per micro-batch in
+    flight. transient_bytes: while the layer's backward runs, beside what is kept."""
+
+    seconds: float
+    kept_bytes: float
+    transient_bytes: float
+
+
+@dataclass(slots=True)
+class BlockCost:
+    """Seconds by kind and bytes of one rank for one block.
+
+    forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
+    per micro-batch without recomputation. loose_bytes: results that nothing keeps but the forward holds; largest_bytes:
+    of one tensor; gathered_bytes: whole parameters and gradients while they are gathered. output_bytes: local bytes of
+    what the next block reads. modes: for layers.
+    """
+
+    forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    backward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    activation_bytes: float = 0.0
+    loose_bytes: float = 0.0
+    largest_bytes: float = 0.0
+    gathered_bytes: float = 0.0
+    modes: dict[str, Mode] = field(default_factory=dict)
+
+    @property
+    def forward_seconds(self) -> float:
+        return _exposed(self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        return _exposed(self.backward)
+
+    @property
+    def step_seconds(self) -> float:
+        return _exposed(self.step)
+
+    @property
+    def fixed_bytes(self) -> float:
+        return sum(self.fixed.values())
+
+    @property
+    def transient_bytes(self) -> float:
+        """The most that is alive for a moment: loose results, a gradient in and one out, what is gathered."""
+        return self.loose_bytes + 2 * self.largest_bytes + self.gathered_bytes
+
+
+def _exposed(seconds: Mapping[str, float]) -> float:
+    return sum(value for kind, value in seconds.items() if kind != HIDDEN)
+
+
+def segments(graph: Graph) -> dict[str, str]:
+    """Top-level call -> its block: "top 0" before the first layers, and so on."""
+    found: dict[str, str] = {}
+    number, is_open = -1, False
+    for piece in graph.body:
+        if isinstance(piece, LayerRun):
+            is_open = False
+            continue
+        if not is_open:
+            number, is_open = number + 1, True
+        found[piece.name] = f"top {number}"
+    return found
+
+
+def chain(graph: Graph) -> tuple[str, ...]:
+    """The block of every link in execution order: "top 0", then each layer's class, and so on."""
+    top, blocks = segments(graph), list[str]()
+    for piece in graph.body:
+        if isinstance(piece, LayerRun):
+            blocks += [piece.layer.name] * len(piece.instances)
+        elif not blocks or blocks[-1] != top[piece.name]:
+            blocks.append(top[piece.name])
+    return tuple(blocks)
+
+
+def block_costs(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+) -> dict[str, BlockCost]:
+    """The cost of every block, by name."""
+    return _Meter(graph, operators, pricer, choices).measure()
+
+
+class _Meter:
+    def __init__(
+        self, graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+    ) -> None:
+        self.graph, self.operators, self.pricer, self.choices = graph, operators, pricer, choices
+        self.scopes = {scope.name: scope for scope in scopes_of(graph)}
+        self.segment = segments(graph)
+        self.costs: dict[str, BlockCost] = defaultdict(BlockCost)
+
+    def measure(self) -> dict[str, BlockCost]:
+        for block in chain(self.graph):
+            self.costs[block] = BlockCost()
+        for scope in self.scopes.values():
+            self._compute(scope)
+            self._parameters(scope)
+        self._moves()
+        for scope in self.scopes.values():
+            if scope.layer:
+                self._modes(scope)
+        return dict(self.costs)
+
+    def _block(self, scope: Scope, node: str) -> BlockCost:
+        return self.costs[scope.name or self.segment[node]]
+
+    def _compute(self, scope: Scope) -> None:
+        names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
+        parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
+        kept = saved_tensors(scope.nodes, scope.metas, parameters)
+        held = {ref for refs in kept.values() for ref in refs}
+        enlarged = 1.0 + self.pricer.fragmentation
+        for node in scope.nodes:
+            operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
+            block = self._block(scope, node.name)
+            forward, backward = self.pricer.operator_seconds(operator, option)
+            block.forward["forward compute"] += forward
+            block.backward["backward compute"] += backward
+            block.activation_bytes += self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
+            for index, (meta, placements) in enumerate(zip(node.outputs, option.outputs, strict=True)):
+                size = num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * enlarged
+                block.largest_bytes = max(block.largest_bytes, size)
+                if Ref(node.name, index) not in held and base_name(node.op) not in VIEWS:
+                    block.loose_bytes += size
+
+    def _parameters(self, scope: Scope) -> None:
+        chosen = {n: s for (owner, n), s in self.choices.parameters.items() if owner == scope.name}
+        unit = sum(scope.metas[Ref(n)].num_bytes for n in chosen if scope.metas[Ref(n)].requires_grad)
+        hidden = self.pricer.hidden_fraction
+        home = self._homes()
+        for name, stored in chosen.items():
+            meta = scope.metas[Ref(name)]
+            block = self.costs[scope.name or home[name]]
+            per_micro, per_step = self.pricer.sync_parts(meta, stored, unit)
+            for table, exposed in ((block.backward, per_micro), (block.step, per_step)):
+                table[SYNCHRONISATION] += exposed
+                table[HIDDEN] += exposed * hidden / (1.0 - hidden)
+            block.step["optimizer"] += self.pricer.optimizer_seconds(meta, stored)
+            weights, gradients, state = self.pricer.parameter_bytes(meta, stored)
+            block.fixed["parameters"] += weights
+            block.fixed["gradients"] += gradients
+            block.fixed["optimizer state"] += state
+            if stored.zero >= 2:
+                training = self.pricer.training
+                width = training.gradient_bytes + (training.compute_bytes if stored.zero == 3 else 0)
+                block.gathered_bytes += (
+                    num_local(meta, stored.placements, self.pricer.mesh) * width * (1.0 + self.pricer.fragmentation)
+                )
+
+    def _homes(self) -> dict[str, str]:
+        """Top-level parameter -> the block that uses it first (layers that get it passed in count for the top)."""
+        found: dict[str, str] = {}
+        nearest = next(iter(self.segment.values()), "")
+        for piece in self.graph.body:
+            nearest = self.segment.get(piece.name, nearest)
+            for ref in piece.inputs:
+                found.setdefault(ref.node, nearest)
+        return found
+
+    # --- reshards ---------------------------------------------------------------------------------------------
+
+    def _moves(self) -> None:
+        """Every reshard that the plan pays for, as in space.py."""
+        for scope in self.scopes.values():
+            for node in scope.nodes:
+                option, block = self.choices.operators[scope.name, node.name], self._block(scope, node.name)
+                for position, ref in enumerate(node.inputs):
+                    self._move(block, self.where(scope, ref), option.inputs[position], scope.metas[ref])
+                for index, placements in enumerate(option.outputs):
+                    kept = self.choices.tensors.get((scope.name, Ref(node.name, index)))
+                    if kept is not None:
+                        self._move(block, placements, kept, node.outputs[index])
+        nearest = next(iter(self.segment.values()), "")
+        for piece in self.graph.body:
+            nearest = self.segment.get(piece.name, nearest)
+            if isinstance(piece, LayerRun):
+                self._run_moves(piece, self.costs[nearest])
+        loss, top = self.graph.loss, self.scopes[""]
+        self._move(
+            self._block(top, loss.node), self.where(top, loss), (R,) * len(self.pricer.mesh.axes), top.metas[loss]
+        )
+
+    def _run_moves(self, run: LayerRun, before: BlockCost) -> None:
+        layer = self.scopes[run.layer.name]
+        for position, ref in enumerate(run.args):
+            target = self.choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
+            self._move(before, self.where(self.scopes[""], ref), target, self.scopes[""].metas[ref])
+        share = len(run.instances) / layer.count
+        for position, output in run.carried:
+            target = self.choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
+            ref = run.layer.outputs[output]
+            self._move(self.costs[layer.name], self.where(layer, ref), target, layer.metas[ref], share)
+
+    def _move(
+        self, block: BlockCost, source: Placements, target: Placements, meta: TensorMeta, share: float = 1.0
+    ) -> None:
+        for step in steps(source, target, self.pricer.mesh.sizes) or ():
+            forward, backward = self.pricer.step_seconds(step, meta)
+            axis = self.pricer.mesh.axes[step.axis]
+            block.forward[f"{step.forward} {axis}" if step.forward else "local resharding"] += forward * share
+            block.backward[f"{step.backward} {axis}" if step.backward else "local resharding"] += backward * share
+
+    def where(self, scope: Scope, ref: Ref) -> Placements:
+        """How `ref` lies when it is read."""
+        kept = self.choices.tensors.get((scope.name, ref))
+        if kept is not None:
+            return kept
+        stored = self.choices.parameters.get((scope.name, ref.node))
+        if stored is not None:
+            return stored.placements
+        option = self.choices.operators.get((scope.name, ref.node))
+        if option is not None:
+            return option.outputs[ref.index]
+        run = next(p for p in self.graph.body if isinstance(p, LayerRun) and p.name == ref.node)
+        for position, output in run.carried:
+            if output == ref.index:
+                return self.choices.tensors[run.layer.name, Ref(run.layer.inputs[position][0])]
+        return self.where(self.scopes[run.layer.name], run.layer.outputs[ref.index])
+
+    # --- recomputation ----------------------------------------------------------------------------------------
+
+    def _modes(self, scope: Scope) -> None:
+        block = self.costs[scope.name]
+        carried = {position for run in self._runs(scope) for position, _ in run.carried}
+        inputs = sum(
+            self._local_bytes(meta, self.choices.tensors[scope.name, Ref(name)])
+            for position, (name, meta) in enumerate(scope.layer.inputs if scope.layer else ())
+            if position in carried
+        )
+        results, costly = 0.0, 0.0
+        for node in scope.nodes:
+            if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
+                option = self.choices.operators[scope.name, node.name]
+                results += self._local_bytes(node.outputs[0], option.outputs[0])
+                costly += self.pricer.operator_seconds(self.operators[scope.name, node.name], option)[0]
+        everything = block.activation_bytes
+        block.modes["none"] = Mode(0.0, everything, block.transient_bytes)
+        for name, kept, seconds in (
+            ("selective", inputs + results, block.forward_seconds - costly),
+            ("full", inputs, block.forward_seconds),
+        ):
+            if kept < everything:
+                block.modes[name] = Mode(seconds, kept, block.transient_bytes + everything - kept)
+
+    def _runs(self, scope: Scope) -> Iterator[LayerRun]:
+        return (p for p in self.graph.body if isinstance(p, LayerRun) and p.layer.name == scope.name)
+
+    def _local_bytes(self, meta: TensorMeta, placements: Placements) -> float:
+        size = num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize
+        return size * (1.0 + self.pricer.fragmentation)
+
+
+def nodes_of(graph: Graph, block: str) -> tuple[Node, ...]:
+    """The calls of a top-level block."""
+    own = segments(graph)
+    return tuple(p for p in graph.body if isinstance(p, Node) and own[p.name] == block)
