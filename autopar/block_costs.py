@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta
 from autopar.placement import Placements, R
-from autopar.price import ATTENTION, MATMULS, Pricer
+from autopar.price import ATTENTION, MATMULS, Pricer, Stored
 from autopar.reshard import steps
 from autopar.saved import VIEWS, base_name, saved_tensors
 from autopar.strategies import Operator, Scope, num_local, scopes_of
@@ -22,6 +22,7 @@ from autopar.strategies import Operator, Scope, num_local, scopes_of
 SYNCHRONISATION = "gradient and parameter synchronisation"
 HIDDEN = "hidden communication"
 RECOMPUTATION = "recomputation"
+FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 MODES = ("none", "selective", "full")
 """What a layer keeps for its backward: everything; the results of its matmuls and attention; only its inputs."""
 
@@ -42,8 +43,8 @@ class BlockCost:
 
     forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
     per micro-batch without recomputation. loose_bytes: results that nothing keeps but the forward holds; largest_bytes:
-    of one tensor; gathered_bytes: whole parameters and gradients while they are gathered. output_bytes: local bytes of
-    what the next block reads. modes: for layers.
+    of one tensor; gathered_bytes: whole parameters and gradients while they are gathered. weight_seconds: the part of backward that only makes weight gradients of linear layers
+    and can be put off. modes: for layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -54,6 +55,7 @@ class BlockCost:
     loose_bytes: float = 0.0
     largest_bytes: float = 0.0
     gathered_bytes: float = 0.0
+    weight_seconds: float = 0.0
     modes: dict[str, Mode] = field(default_factory=dict)
 
     @property
@@ -111,7 +113,77 @@ def block_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
 ) -> dict[str, BlockCost]:
     """The cost of every block, by name."""
+    activity = activity_costs(graph, operators, pricer, choices)
+    return combined(activity, stored_costs(graph, pricer, choices.parameters))
+
+
+def activity_costs(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+) -> dict[str, BlockCost]:
+    """What forward and backward do and keep, without parameters: it depends on the shape of one data-parallel rank's
+    micro-batch, and not on how many such ranks there are."""
     return _Meter(graph, operators, pricer, choices).measure()
+
+
+@dataclass(slots=True)
+class StoredCost:
+    """The parameters of one block: seconds per micro-batch and per step, bytes that stay and that are gathered."""
+
+    per_micro: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    per_step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    gathered_bytes: float = 0.0
+
+
+def stored_costs(
+    graph: Graph, pricer: Pricer, chosen: Mapping[tuple[str, str], Stored], homes: Mapping[str, str] | None = None
+) -> dict[str, StoredCost]:
+    """Synchronisation, updates and storage of every block's parameters; they do not depend on the batch.
+
+    homes: block of each top-level parameter, by default that of its first use.
+    """
+    home, hidden = homes or homes_of(graph), pricer.hidden_fraction
+    found: dict[str, StoredCost] = defaultdict(StoredCost)
+    for scope in scopes_of(graph):
+        own = {n: s for (owner, n), s in chosen.items() if owner == scope.name}
+        unit = sum(scope.metas[Ref(n)].num_bytes for n in own if scope.metas[Ref(n)].requires_grad)
+        for name, stored in own.items():
+            block, meta = found[scope.name or home[name]], scope.metas[Ref(name)]
+            per_micro, per_step = pricer.sync_parts(meta, stored, unit)
+            for table, exposed in ((block.per_micro, per_micro), (block.per_step, per_step)):
+                table[SYNCHRONISATION] += exposed
+                table[HIDDEN] += exposed * hidden / (1.0 - hidden)
+            block.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
+            for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
+                block.fixed[kind] += size
+            block.gathered_bytes += pricer.gathered_bytes(meta, stored)
+    return found
+
+
+def combined(costs: Mapping[str, BlockCost], stored: Mapping[str, StoredCost]) -> dict[str, BlockCost]:
+    """Blocks with their parameters."""
+    found = {}
+    for name, cost in costs.items():
+        own = stored.get(name, StoredCost())
+        backward = defaultdict(float, cost.backward)
+        for kind, value in own.per_micro.items():
+            backward[kind] += value
+        modes = {n: replace(m, transient_bytes=m.transient_bytes + own.gathered_bytes) for n, m in cost.modes.items()}
+        found[name] = replace(
+            cost, backward=backward, step=own.per_step, fixed=own.fixed, gathered_bytes=own.gathered_bytes, modes=modes
+        )
+    return found
+
+
+def homes_of(graph: Graph) -> dict[str, str]:
+    """Top-level parameter -> the block that uses it first (layers that get it passed in count for the top)."""
+    own, found = segments(graph), dict[str, str]()
+    nearest = next(iter(own.values()), "")
+    for piece in graph.body:
+        nearest = own.get(piece.name, nearest)
+        for ref in piece.inputs:
+            found.setdefault(ref.node, nearest)
+    return found
 
 
 class _Meter:
@@ -128,7 +200,6 @@ class _Meter:
             self.costs[block] = BlockCost()
         for scope in self.scopes.values():
             self._compute(scope)
-            self._parameters(scope)
         self._moves()
         for scope in self.scopes.values():
             if scope.layer:
@@ -150,46 +221,13 @@ class _Meter:
             forward, backward = self.pricer.operator_seconds(operator, option)
             block.forward["forward compute"] += forward
             block.backward["backward compute"] += backward
+            block.weight_seconds += self.pricer.weight_seconds(operator, option)
             block.activation_bytes += self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
             for index, (meta, placements) in enumerate(zip(node.outputs, option.outputs, strict=True)):
                 size = num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * enlarged
                 block.largest_bytes = max(block.largest_bytes, size)
                 if Ref(node.name, index) not in held and base_name(node.op) not in VIEWS:
                     block.loose_bytes += size
-
-    def _parameters(self, scope: Scope) -> None:
-        chosen = {n: s for (owner, n), s in self.choices.parameters.items() if owner == scope.name}
-        unit = sum(scope.metas[Ref(n)].num_bytes for n in chosen if scope.metas[Ref(n)].requires_grad)
-        hidden = self.pricer.hidden_fraction
-        home = self._homes()
-        for name, stored in chosen.items():
-            meta = scope.metas[Ref(name)]
-            block = self.costs[scope.name or home[name]]
-            per_micro, per_step = self.pricer.sync_parts(meta, stored, unit)
-            for table, exposed in ((block.backward, per_micro), (block.step, per_step)):
-                table[SYNCHRONISATION] += exposed
-                table[HIDDEN] += exposed * hidden / (1.0 - hidden)
-            block.step["optimizer"] += self.pricer.optimizer_seconds(meta, stored)
-            weights, gradients, state = self.pricer.parameter_bytes(meta, stored)
-            block.fixed["parameters"] += weights
-            block.fixed["gradients"] += gradients
-            block.fixed["optimizer state"] += state
-            if stored.zero >= 2:
-                training = self.pricer.training
-                width = training.gradient_bytes + (training.compute_bytes if stored.zero == 3 else 0)
-                block.gathered_bytes += (
-                    num_local(meta, stored.placements, self.pricer.mesh) * width * (1.0 + self.pricer.fragmentation)
-                )
-
-    def _homes(self) -> dict[str, str]:
-        """Top-level parameter -> the block that uses it first (layers that get it passed in count for the top)."""
-        found: dict[str, str] = {}
-        nearest = next(iter(self.segment.values()), "")
-        for piece in self.graph.body:
-            nearest = self.segment.get(piece.name, nearest)
-            for ref in piece.inputs:
-                found.setdefault(ref.node, nearest)
-        return found
 
     # --- reshards ---------------------------------------------------------------------------------------------
 

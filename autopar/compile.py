@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from autopar.lower import lower
 from autopar.plan import Plan
 from autopar.planner import Candidate, Request, SearchResult, is_cpu, price_plan, search_plans
 from autopar.price import Training
+from autopar.rebatch import BatchedTrace
 from autopar.strategies import operators_of
 from autopar.trace import common_batch, name_inputs, trace
 from codegen.emit import emit_model
@@ -75,10 +75,10 @@ def compile(  # noqa: A001
     rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
     dtype = torch.bfloat16 if precision == "bf16" else None
 
-    @lru_cache(maxsize=8)
-    def traced(micro_rows: int) -> Graph:
+    def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype)
 
+    traced = BatchedTrace(trace_at)
     limits = Constraints.parse(constraints)
     limits.check(traced(rows))
     request = Request(traced, cluster, rows, precision, training_of(factory, precision), limits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -165,15 +165,30 @@ class Pricer:
                 compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype), self.cluster.device
             )
             return forward, backward if num_grads else 0.0
-        columns = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
-        rows = max(num_local(operator.node.outputs[0], option.outputs[0], self.mesh) // max(columns, 1), 1)
+        forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
+        return forward, (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
+
+    def _matmul_seconds(
+        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
+    ) -> tuple[float, float, float]:
+        """Forward, gradient with respect to the input, and to the weight."""
+        output, placements = operator.node.outputs[0], option.outputs[0]
+        columns = num_local_dim(output, placements, self.mesh)
+        rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
         depth = max(round(flops / (2 * rows * columns)), 1)
+        shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
-        forward = compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, (rows, columns, depth)), device)
-        wrt_input = compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, (rows, depth, columns)), device)
-        wrt_weight = compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, (columns, depth, rows)), device)
-        grads = (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
-        return forward, grads
+        forward, wrt_input, wrt_weight = (
+            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape), device) for shape in shapes
+        )
+        return forward, wrt_input, wrt_weight
+
+    def weight_seconds(self, operator: Operator, option: Option) -> float:
+        """The part of a linear layer's backward that makes its weight's gradient, which may be put off."""
+        if base_name(operator.node.op) != "linear" or not operator.inputs[1].requires_grad:
+            return 0.0
+        forward_and_input = self.operator_seconds(replace(operator, inputs=_without_gradient(operator.inputs)), option)
+        return sum(self.operator_seconds(operator, option)) - sum(forward_and_input)
 
     def _inner_seconds(self, operator: Operator, option: Option) -> float:
         """Collectives inside a lowering: cross-entropy over a sharded vocabulary reduces three numbers a token."""
@@ -240,6 +255,13 @@ class Pricer:
         gradients = training.gradient_bytes * local / (size if zero >= 2 else 1)
         return weights, gradients, training.state_bytes * local / size
 
+    def gathered_bytes(self, meta: TensorMeta, stored: Stored) -> float:
+        """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""
+        if stored.zero < 2 or not meta.requires_grad:
+            return 0.0
+        width = self.training.gradient_bytes + (self.training.compute_bytes if stored.zero == 3 else 0)
+        return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
+
     def _zero_size(self, stored: Stored) -> int:
         return self.mesh.size("dp") if stored.zero else 1
 
@@ -259,6 +281,11 @@ class Pricer:
             local = num_local(operator.node.outputs[0], option.outputs[0], self.mesh)
             total += extra_saved_bytes(operator.node, operator.inputs, local)
         return total * (1.0 + self.fragmentation)
+
+
+def _without_gradient(inputs: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+    """A linear layer's inputs as if its weight (and bias) were frozen."""
+    return tuple(replace(m, requires_grad=False) if i else m for i, m in enumerate(inputs))
 
 
 def contraction_flops(operator: Operator) -> float:

@@ -1,0 +1,78 @@
+"""One graph for every batch size: sizes are affine in the number of rows, so two traces give all others.
+
+Between two graphs of the same model traced with different numbers of rows, every integer either is equal or grows
+linearly (a shape [B, S, H], a view to B*S). Anything else that differs (another operator, a float that depends on the
+batch) means that the model is not of that kind, and it is traced anew for each size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from autopar.graph import Graph
+
+LEAST_ROWS = 2
+"""A batch of one row is traced as it is: sizes of one may be left out or broadcast."""
+
+
+class NotAffineError(ValueError):
+    """Two traces differ in more than sizes that grow with the batch."""
+
+
+class BatchedTrace:
+    """`trace(rows) -> Graph`, traced at most twice where the graph is affine in the rows.
+
+    Further sizes are computed from those two; a size of LEAST_ROWS or less, and any size of a model that is not
+    affine, is traced.
+    """
+
+    def __init__(self, trace: Callable[[int], Graph]) -> None:
+        self._trace = trace
+        self._known: dict[int, Graph] = {}
+        self._traced: list[int] = []
+        self._is_affine = True
+
+    def __call__(self, rows: int) -> Graph:
+        if rows not in self._known:
+            self._known[rows] = self._make(rows)
+        return self._known[rows]
+
+    def _make(self, rows: int) -> Graph:
+        if len(self._traced) == 2 and self._is_affine and rows >= LEAST_ROWS:
+            low, high = sorted(self._traced)
+            try:
+                graph: Graph = at_rows(self._known[low], low, self._known[high], high, rows)
+                return graph
+            except NotAffineError:
+                self._is_affine = False
+        graph = self._trace(rows)
+        if rows >= LEAST_ROWS and len(self._traced) < 2:
+            self._traced.append(rows)
+        return graph
+
+
+def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> Any:
+    """The structure between (or beyond) `low`, traced with `low_rows`, and `high`. Raises NotAffineError."""
+    if low is high or (type(low) is type(high) and not _is_composite(low) and low == high):
+        return low
+    if type(low) is not type(high):
+        raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
+    if dataclasses.is_dataclass(low) and not isinstance(low, type):
+        values = {
+            f.name: at_rows(getattr(low, f.name), low_rows, getattr(high, f.name), high_rows, rows)
+            for f in dataclasses.fields(low)
+        }
+        return type(low)(**values)
+    if isinstance(low, tuple) and len(low) == len(high):
+        return tuple(at_rows(a, low_rows, b, high_rows, rows) for a, b in zip(low, high, strict=True))
+    if isinstance(low, int) and not isinstance(low, bool):
+        grown, remainder = divmod((high - low) * (rows - low_rows), high_rows - low_rows)
+        if not remainder:
+            return low + grown
+    raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
+
+
+def _is_composite(value: Any) -> bool:
+    return isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
