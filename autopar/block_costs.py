@@ -43,8 +43,8 @@ class BlockCost:
 
     forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
     per micro-batch without recomputation. loose_bytes: results that nothing keeps but the forward holds; largest_bytes:
-    of one tensor; gathered_bytes: whole parameters and gradients while they are gathered. weight_seconds: the part of backward that only makes weight gradients of linear layers
-    and can be put off. modes: for layers.
+    of one tensor; gathered_bytes: whole parameters and gradients while they are gathered. weight_seconds: the part of
+    backward that only makes weight gradients of linear layers and can be put off. modes: for layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -98,10 +98,10 @@ def compile(  # noqa: A001
 
 def reprice(request: Request, plan: Plan) -> SearchResult:
     """Validate a given plan against the model and predict it anew. Raises PlanError."""
-    if plan.mesh.num_ranks != request.cluster.num_devices:
+    if plan.num_ranks != request.cluster.num_devices:
         raise PlanError(
             "the plan's mesh does not fill the cluster",
-            values=f"{plan.mesh} for {request.cluster.num_devices} devices",
+            values=f"{plan.layout} for {request.cluster.num_devices} devices",
             alternatives="a cluster of that size, or a new plan",
         )
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.size("dp")):

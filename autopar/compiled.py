@@ -135,18 +135,18 @@ class CompiledProgram:
     def __repr__(self) -> str:
         plan, prediction = self.plan, self.plan.prediction
         figures = f"{prediction.step_seconds:.4g} s, {bytes_text(prediction.peak_bytes)}"
-        return f"<CompiledProgram {plan.model} on {plan.mesh}: {figures}>"
+        return f"<CompiledProgram {plan.model} on {plan.layout}: {figures}>"
 
 
 def check_world_size(plan: Plan) -> None:
     """Raises WorldSizeError unless as many processes run as the plan has ranks."""
     running = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if running != plan.mesh.num_ranks:
+    if running != plan.num_ranks:
         raise WorldSizeError(
-            f"the plan is for {plan.mesh.num_ranks} processes ({plan.mesh})",
+            f"the plan is for {plan.num_ranks} processes ({plan.layout})",
             values=f"{running} running" + ("" if running > 1 else " (torch.distributed is not initialised)"),
             alternatives=[
-                f"torchrun --nproc-per-node {plan.mesh.num_ranks}, with dist.init_process_group() before build()",
+                f"torchrun --nproc-per-node {plan.num_ranks}, with dist.init_process_group() before build()",
                 f"a plan for {running} device{'s' if running > 1 else ''}",
             ],
         )

@@ -124,7 +124,7 @@ def launch_program(
 
     # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    count = compiled.plan.mesh.num_ranks
+    count = compiled.plan.num_ranks
     uses_fork = not torch.cuda.is_available() and os.name == "posix"
     config = LaunchConfig(
         min_nodes=1,

@@ -7,6 +7,7 @@ lie; a tensor's default is where its producer left it. `choices.py` derives the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +21,19 @@ from autopar.placement import Placement, Placements, R
 from autopar.price import Stored
 
 FORMAT = 1
+RECOMPUTE_MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of one optimiser step by kind, and bytes on the fullest rank by kind."""
+    """Seconds of one optimiser step by kind, and bytes on the fullest rank by kind.
+
+    positions: the same bytes for each pipeline position, where there are several.
+    """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     num_bytes: Mapping[str, float] = field(default_factory=dict)
+    positions: tuple[Mapping[str, float], ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -53,8 +59,46 @@ class ScopePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One pipeline stage: blocks `first` to `last` (not included) of the model's chain of blocks.
+
+    recompute: per layer class, how many of its layers in this stage, in order, run in which mode ("none", "selective",
+    "full"); classes that are left out keep everything.
+    """
+
+    first: int
+    last: int
+    recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the model is cut over `num_positions` equal groups of ranks, each with the plan's mesh.
+
+    schedule: of autopar's schedules ("" with one position). stages: in model order; more than positions where a
+    position runs several. offload: what lives in host memory: "" or "optimizer".
+    """
+
+    num_positions: int = 1
+    schedule: str = ""
+    stages: tuple[StagePlan, ...] = ()
+    offload: str = ""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of one position."""
+        return max(len(self.stages) // self.num_positions, 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """One position that keeps all activations and everything on the device."""
+        return self.num_positions == 1 and not self.offload and not any(s.recompute for s in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """See the module's docstring. `scopes` maps "" and layer class names to their decisions."""
+    """See the module's docstring. mesh: of one pipeline position. `scopes` maps "" and layer class names to their
+    decisions, which hold for every stage."""
 
     model: str
     cluster: str
@@ -65,8 +109,19 @@ class Plan:
     scopes: Mapping[str, ScopePlan]
     prediction: Prediction = Prediction()
     runner_ups: tuple[tuple[str, float, str], ...] = ()
+    pipeline: Pipeline = Pipeline()
     source: str = field(default="", compare=False, repr=False)
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pipeline positions."""
+        return self.mesh.num_ranks * self.pipeline.num_positions
+
+    @property
+    def layout(self) -> str:
+        """The mesh with the pipeline's axis before it: `pp2 x dp2 x tp2`."""
+        return layout_text(self.pipeline.num_positions, self.mesh)
 
     def place(self, scope: str, *path: str) -> str:
         """`plan.yaml, line 12: layers.Block.calls.linear`, or without the line for a plan that was not read."""
@@ -90,6 +145,13 @@ class Plan:
             return cls.from_yaml(Path(path).read_text(encoding="utf-8"), str(path))
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}", values=str(error)) from None
+
+
+def layout_text(num_positions: int, mesh: Mesh) -> str:
+    """`pp2 x dp2 x tp2`."""
+    if num_positions == 1:
+        return str(mesh)
+    return f"pp{num_positions}" + (f" x {mesh}" if mesh.axes else "")
 
 
 def placements_text(placements: Placements, mesh: Mesh) -> str:
@@ -120,16 +182,34 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "autopar_plan": FORMAT,
         "model": plan.model,
         "cluster": plan.cluster,
-        "mesh": str(plan.mesh),
+        "mesh": plan.layout,
         "global_batch_size": plan.global_batch_size,
         "micro_batches": plan.num_micro_batches,
         "precision": plan.precision,
+        **_pipeline_data(plan.pipeline),
         "top": scope_data(plan.scopes[""]),
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
         "predicted_seconds": {k: float(v) for k, v in plan.prediction.seconds.items()},
         "predicted_bytes": {k: float(v) for k, v in plan.prediction.num_bytes.items()},
+        **_positions_data(plan.prediction),
         "runner_ups": [{"plan": n, "seconds": float(s), "why": w} for n, s, w in plan.runner_ups],
     }
+
+
+def _positions_data(prediction: Prediction) -> dict[str, Any]:
+    positions = [{k: float(v) for k, v in kinds.items()} for kinds in prediction.positions]
+    return {"predicted_bytes_by_position": positions} if positions else {}
+
+
+def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
+    if pipeline.is_plain and not pipeline.stages:
+        return {}
+    stages = []
+    for stage in pipeline.stages:
+        modes = {n: ", ".join(f"{mode} {count}" for mode, count in runs) for n, runs in stage.recompute.items()}
+        stages.append({"blocks": f"{stage.first}-{stage.last - 1}"} | ({"recompute": modes} if modes else {}))
+    entries = {"schedule": pipeline.schedule, "offload": pipeline.offload}
+    return {"pipeline": {name: text for name, text in entries.items() if text} | {"stages": stages}}
 
 
 class _Reader:
@@ -156,6 +236,9 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 self._remember(value, (*path, str(key.value)))
+        elif isinstance(node, yaml.SequenceNode):
+            for number, value in enumerate(node.value):
+                self._remember(value, (*path, str(number)))
 
     def fail(self, path: tuple[str, ...], message: str, alternatives: str = "") -> PlanError:
         line = self.lines.get(path, self.lines.get(path[:-1], 1))
@@ -177,9 +260,13 @@ class _Reader:
         if self.data["autopar_plan"] != FORMAT:
             raise self.fail(("autopar_plan",), f"format {self.data['autopar_plan']} is not {FORMAT}")
         try:
-            self.mesh = Mesh.parse(str(self.data["mesh"]))
+            whole = Mesh.parse(str(self.data["mesh"]))
         except ValueError as error:
             raise self.fail(("mesh",), str(error)) from None
+        if "pp" in whole.axes[1:]:
+            raise self.fail(("mesh",), "pp must be the first axis: every stage is a block of neighbouring ranks")
+        num_positions = whole.size("pp")
+        self.mesh = Mesh(whole.axes[1:], whole.sizes[1:]) if num_positions > 1 else whole
         scopes = {"": self._scope(("top",))}
         for name in self._mapping(("layers",), self.data.get("layers")):
             scopes[name] = self._scope(("layers", name))
@@ -191,11 +278,45 @@ class _Reader:
             self._count("micro_batches"),
             str(self.data["precision"]),
             scopes,
-            Prediction(dict(self.data.get("predicted_seconds") or {}), dict(self.data.get("predicted_bytes") or {})),
+            Prediction(
+                dict(self.data.get("predicted_seconds") or {}),
+                dict(self.data.get("predicted_bytes") or {}),
+                tuple(dict(kinds) for kinds in self.data.get("predicted_bytes_by_position") or ()),
+            ),
             tuple((r["plan"], float(r["seconds"]), r["why"]) for r in self.data.get("runner_ups") or ()),
+            self._pipeline(num_positions),
             self.source,
             self.lines,
         )
+
+    def _pipeline(self, num_positions: int) -> Pipeline:
+        data = self._mapping(("pipeline",), self.data.get("pipeline"))
+        if not data:
+            if num_positions > 1:
+                raise self.fail(("mesh",), "has a pp axis, but the plan has no pipeline")
+            return Pipeline()
+        stages = []
+        for number, entry in enumerate(data.get("stages") or ()):
+            path = ("pipeline", "stages", str(number))
+            match = re.fullmatch(r"(\d+)-(\d+)", str(self._mapping(path, entry).get("blocks", "")))
+            if match is None:
+                raise self.fail(path, f"blocks {entry.get('blocks')!r} is not a range", "first-last, such as 0-8")
+            modes = self._mapping((*path, "recompute"), entry.get("recompute"))
+            recompute = {str(n): self._modes((*path, "recompute", str(n)), str(text)) for n, text in modes.items()}
+            stages.append(StagePlan(int(match.group(1)), int(match.group(2)) + 1, recompute))
+        if len(stages) % num_positions or not stages:
+            message = f"{len(stages)} stages cannot be dealt to {num_positions} positions"
+            raise self.fail(("pipeline", "stages"), message)
+        return Pipeline(num_positions, str(data.get("schedule", "")), tuple(stages), str(data.get("offload", "")))
+
+    def _modes(self, path: tuple[str, ...], text: str) -> tuple[tuple[str, int], ...]:
+        found = []
+        for part in text.split(","):
+            mode, _, count = part.strip().partition(" ")
+            if mode not in RECOMPUTE_MODES or not count.isdigit():
+                raise self.fail(path, f"cannot read {part.strip()!r}", f"MODE COUNT with {', '.join(RECOMPUTE_MODES)}")
+            found.append((mode, int(count)))
+        return tuple(found)
 
     def _scope(self, path: tuple[str, ...]) -> ScopePlan:
         data = self.data

@@ -110,7 +110,7 @@ def resolve_cluster(cluster: Cluster | str, num_processes: int | None = None) ->
 
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train."""
-    results: list[TrainResult] = run_ranks(fit_rank, (program, config, batches), program.plan.mesh.num_ranks, math.inf)
+    results: list[TrainResult] = run_ranks(fit_rank, (program, config, batches), program.plan.num_ranks, math.inf)
     peaks = tuple(peak for result in results for peak in result.peak_bytes)
     return replace(results[0], peak_bytes=peaks, program=program)
 
@@ -210,7 +210,7 @@ def _barrier() -> None:
 
 def _progress(batch: Batch, config: TrainerConfig, first: int, program: CompiledProgram | None) -> TrainingProgress:
     tokens = max((v.numel() for v in batch.values() if is_token_tensor(v)), default=0)
-    label = str(program.plan.mesh) if program else "one process"
+    label = program.plan.layout if program else "one process"
     predicted = program.plan.prediction.step_seconds if program else 0.0
     items, unit = (tokens, "tokens") if tokens else (_rows(batch), "samples")
     return TrainingProgress(label, config.steps, first, items, unit, predicted, config.log_every)

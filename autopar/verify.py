@@ -133,7 +133,7 @@ def verify_program(
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
     args = (compiled, batches, max_grad_norm, seed)
-    reports = run_ranks(_compare, args, compiled.plan.mesh.num_ranks)
+    reports = run_ranks(_compare, args, compiled.plan.num_ranks)
     report: VerifyReport = next(r for r in reports if r is not None)
     return report
 
@@ -202,7 +202,7 @@ def _compare(
         floors,
         tuple(sorted(round_off | partly)),
         tuple(losses),
-        str(compiled.plan.mesh),
+        compiled.plan.layout,
     )
 
 

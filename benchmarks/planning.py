@@ -76,7 +76,7 @@ def main() -> int:
         print(f"{name:<28}{value:8.2f} CPU-s")
     print(f"{'whole process':<28}{whole:8.2f} CPU-s, peak memory {peak:.2f} GiB")
     if options.csv:
-        _write(options, seconds, whole, peak, str(compiled.plan.mesh), torch.__version__)
+        _write(options, seconds, whole, peak, compiled.plan.layout, torch.__version__)
     return 0
 
 

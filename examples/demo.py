@@ -140,8 +140,8 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
         console.print(panel)
     folder = program.save(out / name)
     (folder / "report.txt").write_text(render_report(program), encoding="utf-8")
-    ranks = program.plan.mesh.num_ranks
-    console.print(f"\ntraining on {ranks} processes as {program.plan.mesh}")
+    ranks = program.plan.num_ranks
+    console.print(f"\ntraining on {ranks} processes as {program.plan.layout}")
     together = trainer.fit()
     console.print("training the same model on this one process")
     alone = Trainer(copy.deepcopy(model), replace(config, auto_parallel=False), batches).fit()

@@ -66,7 +66,7 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
 def plan_words(plan: Plan) -> str:
     """`dp2 x tp2, 4 micro-batches`."""
     count = plan.num_micro_batches
-    return f"{plan.mesh}, {count} micro-batch{'es' if count > 1 else ''}"
+    return f"{plan.layout}, {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def why_slower(plan: Plan, best: Plan) -> str:

@@ -61,7 +61,7 @@ def _header(compiled: CompiledProgram) -> RenderableType:
         ("predicted", _prediction_text(compiled)),
     ]
     table = Table(
-        box=None, show_header=False, title=f"{plan.model} on {plan.mesh}", title_justify="left", padding=(0, 2, 0, 0)
+        box=None, show_header=False, title=f"{plan.model} on {plan.layout}", title_justify="left", padding=(0, 2, 0, 0)
     )
     table.title_style = "bold"
     table.add_column(style="cyan")

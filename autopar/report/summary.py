@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def plan_summary(plan: Plan) -> Iterator[RenderableType]:
     """What a plan file says without its model: mesh, batch, predicted time and memory."""
-    table = _table(f"{plan.model} on {plan.mesh}", "", "")
+    table = _table(f"{plan.model} on {plan.layout}", "", "")
     table.add_row("cluster", plan.cluster)
     table.add_row("plan", f"{plan_words(plan)}, {plan.global_batch_size} rows a step, {plan.precision}")
     yield table
