@@ -10,17 +10,28 @@ import torch
 from autopar.errors import TraceError
 from autopar.mesh import Mesh
 from autopar.placement import Placement
-from codegen.program import Program, Spec
+from codegen.program import PipelineProgram, Program, Spec
 
 
-def local_batch(program: Program, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Rank's part of a global batch by name. Raises TraceError for shapes that the program was not made for."""
-    mesh = Mesh(program.axes, program.axis_sizes)
+def local_batch(
+    program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int
+) -> dict[str, torch.Tensor]:
+    """Rank's part of a global batch by name; of a pipeline, what the stages at the rank's position read.
+
+    Raises TraceError for shapes that the program was not made for.
+    """
+    one, inputs = program, program.inputs
+    if isinstance(program, PipelineProgram):
+        one = program.any
+        position, rank = divmod(rank, one.num_ranks)
+        inputs = program.inputs_of(position)
+    assert isinstance(one, Program)
+    mesh = Mesh(one.axes, one.axis_sizes)
     parts = {}
-    for name, spec in program.inputs.items():
+    for name, spec in inputs.items():
         if name not in batch:
             raise TraceError(f"the batch lacks {name!r}", alternatives=", ".join(program.inputs))
-        parts[name] = _part(name, batch[name], spec, program.num_micro_batches, mesh, rank)
+        parts[name] = _part(name, batch[name], spec, one.num_micro_batches, mesh, rank)
     return parts
 
 

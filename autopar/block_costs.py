@@ -186,12 +186,39 @@ def homes_of(graph: Graph) -> dict[str, str]:
     return found
 
 
+class Placer:
+    """Where every tensor of a graph lies under given choices."""
+
+    def __init__(self, graph: Graph, choices: Choices) -> None:
+        self.choices = choices
+        self.scopes = {scope.name: scope for scope in scopes_of(graph)}
+        self.runs = {piece.name: piece for piece in graph.body if isinstance(piece, LayerRun)}
+
+    def where(self, scope: Scope, ref: Ref) -> Placements:
+        """How `ref` lies when it is read."""
+        kept = self.choices.tensors.get((scope.name, ref))
+        if kept is not None:
+            return kept
+        stored = self.choices.parameters.get((scope.name, ref.node))
+        if stored is not None:
+            return stored.placements
+        option = self.choices.operators.get((scope.name, ref.node))
+        if option is not None:
+            return option.outputs[ref.index]
+        run = self.runs[ref.node]
+        for position, output in run.carried:
+            if output == ref.index:
+                return self.choices.tensors[run.layer.name, Ref(run.layer.inputs[position][0])]
+        return self.where(self.scopes[run.layer.name], run.layer.outputs[ref.index])
+
+
 class _Meter:
     def __init__(
         self, graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
     ) -> None:
         self.graph, self.operators, self.pricer, self.choices = graph, operators, pricer, choices
         self.scopes = {scope.name: scope for scope in scopes_of(graph)}
+        self.place = Placer(graph, choices)
         self.segment = segments(graph)
         self.costs: dict[str, BlockCost] = defaultdict(BlockCost)
 
@@ -237,7 +264,7 @@ class _Meter:
             for node in scope.nodes:
                 option, block = self.choices.operators[scope.name, node.name], self._block(scope, node.name)
                 for position, ref in enumerate(node.inputs):
-                    self._move(block, self.where(scope, ref), option.inputs[position], scope.metas[ref])
+                    self._move(block, self.place.where(scope, ref), option.inputs[position], scope.metas[ref])
                 for index, placements in enumerate(option.outputs):
                     kept = self.choices.tensors.get((scope.name, Ref(node.name, index)))
                     if kept is not None:
@@ -249,19 +276,19 @@ class _Meter:
                 self._run_moves(piece, self.costs[nearest])
         loss, top = self.graph.loss, self.scopes[""]
         self._move(
-            self._block(top, loss.node), self.where(top, loss), (R,) * len(self.pricer.mesh.axes), top.metas[loss]
+            self._block(top, loss.node), self.place.where(top, loss), (R,) * len(self.pricer.mesh.axes), top.metas[loss]
         )
 
     def _run_moves(self, run: LayerRun, before: BlockCost) -> None:
         layer = self.scopes[run.layer.name]
         for position, ref in enumerate(run.args):
             target = self.choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
-            self._move(before, self.where(self.scopes[""], ref), target, self.scopes[""].metas[ref])
+            self._move(before, self.place.where(self.scopes[""], ref), target, self.scopes[""].metas[ref])
         share = len(run.instances) / layer.count
         for position, output in run.carried:
             target = self.choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
             ref = run.layer.outputs[output]
-            self._move(self.costs[layer.name], self.where(layer, ref), target, layer.metas[ref], share)
+            self._move(self.costs[layer.name], self.place.where(layer, ref), target, layer.metas[ref], share)
 
     def _move(
         self, block: BlockCost, source: Placements, target: Placements, meta: TensorMeta, share: float = 1.0
@@ -271,23 +298,6 @@ class _Meter:
             axis = self.pricer.mesh.axes[step.axis]
             block.forward[f"{step.forward} {axis}" if step.forward else "local resharding"] += forward * share
             block.backward[f"{step.backward} {axis}" if step.backward else "local resharding"] += backward * share
-
-    def where(self, scope: Scope, ref: Ref) -> Placements:
-        """How `ref` lies when it is read."""
-        kept = self.choices.tensors.get((scope.name, ref))
-        if kept is not None:
-            return kept
-        stored = self.choices.parameters.get((scope.name, ref.node))
-        if stored is not None:
-            return stored.placements
-        option = self.choices.operators.get((scope.name, ref.node))
-        if option is not None:
-            return option.outputs[ref.index]
-        run = next(p for p in self.graph.body if isinstance(p, LayerRun) and p.name == ref.node)
-        for position, output in run.carried:
-            if output == ref.index:
-                return self.choices.tensors[run.layer.name, Ref(run.layer.inputs[position][0])]
-        return self.where(self.scopes[run.layer.name], run.layer.outputs[ref.index])
 
     # --- recomputation ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,23 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.assembly import program_of, source_of
+from autopar.block_costs import chain
 from autopar.choices import expand
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, PlanError
 from autopar.graph import Graph
-from autopar.lower import lower
 from autopar.plan import Plan
-from autopar.planner import Candidate, Request, SearchResult, is_cpu, price_plan, search_plans
-from autopar.price import Training
+from autopar.planner import SearchResult, price_plan, search_plans
+from autopar.price import Training, is_cpu
 from autopar.rebatch import BatchedTrace
-from autopar.strategies import operators_of
-from autopar.trace import common_batch, name_inputs, trace
-from codegen.emit import emit_model
-from codegen.fusion import fuse
+from autopar.request import Candidate, Request, operators_at
+from autopar.trace import common_batch, find_cuts, name_inputs, trace
 from cost_models import memory
 from cost_models.machine import Cluster
+from cost_models.schedule import SCHEDULES
 
 KERNEL_CHOICES = ("auto", "on", "off")
 
@@ -75,8 +76,10 @@ def compile(  # noqa: A001
     rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
     dtype = torch.bfloat16 if precision == "bf16" else None
 
+    cuts = find_cuts(model, batch, loss_fn)
+
     def trace_at(micro_rows: int) -> Graph:
-        return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype)
+        return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
     traced = BatchedTrace(trace_at)
     limits = Constraints.parse(constraints)
@@ -89,11 +92,8 @@ def compile(  # noqa: A001
     else:
         result = search_plans(request)
     best = result.best
-    program = lower(best.graph, best.operators, best.plan, best.choices)
-    if kernels == "on" or (kernels == "auto" and not is_cpu(cluster)):
-        program = fuse(program)
-    source = emit_model(program)
-    return CompiledProgram(model, cluster, factory, best, result, program, source, loss_fn)
+    program = program_of(best, fused=kernels == "on" or (kernels == "auto" and not is_cpu(cluster)))
+    return CompiledProgram(model, cluster, factory, best, result, program, source_of(program), loss_fn)
 
 
 def reprice(request: Request, plan: Plan) -> SearchResult:
@@ -113,11 +113,51 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
                 "mesh": str(plan.mesh),
             },
         )
-    graph = request.trace(plan.global_batch_size // plan.num_micro_batches)
-    operators = operators_of(graph)
+    graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
+    check_pipeline(plan, graph)
     choices = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, choices)
     return SearchResult((candidate,), (), ())
+
+
+def check_pipeline(plan: Plan, graph: Graph) -> None:
+    """Raises PlanError for stages, modes or a schedule that the model's blocks cannot have."""
+    pipeline, blocks = plan.pipeline, chain(graph)
+    if not pipeline.stages:
+        return
+    ends = [0, *(stage.last for stage in pipeline.stages)]
+    starts = [stage.first for stage in pipeline.stages] + [len(blocks)]
+    if ends != starts or any(stage.first >= stage.last for stage in pipeline.stages):
+        raise PlanError(
+            f"{plan.place('', 'pipeline')}: the stages must follow one another over all blocks of the model",
+            values=", ".join(f"{stage.first}-{stage.last - 1}" for stage in pipeline.stages),
+            alternatives=f"ranges from 0 to {len(blocks) - 1} without gaps: " + block_names(blocks),
+        )
+    known = (*SCHEDULES, "") if pipeline.num_positions == 1 else SCHEDULES
+    if pipeline.schedule not in known:
+        raise PlanError(
+            "the plan's schedule is not one that autopar has",
+            values=repr(pipeline.schedule),
+            alternatives=", ".join(SCHEDULES),
+        )
+    for stage in pipeline.stages:
+        for name, runs in stage.recompute.items():
+            count = blocks[stage.first : stage.last].count(name)
+            if sum(number for _, number in runs) != count or name not in blocks or name.startswith("top "):
+                raise PlanError(
+                    f"the stage of blocks {stage.first}-{stage.last - 1} has {count} layers {name}",
+                    values=f"recompute: {', '.join(f'{mode} {number}' for mode, number in runs)}",
+                    alternatives="a mode for each of its layers, such as full 3, none 5",
+                )
+
+
+def block_names(blocks: tuple[str, ...]) -> str:
+    """`0 top 0, 1-8 Block, 9 top 1`."""
+    parts = []
+    for name, group in itertools.groupby(range(len(blocks)), key=lambda i: blocks[i]):
+        numbers = list(group)
+        parts.append(f"{numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''} {name}")
+    return ", ".join(parts)
 
 
 def _plan_on_rank_0(request: Request) -> SearchResult:

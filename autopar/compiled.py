@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.assembly import HOST
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.plan import Plan
-from autopar.planner import Candidate, SearchResult
+from autopar.planner import SearchResult
+from autopar.request import Candidate
 from autopar.trace import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
-from codegen.program import Program
+from codegen.program import PipelineProgram, Program
 from cost_models.machine import Cluster
 
 _numbers = itertools.count()
@@ -43,7 +45,7 @@ class CompiledProgram:
     optimizer: Callable[..., torch.optim.Optimizer]
     best: Candidate
     result: SearchResult
-    program: Program
+    program: Program | PipelineProgram
     source: str
     loss_fn: Callable[..., torch.Tensor] | None = None
 
@@ -81,24 +83,34 @@ class CompiledProgram:
         """
         check_world_size(self.plan)
         package = self.load_package()
-        runtime_mesh = importlib.import_module(f"{package.__name__}.runtime.mesh")
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
-        generated = importlib.import_module(f"{package.__name__}.model")
         where = device or (
             "cuda" if torch.cuda.is_available() and not self.cluster.device.name.startswith("cpu") else "cpu"
         )
-        mesh = runtime_mesh.Mesh.create(self.program.axes, self.program.axis_sizes, where)
+        program, mesh, schedule = self._root(package, where)
         step = runtime_step.Step(
-            getattr(generated, self.program.root.name),
+            program,
             mesh,
             optimizer_factory=self.optimizer,
             num_micro_batches=self.plan.num_micro_batches,
+            schedule=schedule,
             precision=self.plan.precision,
             max_grad_norm=max_grad_norm,
             seed=seed,
+            offload_optimizer=HOST if self.plan.pipeline.offload == "optimizer" else "",
         )
         step.load(value_source(self.model, init))
         return step
+
+    def _root(self, package: ModuleType, device: torch.device | str) -> tuple[Any, Any, tuple[str, ...]]:
+        """What `Step` runs, the mesh of this rank's position, and the schedule's lines."""
+        if isinstance(self.program, PipelineProgram):
+            pipeline = importlib.import_module(f"{package.__name__}.pipeline").PIPELINE
+            return pipeline, pipeline.create_mesh(device), self.program.schedule
+        model = importlib.import_module(f"{package.__name__}.model")
+        mesh = importlib.import_module(f"{package.__name__}.runtime.mesh").Mesh
+        made = mesh.create(self.program.axes, self.program.axis_sizes, device)
+        return getattr(model, self.program.root.name), made, ()
 
     def load_package(self) -> ModuleType:
         """Import the generated folder under a name of its own, so that several programs can live in one process."""

@@ -2,8 +2,11 @@
 
 A plain dict:
 
-    {"dp": 2, "tp": 2,                                    degrees of mesh axes
+    {"pp": 2, "dp": 2, "tp": 2,                           pipeline positions, degrees of mesh axes
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
+     "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
+     "recompute": "full",                                 of every layer: none, selective or full
+     "offload": "optimizer",                              what lives in host memory: "none" or "optimizer"
      "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
      "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
      "forbid_parameters": {...}, "forbid_activations": {...}}
@@ -22,11 +25,19 @@ from autopar.errors import ConstraintError
 from autopar.graph import Graph
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.placement import Placement, Placements
+from autopar.plan import RECOMPUTE_MODES
 from autopar.price import Stored
 from autopar.strategies import Operator, Option, Scope, scopes_of
+from cost_models.schedule import SCHEDULES
 
-_AXES = ("dp", "tp")
-_SCALARS = ("zero", "micro_batches", "memory")
+_AXES = ("pp", "dp", "tp")
+_SHARDING_AXES = ("dp", "tp")
+_SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE_MODES,
+    "offload": ("none", "optimizer"),
+}
 _PATTERNS = ("parameters", "activations", "forbid_parameters", "forbid_activations")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -41,6 +52,10 @@ class Constraints:
     zero: int | None = None
     micro_batches: int | None = None
     memory_bytes: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: str | None = None
+    offload: str | None = None
     parameters: tuple[Pattern, ...] = ()
     activations: tuple[Pattern, ...] = ()
     forbid_parameters: tuple[Pattern, ...] = ()
@@ -67,8 +82,21 @@ class Constraints:
             raise ConstraintError("zero is a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
         micro = _whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
         memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
+        chunks = _whole("chunks", given["chunks"], 1) if "chunks" in given else None
+        words = {name: _word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None}
+        offload = words.get("offload")
         patterns = {name: _patterns(name, given.get(name) or {}) for name in _PATTERNS}
-        return cls(degrees, zero, micro, memory, **patterns)
+        return cls(
+            degrees,
+            zero,
+            micro,
+            memory,
+            words.get("schedule"),
+            chunks,
+            words.get("recompute"),
+            "" if offload == "none" else offload,
+            *(patterns[name] for name in _PATTERNS),
+        )
 
     def check(self, graph: Graph) -> None:
         """Raises ConstraintError for a pattern that matches nothing, with the nearest names."""
@@ -171,6 +199,12 @@ def _whole(name: str, value: Any, least: int) -> int:
     return value
 
 
+def _word(name: str, value: Any, legal: tuple[str, ...]) -> str:
+    if value not in legal:
+        raise ConstraintError(f"{name} is not one that autopar has", values=repr(value), alternatives=", ".join(legal))
+    return str(value)
+
+
 def _patterns(key: str, given: Mapping[str, Any]) -> tuple[Pattern, ...]:
     found = []
     for glob, wanted in given.items():
@@ -181,9 +215,9 @@ def _patterns(key: str, given: Mapping[str, Any]) -> tuple[Pattern, ...]:
                 f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)
             ) from None
         for axis, _ in pairs:
-            if axis not in _AXES:
+            if axis not in _SHARDING_AXES:
                 raise ConstraintError(
-                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_AXES)
+                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_SHARDING_AXES)
                 )
         found.append((str(glob), pairs))
     return tuple(found)

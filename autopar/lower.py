@@ -1,68 +1,162 @@
-"""Graph + Choices -> codegen.Program: local calls, explicit reshards, readable names.
-
-Every use of a tensor in other placements than it lies in becomes one reshard statement per step, written once per
-(tensor, placements) and placed right before the first use.
-"""
+"""Graph + Choices -> codegen.Program, or one program per pipeline stage: `scope_lowering.py` makes the statements."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
+from typing import Protocol
 
 from autopar.choices import Choices
-from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs
-from autopar.lowerings import ancestors, lower_call
+from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta
+from autopar.lowerings import ancestors
 from autopar.mesh import Mesh
-from autopar.names import readable_names
 from autopar.placement import Placements, R
-from autopar.plan import Plan
 from autopar.price import Stored
-from autopar.reshard import Step, steps
-from autopar.reshard_calls import reshard_call, traffic_text
-from autopar.rules.localize import local_call
 from autopar.saved import base_name
-from autopar.strategies import Operator, Scope, scopes_of
-from codegen.program import (
-    Call,
-    LayerLoop,
-    LayerRunSpec,
-    Layout,
-    ModuleClass,
-    Operand,
-    Program,
-    Reshard,
-    Spec,
-    Statement,
-    Var,
-)
+from autopar.scope_lowering import Lowering, Shared, dtype_name, without_waiting
+from autopar.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
+from autopar.strategies import Operator, Scope, num_local, scopes_of
+from autopar.units import bytes_text
+from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec
+
+Modes = Mapping[str, tuple[tuple[str, int], ...]]
+"""Layer class -> (mode, how many layers in a row), in the order of the layers; classes left out keep everything."""
 
 
-def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan, choices: Choices) -> Program:
-    """The program of a plan."""
-    shared = _Shared(graph, operators, plan.mesh, choices, {s.name: s for s in scopes_of(graph)})
-    layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
-    root = _Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
-    statements = root.run(graph.body)
-    loss = root.use(graph.loss, (R,) * len(plan.mesh.axes))
-    forward = _without_waiting([*statements, *root.drain()])
-    inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if _is_used(shared, i.name)}
-    counting = _Lowering(shared, shared.scopes[""], root.calls_per_layer)
-    count_statements, counts = counting.count_targets(root.losses)
-    root_class = ModuleClass(
+class Planned(Protocol):
+    """What lowering reads of a plan; `mesh` is that of one pipeline position."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a program is cut and run as a pipeline.
+
+    boundaries: first block of each stage (`stages.blocks_of`). positions: where each stage runs. schedule: one line of
+    actions per position. recompute, offload: for each stage, how its layers recompute ("none", "selective", "full") and
+    whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules.
+    """
+
+    boundaries: Cut
+    positions: tuple[int, ...]
+    schedule_name: str
+    schedule: tuple[str, ...]
+    recompute: tuple[Modes, ...] = ()
+    offload: tuple[Modes, ...] = ()
+    defers_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What is equal for all stages. placements: how a sent tensor lies where it is made, by (stage, name)."""
+
+    operators: Mapping[tuple[str, str], Operator]
+    plan: Planned
+    choices: Choices
+    vocabulary: int
+    defers_weights: bool = False
+    offload_optimizer: str = ""
+    placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
+
+
+def lower(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    plan: Planned,
+    choices: Choices,
+    *,
+    recompute: Modes | None = None,
+    offload: Modes | None = None,
+    offload_optimizer: str = "",
+) -> Program:
+    """The program of a plan without pipelines."""
+    context = _Context(operators, plan, choices, smallest_vocabulary(graph), offload_optimizer=offload_optimizer)
+    root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
+    whole = StageGraph(graph, (), (), True)
+    program = _lower_stage(context, 0, whole, root_class, recompute or {}, offload or {}, 0)
+    return _with_dropout_bases((program,))[0]
+
+
+def lower_stages(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    plan: Planned,
+    choices: Choices,
+    staging: Staging,
+    *,
+    offload_optimizer: str = "",
+) -> PipelineProgram:
+    """The programs of a pipeline's stages. `choices` are of the whole graph on one position's mesh."""
+    context = _Context(operators, plan, choices, smallest_vocabulary(graph), staging.defers_weights, offload_optimizer)
+    stages = stage_graphs(graph, staging.boundaries)
+    programs: list[Program] = []
+    num_dropout_calls = 0
+    for number, stage in enumerate(stages):
+        recompute = staging.recompute[number] if staging.recompute else {}
+        offload = staging.offload[number] if staging.offload else {}
+        root_class = f"Stage{number}", _stage_doc(stage, is_first=number == 0)
+        program = _lower_stage(context, number, stage, root_class, recompute, offload, num_dropout_calls)
+        num_dropout_calls = program.root.num_dropout_calls
+        programs.append(program)
+    numbered = _with_dropout_bases(tuple(programs))
+    return PipelineProgram(
         graph.name,
-        _root_doc(plan),
-        {
-            p.name: _spec(shared, "", p)
-            for p in graph.parameters
-            if not p.is_buffer and ("", p.name) in choices.parameters
-        },
-        {p.name: _spec(shared, "", p) for p in graph.parameters if p.is_buffer and ("", p.name) in choices.parameters},
+        tuple(
+            PipelineStage(program, position, {k: n for k, n in stage.first_layer.items() if k in program.layer_names})
+            for program, stage, position in zip(numbered, stages, staging.positions, strict=True)
+        ),
+        shared_parameters(stages),
+        staging.schedule_name,
+        staging.schedule,
+    )
+
+
+def _lower_stage(
+    context: _Context,
+    number: int,
+    stage: StageGraph,
+    root_class: tuple[str, str],
+    recompute: Modes,
+    offload: Modes,
+    first_dropout_call: int,
+) -> Program:
+    """root_class: its name and docstring. first_dropout_call: how many there are in earlier stages."""
+    graph, plan = stage.graph, context.plan
+    kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
+    crossing = {("", Ref(name)): border_placements(placements) for name, placements in kept.items()}
+    choices = replace(context.choices, tensors={**context.choices.tensors, **crossing})
+    scopes = {scope.name: scope for scope in scopes_of(graph)}
+    own = graph, context.operators, plan.mesh, choices, scopes, stage.results
+    shared = Shared(*own, frozenset(kept), context.defers_weights)
+    layers = tuple(_layer_class(shared, scope) for scope in scopes.values() if scope.layer)
+    root = Lowering(shared, scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
+    root.num_dropout_calls = first_dropout_call
+    root.receive(kept)
+    statements = [*root.drain(), *root.run(graph.body)]
+    results = _results(context, number, stage, root)
+    statements += root.drain()
+    inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if ("", Ref(i.name)) in choices.tensors}
+    counting = Lowering(shared, scopes[""], root.calls_per_layer)
+    count_statements, counts = counting.count_targets(root.losses)
+    stored = {p.name: _spec(shared, "", p) for p in graph.parameters if ("", p.name) in choices.parameters}
+    buffers = {p.name for p in graph.parameters if p.is_buffer}
+    cls = ModuleClass(
+        *root_class,
+        {name: spec for name, spec in stored.items() if name not in buffers},
+        {name: spec for name, spec in stored.items() if name in buffers},
         tuple(inputs),
-        tuple(forward),
-        (loss.name,),
+        tuple(without_waiting(statements) if stage.has_loss else statements),
+        results,
         tuple(root.layouts),
         root.num_dropout_calls,
     )
@@ -74,32 +168,68 @@ def lower(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pla
         plan.precision,
         plan.global_batch_size,
         plan.num_micro_batches,
-        inputs,
+        {name: spec for name, spec in inputs.items() if name not in kept},
         layers,
-        root_class,
+        cls,
         tuple(root.layer_runs),
         tuple(count_statements),
         counts,
-        smallest_vocabulary(graph),
+        context.vocabulary,
         graph.notes,
+        {name: _border(shared, meta, crossing["", Ref(name)]) for name, meta in stage.received},
+        {n: _border(shared, scopes[""].metas[r], border_placements(root.lies[r])) for r, n in stage.sends},
+        recompute,
+        offload,
+        context.offload_optimizer,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What all scopes look things up in."""
-
-    graph: Graph
-    operators: Mapping[tuple[str, str], Operator]
-    mesh: Mesh
-    choices: Choices
-    scopes: Mapping[str, Scope]
+def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) -> tuple[str, ...]:
+    """The variables that forward returns: the loss, equal on all ranks, or what later stages receive."""
+    if stage.has_loss:
+        return (root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)).name,)
+    for ref, name in stage.sends:
+        context.placements[number, name] = root.lies[ref]
+    return tuple(root.use(ref, border_placements(root.lies[ref])).name for ref, _ in stage.sends)
 
 
-def _layer_class(shared: _Shared, scope: Scope) -> ModuleClass:
+def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:
+    """Of the latest stage before `before` that sends `name`."""
+    return placements[max(stage for stage, sent in placements if sent == name and stage < before), name]
+
+
+def _with_dropout_bases(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """The number of the first dropout call of each class' layers: one where all the model's layers of the class are
+    evenly spaced, else one for each of them."""
+    bases: dict[str, list[int]] = {}
+    calls = {layer.name: layer.num_dropout_calls for program in programs for layer in program.layers}
+    for run in (run for program in programs for run in program.runs):
+        bases.setdefault(run.layer, []).extend(run.dropout_base + i * calls[run.layer] for i in range(len(run.paths)))
+
+    def numbered(layer: ModuleClass) -> ModuleClass:
+        found, step = bases[layer.name], layer.num_dropout_calls
+        is_even = all(base == found[0] + i * step for i, base in enumerate(found))
+        return replace(layer, dropout_base=found[0] if is_even else tuple(found))
+
+    return tuple(replace(p, layers=tuple(numbered(layer) for layer in p.layers)) for p in programs)
+
+
+def _stage_doc(stage: StageGraph, is_first: bool) -> str:
+    """Which part of the model a stage is."""
+    paths = [path for piece in stage.graph.body if isinstance(piece, LayerRun) for path in piece.instances]
+    if not paths:
+        return f"the calls {'before' if is_first else 'after' if stage.has_loss else 'between'} the layers"
+    if is_first:
+        return "all of the model" if stage.has_loss else f"the model up to {paths[-1]}"
+    if stage.has_loss:
+        return f"{paths[0]} and all after it, to the loss"
+    return paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}"
+
+
+def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
     layer = scope.layer
     assert layer is not None
-    lowering = _Lowering(shared, scope)
+    lowering = Lowering(shared, scope)
     body = lowering.run(scope.nodes)
     outputs = []
     carried = _carried(shared.graph, layer.name)
@@ -128,210 +258,6 @@ def _carried(graph: Graph, name: str) -> dict[int, int]:
     return {output: position for position, output in run.carried}
 
 
-@dataclass
-class _Lowering:
-    """Statements of one scope, with where every tensor lies and under which name it is at hand."""
-
-    shared: _Shared
-    scope: Scope
-    calls_per_layer: Mapping[str, int] = field(default_factory=dict)
-    names: dict[Ref, str] = field(default_factory=dict)
-    lies: dict[Ref, Placements] = field(default_factory=dict)
-    at_hand: dict[tuple[Ref, Placements], Var] = field(default_factory=dict)
-    pending: list[Statement] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
-    losses: list[tuple[Node, Ref, int]] = field(default_factory=list)
-    layer_runs: list[LayerRunSpec] = field(default_factory=list)
-    num_dropout_calls: int = 0
-
-    def __post_init__(self) -> None:
-        choices, scope, graph = self.shared.choices, self.scope, self.shared.graph
-        self.names = readable_names(scope, graph)
-        for (owner, name), stored in choices.parameters.items():
-            if owner == scope.name:
-                self.lies[Ref(name)] = stored.placements
-                self.at_hand[Ref(name), stored.placements] = Var(attribute_path(name))
-        entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
-        for name in entering:
-            ref = Ref(name)
-            if (scope.name, ref) in choices.tensors:
-                self.define(ref, choices.tensors[scope.name, ref])
-        uses: dict[Ref, int] = {}
-        for piece in scope.nodes if scope.layer else graph.body:
-            for ref in piece.inputs:
-                uses[ref] = uses.get(ref, 0) + 1
-        for ref in scope.layer.outputs if scope.layer else (graph.loss,):
-            uses[ref] = uses.get(ref, 0) + 1
-        self.uses = uses
-        self.taken = set(self.names.values())
-
-    def define(self, ref: Ref, placements: Placements) -> None:
-        """`ref` lies in `placements` under its own name."""
-        self.lies[ref] = placements
-        self.at_hand[ref, placements] = Var(self.names[ref])
-
-    def drain(self) -> list[Statement]:
-        """Statements since the last call of drain."""
-        found, self.pending = self.pending, []
-        return found
-
-    def run(self, pieces: tuple[Node | LayerRun, ...]) -> tuple[Statement, ...]:
-        for piece in pieces:
-            if isinstance(piece, LayerRun):
-                self.layer_run(piece)
-            else:
-                self.node(piece)
-        return tuple(self.drain())
-
-    def node(self, node: Node) -> None:
-        operator = self.shared.operators[self.scope.name, node.name]
-        option = self.shared.choices.operators[self.scope.name, node.name]
-        arguments = [self.use(ref, where) for ref, where in zip(node.inputs, option.inputs, strict=True)]
-        local = local_call(node, operator.rule, option.axes, operator.inputs, self.shared.mesh.sizes)
-        values = iter(arguments)
-        args = map_refs(local.args, lambda _: next(values))
-        kwargs = map_refs(local.kwargs, lambda _: next(values))
-        results = tuple(
-            self.names[Ref(node.name, i)] if Ref(node.name, i) in self.uses else "" for i in range(len(node.outputs))
-        )
-        held = tuple(
-            (variable.name, Operand(meta.shape, dtype_name(meta.dtype)))
-            for variable, meta in zip(arguments, operator.inputs, strict=True)
-        )
-        call = Call(local.op, args, kwargs, results, node.module, operands=held)
-        self.pending.append(lower_call(self, node, operator, option, local, call))
-        for index, placements in enumerate(option.outputs):
-            ref = Ref(node.name, index)
-            self.define(ref, placements)
-            kept = self.shared.choices.tensors.get((self.scope.name, ref))
-            if kept is not None and kept != placements and ref in self.uses:
-                self.use(ref, kept, rename=False)
-                self.lies[ref] = kept
-
-    def layer_run(self, run: LayerRun) -> None:
-        layer = self.shared.scopes[run.layer.name]
-        args = []
-        for ref, (formal, _) in zip(run.args, run.layer.inputs, strict=True):
-            args.append(self.use(ref, self.shared.choices.tensors[layer.name, Ref(formal)]))
-        carried = {output: position for position, output in run.carried}
-        results = []
-        for index, inner in enumerate(run.layer.outputs):
-            ref = Ref(run.name, index)
-            where = self._layer_output(layer, run, inner, carried.get(index))
-            results.append(self.names[ref] if ref in self.uses or index in carried else "")
-            self.define(ref, where)
-        first = sum(len(r.paths) for r in self.layer_runs if r.layer == run.layer.name)
-        self.layer_runs.append(LayerRunSpec(run.layer.name, run.instances, self.num_dropout_calls))
-        self.num_dropout_calls += self.calls_per_layer[run.layer.name] * len(run.instances)
-        self.pending.append(
-            LayerLoop(run.layer.name, first, len(run.instances), tuple(args), run.carried, tuple(results))
-        )
-
-    def _layer_output(self, layer: Scope, run: LayerRun, inner: Ref, position: int | None) -> Placements:
-        choices = self.shared.choices
-        if position is not None:
-            return choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
-        kept = choices.tensors.get((layer.name, inner))
-        return kept if kept is not None else choices.operators[layer.name, inner.node].outputs[inner.index]
-
-    # --- resharding -------------------------------------------------------------------------------------------
-
-    def use(self, ref: Ref, wanted: Placements, rename: bool = True) -> Var:
-        """The variable that holds `ref` in `wanted`; appends the reshard if it is not at hand."""
-        found = self.at_hand.get((ref, wanted))
-        if found is not None:
-            return found
-        current, meta = self.lies[ref], self.scope.metas[ref]
-        path = steps(current, wanted, self.shared.mesh.sizes)
-        assert path is not None, f"no way from {current} to {wanted}"
-        variable = self.at_hand[ref, current]
-        is_stored = variable.name.startswith("self.")
-        keeps_name = not is_stored and (not rename or self.uses.get(ref, 0) == 1)
-        if keeps_name:
-            target = variable.name
-        else:
-            words = re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
-            target = self._fresh("_".join(words[-2:]), wanted)
-        for step in path:
-            statement = self._reshard(step, variable, target, meta)
-            self.pending.append(statement)
-            variable = Var(target)
-        self.at_hand[ref, wanted] = variable
-        if keeps_name:
-            self.at_hand = {key: v for key, v in self.at_hand.items() if key[0] != ref or key[1] == wanted}
-        return variable
-
-    def _fresh(self, name: str, wanted: Placements) -> str:
-        """A name that says how the copy lies."""
-        if all(p.is_replicated for p in wanted):
-            return self.fresh_name(f"{name}_whole")
-        return self.fresh_name(f"{name}_partial" if any(p.kind == "P" for p in wanted) else f"{name}_part")
-
-    def fresh_name(self, wish: str) -> str:
-        """A name that nothing has yet."""
-        name, count = wish, 2
-        while name in self.taken:
-            name, count = f"{wish}_{count}", count + 1
-        self.taken.add(name)
-        return name
-
-    def _reshard(self, step: Step, source: Var, result: str, meta: TensorMeta) -> Reshard:
-        method, kwargs = reshard_call(step, meta.requires_grad)
-        axis = self.shared.mesh.axes[step.axis]
-        comment = f"{step.source} -> {step.target}: {traffic_text(step, meta)}"
-        return Reshard(axis, method, source, kwargs, result, comment)
-
-    # --- targets ----------------------------------------------------------------------------------------------
-
-    def loss_index(self, node: Node, target: Ref, ignore_index: int) -> int:
-        """Position of this cross-entropy among those whose targets are counted."""
-        self.losses.append((node, target, ignore_index))
-        return len(self.losses) - 1
-
-    def layout(self, shape: tuple[int, ...], placements: Placements) -> str:
-        """The name of a layout constant."""
-        pairs = tuple((a, str(p)) for a, p in zip(self.shared.mesh.axes, placements, strict=True) if p.is_shard)
-        for known in self.layouts:
-            if (known.shape, known.placements) == (shape, pairs):
-                return known.name
-        prefix = f"{self.scope.name}_" if self.scope.name else ""
-        name = f"{prefix}layout_{len(self.layouts)}".upper()
-        self.layouts.append(Layout(name, shape, pairs))
-        return name
-
-    def count_targets(self, losses: list[tuple[Node, Ref, int]]) -> tuple[list[Statement], tuple[str, ...]]:
-        """Statements that count the valid targets of each loss from the batch alone, and the counts' names."""
-        statements: list[Statement] = []
-        counts = []
-        graph = self.shared.graph
-        for number, (node, target, ignore_index) in enumerate(losses):
-            needed = ancestors(graph, target)
-            for piece in graph.body:
-                if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.lies:
-                    self.node(piece)
-            option = self.shared.choices.operators["", node.name]
-            where = option.inputs[1]
-            variable = self.use(target, where)
-            statements += self.drain()
-            name = f"count_{number}"
-            statements.append(Call("runtime.count_valid", (variable, ignore_index), (), (name,)))
-            for axis, placement in zip(self.shared.mesh.axes, where, strict=True):
-                if placement.is_shard:
-                    statements.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
-            statements = _without_waiting(statements)
-            counts.append(name)
-        return statements, tuple(counts)
-
-
-def _without_waiting(statements: list[Statement]) -> list[Statement]:
-    """A sum over an axis that ends `statements` is read by the step alone, which waits for it (Mesh.finish)."""
-    last = statements[-1] if statements else None
-    if isinstance(last, Reshard) and last.method in ("all_reduce", "sum_over") and not last.kwargs:
-        comment = f"{last.comment}; the step waits for it"
-        return [*statements[:-1], replace(last, kwargs=(("wait", False),), comment=comment)]
-    return statements
-
-
 def smallest_vocabulary(graph: Graph) -> int:
     """What integer inputs must stay below: rows of tables that they index, and classes that they name."""
     inputs = {item.name for item in graph.inputs}
@@ -345,12 +271,7 @@ def smallest_vocabulary(graph: Graph) -> int:
     return min(sizes, default=2)
 
 
-def attribute_path(name: str) -> str:
-    """`linears.0.weight` -> `self.linears[0].weight`."""
-    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"self.{name}")
-
-
-def _spec(shared: _Shared, scope: str, parameter: Parameter) -> Spec:
+def _spec(shared: Shared, scope: str, parameter: Parameter) -> Spec:
     stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
     return Spec(
         parameter.meta.shape,
@@ -369,27 +290,21 @@ def _stored_dtype(parameter: Parameter) -> str:
     return "float32" if is_master else dtype_name(parameter.meta.dtype)
 
 
-def _input_spec(shared: _Shared, name: str, meta: TensorMeta) -> Spec:
+def _input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
     placements = shared.choices.tensors["", Ref(name)]
     return Spec(meta.shape, dtype_name(meta.dtype), _pairs(placements, shared.mesh), requires_grad=False)
 
 
-def _is_used(shared: _Shared, name: str) -> bool:
-    return ("", Ref(name)) in shared.choices.tensors
+def _border(shared: Shared, meta: TensorMeta, placements: Placements) -> Border:
+    pairs = _pairs(placements, shared.mesh)
+    spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
+    return Border(spec, bytes_text(num_local(meta, placements, shared.mesh) * meta.dtype.itemsize))
 
 
 def _pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:
     return tuple((axis, str(p)) for axis, p in zip(mesh.axes, placements, strict=True) if p != R)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _layer_doc(scope: Scope) -> str:
     first, last = scope.instances[0], scope.instances[-1]
     return first if first == last else f"{first} ... {last}"
-
-
-def _root_doc(plan: Plan) -> str:
-    return f"{plan.model} on {plan.mesh}: this rank's part."

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.placement import R
 from autopar.rules.localize import LocalCall, local_call
-from autopar.rules.rule import AxisOption, find_factor
+from autopar.rules.rule import AxisOption
 from autopar.saved import base_name
 from autopar.strategies import Operator, Option
 from codegen.program import Call, Raw, Reshard, Statement, Var
 
 if TYPE_CHECKING:
-    from autopar.lower import _Lowering
+    from autopar.scope_lowering import Lowering
 
 _MEAN = 1
 
 
 def lower_call(
-    scope: _Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call
+    scope: Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call
 ) -> Statement:
     """The statement for one call."""
     lowering = local.lowering
@@ -35,6 +35,8 @@ def lower_call(
         return _cross_entropy(
             scope, node, operator, option, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call
         )
+    if name == "linear" and scope.shared.defers_weights and _is_trained(operator, call):
+        return replace(call, target="deferred.linear")
     if lowering is None:
         return call
     if lowering.name == "mean":
@@ -50,7 +52,7 @@ def lower_call(
     number = scope.num_dropout_calls
     scope.num_dropout_calls += 1
     where: tuple[tuple[str, Any], ...] = (("call", number), ("layout", Raw(layout)))
-    if not _starts_with_batch(operator):
+    if not operator.starts_with_batch:
         where = (*where, ("batched", False))
     if lowering.name == "dropout":
         return replace(call, target="self.same_dropout", args=call.args[:2], kwargs=where)
@@ -59,12 +61,9 @@ def lower_call(
     raise AssertionError(f"no statement for lowering {lowering.name}")
 
 
-def _starts_with_batch(operator: Operator) -> bool:
-    """Whether dim 0 of the result is the batch, or merged from it and more."""
-    if operator.batch is None:
-        return False
-    placement = find_factor(operator.rule, operator.rule.outputs[0], *operator.batch)
-    return placement is not None and placement.dim == 0 and placement.sections == 1
+def _is_trained(operator: Operator, call: Call) -> bool:
+    """Whether a linear layer's weight is a trained parameter, used as it is stored."""
+    return operator.inputs[1].requires_grad and call.args[1].name.startswith("self.")
 
 
 def _on_one_rank(node: Node, operator: Operator) -> Any:
@@ -93,7 +92,7 @@ def _cross_entropy_arguments(node: Node) -> dict[str, Any]:
 
 
 def _cross_entropy(
-    scope: _Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
+    scope: Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
 ) -> Call:
     arguments = _cross_entropy_arguments(node)
     is_mean = arguments["reduction"] == _MEAN
@@ -108,14 +107,14 @@ def _cross_entropy(
     return replace(call, target="runtime.cross_entropy", args=(*call.args[:2], divisor), kwargs=tuple(kwargs))
 
 
-def _count(scope: _Lowering, node: Node, option: Option, ignore_index: int, call: Call) -> Raw:
+def _count(scope: Lowering, node: Node, option: Option, ignore_index: int, call: Call) -> Raw:
     """The number of valid targets on all ranks.
 
     Targets that come from the batch alone are counted before the step, over all its micro-batches, which makes the mean
     exact under accumulation. Others are counted here, so that each micro-batch weighs the same.
     """
     target = node.inputs[1]
-    if scope.scope.layer is None and depends_on_batch_only(scope.shared.graph, target):
+    if scope.scope.layer is None and depends_on_batch_only(scope.shared.graph, target, scope.shared.received):
         return Raw(f"num_targets[{scope.loss_index(node, target, ignore_index)}]")
     name = scope.fresh_name("num_valid")
     scope.pending.append(Call("runtime.count_valid", (call.args[1], ignore_index), (), (name,), call.section))
@@ -125,11 +124,11 @@ def _count(scope: _Lowering, node: Node, option: Option, ignore_index: int, call
     return Raw(name)
 
 
-def depends_on_batch_only(graph: Graph, ref: Ref) -> bool:
-    """Whether `ref` is computed from batch inputs and constants alone."""
+def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = frozenset()) -> bool:
+    """Whether `ref` is computed from batch inputs and constants alone. received: inputs that are of other stages."""
     parameters = {p.name for p in graph.parameters if not p.is_buffer}
     runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
-    return not ancestors(graph, ref) & (parameters | runs)
+    return not ancestors(graph, ref) & (parameters | runs | received)
 
 
 def ancestors(graph: Graph, ref: Ref) -> set[str]:

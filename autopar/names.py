@@ -30,7 +30,7 @@ _RESHAPING = frozenset(
     ]
 )
 
-_RESERVED = frozenset(
+RESERVED = frozenset(
     [
         "self",
         "torch",
@@ -53,6 +53,7 @@ _RESERVED = frozenset(
         "arange",
         "rms_norm",
         "swiglu",
+        "deferred",
         "token_losses",
         "Layout",
         "Module",
@@ -88,22 +89,26 @@ _SHORT = {
 """Names for what an operator makes, where its own name is taken or long."""
 
 
-def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
-    """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs)."""
+def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) -> dict[Ref, str]:
+    """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs).
+
+    results: what the top level returns, the loss if nothing is given.
+    """
     entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
-    taken = set(_RESERVED) - {"hidden"} if scope.layer else set(_RESERVED)
+    taken = set(RESERVED) - {"hidden"} if scope.layer or "hidden" in entering else set(RESERVED)
     names: dict[Ref, str] = {}
     for name in entering:
         names[Ref(name)] = _unique(name, taken)
     wishes = _module_wishes(scope.nodes)
     pieces = scope.nodes if scope.layer else graph.body
-    followed = _followed(pieces, scope, graph)
+    uses = _uses(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
+    followed = _followed(pieces, uses)
     for piece in pieces:
         if isinstance(piece, LayerRun):
+            going_on = _going_on(piece, entering, uses)
             for index in range(len(piece.outputs)):
-                names[Ref(piece.name, index)] = _unique(
-                    "hidden_states" if index == 0 else f"{piece.name}_{index}", taken
-                )
+                wish = "hidden_states" if index == 0 else f"{piece.name}_{index}"
+                names[Ref(piece.name, index)] = going_on[index] if index in going_on else _unique(wish, taken)
             continue
         if piece.name in followed:
             names[Ref(piece.name)] = names[followed[piece.name]]
@@ -115,14 +120,25 @@ def readable_names(scope: Scope, graph: Graph) -> dict[Ref, str]:
     return names
 
 
-def _followed(pieces: Sequence[Node | LayerRun], scope: Scope, graph: Graph) -> dict[str, Ref]:
-    """Calls that only reshape the result of one other call, whose only use they are: they take its name over."""
+def _uses(pieces: Sequence[Node | LayerRun], results: tuple[Ref, ...]) -> dict[Ref, int]:
     uses: dict[Ref, int] = {}
-    for piece in pieces:
-        for ref in piece.inputs:
-            uses[ref] = uses.get(ref, 0) + 1
-    for ref in scope.layer.outputs if scope.layer else (graph.loss,):
+    for ref in (*(ref for piece in pieces for ref in piece.inputs), *results):
         uses[ref] = uses.get(ref, 0) + 1
+    return uses
+
+
+def _going_on(run: LayerRun, entering: Sequence[str], uses: dict[Ref, int]) -> dict[int, str]:
+    """Output position -> name, for what enters a stage under the layers' own name and is theirs alone: it keeps it."""
+    found = {}
+    for position, output in run.carried:
+        ref, formal = run.args[position], run.layer.inputs[position][0]
+        if ref.node in entering and ref.node == formal and uses[ref] == 1:
+            found[output] = formal
+    return found
+
+
+def _followed(pieces: Sequence[Node | LayerRun], uses: dict[Ref, int]) -> dict[str, Ref]:
+    """Calls that only reshape the result of one other call, whose only use they are: they take its name over."""
     made = {piece.name for piece in pieces if isinstance(piece, Node)}
     found = {}
     for piece in pieces:

@@ -1,89 +1,43 @@
-"""The outer search: meshes and micro-batch counts around the exact inner one.
+"""The outer search: one stage with everything decided at once, and pipelines with recomputation and offload.
 
-For every way to write the number of devices as dp x tp (pinned degrees kept), and for micro-batch counts from few to
-many, the inner problem is solved to optimality. Meshes and counts that could not win even with free memory are skipped.
-The fastest predicted plan wins and the others are kept as runner-ups.
+`one_stage.py` is exact over the decisions of a mesh and knows neither stages nor recomputation; `pipelines.py` knows
+them and takes the decisions of a mesh from a few points of its frontier. Both price alike; the faster plan wins, and
+the others are kept as runner-ups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.block_costs import block_costs, chain
-from autopar.choices import Choices, compress
-from autopar.constraints import Constraints
-from autopar.errors import ConstraintError, InfeasibleError
-from autopar.graph import Graph, Ref
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.predict import predict, transient_bytes
-from autopar.price import Pricer, Training
-from autopar.space import Space, build_space
-from autopar.strategies import Operator, operators_of
+from autopar.candidates import candidate_of
+from autopar.choices import Choices
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.one_stage import OneStage, meshes, nothing_fits, search_one_stage
+from autopar.pipelines import PipelineSearch
+from autopar.plan import Plan, layout_text
+from autopar.predict import predict
+from autopar.request import Candidate, Request, divisors, pricer_for
+from autopar.strategies import Operator
 from autopar.units import bytes_text
-from cost_models.machine import Cluster
-from cost_models.memory import FRAGMENTATION, workspace_bytes
-from search.intra_op import solve
-from search.problem import InfeasibleError as NothingFits
-from search.problem import Solution
 
-MAX_TRANSIENT_ROUNDS = 4
-BUDGET_ROUNDS = 6
-"""Halvings in looking for the smallest sufficient budget: to 2 % of the way from the budget that failed."""
-
-HIDDEN_FRACTION = 0.5
-"""Share of gradient traffic taken to run behind backward on a GPU: an assumption until it is calibrated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be planned. trace: micro-batch rows -> Graph (cached by the caller)."""
-
-    trace: Callable[[int], Graph]
-    cluster: Cluster
-    global_batch_size: int
-    precision: str
-    training: Training
-    constraints: Constraints
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
-
-    plan: Plan
-    graph: Graph
-    operators: Mapping[tuple[str, str], Operator]
-    choices: Choices
-    solution: Solution | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A mesh and number of micro-batches on which even the leanest plan needs too much. kinds: its bytes by kind."""
-
-    num_bytes: float
-    mesh: Mesh
-    num_micro_batches: int
-    kinds: Mapping[str, float]
-
-    @property
-    def where(self) -> str:
-        """Such as `dp4, 2 micro-batches`."""
-        return f"{self.mesh}, {self.num_micro_batches} micro-batch{'es' if self.num_micro_batches > 1 else ''}"
+ONE_STAGE_DEVICES = 64
+"""On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
+TIE = 1e-9
+"""Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, mesh) that could not win.
+    """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, layout) that could not win.
 
     infeasible: what did not fit, in words.
     """
 
     candidates: tuple[Candidate, ...]
-    skipped: tuple[tuple[float, Mesh], ...]
+    skipped: tuple[tuple[float, str], ...]
     infeasible: tuple[str, ...]
 
     @property
@@ -92,199 +46,58 @@ class SearchResult:
 
 
 def search_plans(request: Request) -> SearchResult:
-    """The best plan of each mesh that can still win, fastest first.
+    """The best plan of each layout that can still win, fastest first.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
-    found: list[Candidate] = []
-    failures: list[Failure] = []
-    skipped: list[tuple[float, Mesh]] = []
-    for bound, mesh in sorted(
-        ((lower_bound(mesh, request), mesh) for mesh in meshes(request)), key=lambda pair: (pair[0], str(pair[1]))
-    ):
-        if found and bound >= min(c.plan.prediction.step_seconds for c in found):
-            skipped.append((bound, mesh))
-            continue
-        candidate = _best_on(mesh, request, failures)
-        if candidate is not None:
-            found.append(candidate)
+    pipelines = PipelineSearch(request).run()
+    found = [candidate_of(each, request) for each in pipelines.found]
+    fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
+    one = _one_stage(request, found, fastest * (1 + TIE))
+    found += one.candidates
     if not found:
-        raise _nothing_fits(request, failures)
-    _refuse_idle(min(found, key=lambda c: c.plan.prediction.step_seconds), request)
-    found.sort(key=lambda c: (c.plan.prediction.step_seconds, str(c.plan.mesh)))
-    return SearchResult(tuple(found), tuple(skipped), tuple(failure.where for failure in failures))
+        raise nothing_fits(request, list(one.failures), pipelines.smallest)
+    found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
+    found = _distinct(found)
+    _refuse_idle(found[0], request)
+    names = {c.plan.layout for c in found}
+    skipped = {layout_text(positions, mesh): bound for bound, positions, mesh in pipelines.skipped}
+    skipped |= {str(mesh): bound for bound, mesh in one.skipped}
+    missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
+    return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
 
 
-def lower_bound(mesh: Mesh, request: Request) -> float:
-    """Step time on `mesh` if memory were free and with the fewest micro-batches: no plan on it is faster."""
-    return free_optimum(mesh, request, micro_batch_counts(request, mesh)[0])
+def _one_stage(request: Request, found: list[Candidate], fastest: float) -> OneStage:
+    """The exact search, where the constraints and the size of the cluster leave room for it."""
+    limits = request.constraints
+    is_open = limits.degrees.get("pp", 1) == 1 and limits.recompute in (None, "none") and not limits.offload
+    if not is_open or limits.schedule is not None:
+        return OneStage((), (), ())
+    if request.cluster.num_devices > ONE_STAGE_DEVICES:
+        plain = [c.plan for c in found if c.plan.pipeline.is_plain]
+        if not plain:
+            return OneStage((), (), ())
+        best = min(plain, key=lambda plan: plan.prediction.step_seconds)
+        pinned = {"pp": 1, "dp": best.mesh.size("dp"), "tp": best.mesh.size("tp")}
+        limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
+        return search_one_stage(replace(request, constraints=limits), fastest)
+    return search_one_stage(request, fastest)
 
 
-def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
-    """Step time on `mesh` with `count` micro-batches if memory were free; it does not fall as the count grows."""
-    graph = request.trace(request.global_batch_size // count)
-    space = build_space(graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints, None)
-    return solve(space.problem).objective
-
-
-def meshes(request: Request) -> list[Mesh]:
-    """Every dp x tp of the cluster's devices that agrees with pinned degrees and the batch."""
-    devices, degrees = request.cluster.num_devices, request.constraints.degrees
-    pinned = math.prod(degrees.values())
-    if devices % pinned or (len(degrees) == 2 and pinned != devices):
-        raise ConstraintError(
-            "the pinned degrees do not make the cluster's number of devices",
-            values=" x ".join(f"{a}={n}" for a, n in degrees.items()) + f" for {devices} devices",
-            alternatives=[f"dp={d} x tp={devices // d}" for d in divisors(devices)],
-        )
-    shapes = [(dp, devices // dp) for dp in divisors(devices)]
-    shapes = [(dp, tp) for dp, tp in shapes if degrees.get("dp", dp) == dp and degrees.get("tp", tp) == tp]
-    legal = [(dp, tp) for dp, tp in shapes if request.global_batch_size % dp == 0]
-    if not legal:
-        raise ConstraintError(
-            "no mesh divides the global batch",
-            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{dp} x tp{tp}" for dp, tp in shapes),
-            alternatives=f"a batch that is a multiple of {min(dp for dp, _ in shapes)}",
-        )
-    return [_mesh(dp, tp) for dp, tp in legal]
-
-
-def _mesh(dp: int, tp: int) -> Mesh:
-    named = [(a, n) for a, n in (("dp", dp), ("tp", tp)) if n > 1]
-    return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
-    """Counts that cut the global batch into equal micro-batches of whole rows per rank, few first."""
-    rows = request.global_batch_size // mesh.size("dp")
-    pinned = request.constraints.micro_batches
-    if pinned is not None:
-        if rows % pinned:
-            raise ConstraintError(
-                "micro_batches does not divide the batch of one data-parallel rank",
-                values=f"{pinned} for {rows} rows",
-                alternatives=", ".join(map(str, divisors(rows))),
-            )
-        return [pinned]
-    return [n for n in divisors(rows) if n & (n - 1) == 0]
-
-
-def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate | None:
-    """The fastest plan on `mesh` over all micro-batch counts, or None.
-
-    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so the counts are tried until even
-    free memory would not make the next one faster.
-    """
-    best: Candidate | None = None
-    for count in micro_batch_counts(request, mesh):
-        if best is not None and free_optimum(mesh, request, count) >= best.plan.prediction.step_seconds:
-            break
-        graph = request.trace(request.global_batch_size // count)
-        found = _solve(graph, operators_of(graph), pricer_for(request, mesh, count), request, count)
-        if isinstance(found, Failure):
-            failures.append(found)
-        elif best is None or found.plan.prediction.step_seconds < best.plan.prediction.step_seconds:
-            best = found
-    return best
-
-
-def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int) -> Pricer:
-    """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it."""
-    on_cpu = is_cpu(request.cluster)
-    training = replace(request.training, num_micro_batches=num_micro_batches)
-    return Pricer(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
-
-
-def _solve(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
-) -> Candidate | Failure:
-    """Solve; where the transients of the solution do not fit beside it, solve again with less."""
-    limit, transient = usable_bytes(request), 0.0
-    for _ in range(MAX_TRANSIENT_ROUNDS):
-        space = build_space(graph, operators, pricer, request.constraints, limit - transient)
-        try:
-            solution = solve(space.problem)
-        except NothingFits:
-            break
-        choices = decode(space, solution.choices)
-        needed = transient_bytes(block_costs(graph, operators, pricer, choices), chain(graph))
-        if solution.usage[0] + needed <= limit:
-            return _candidate(graph, operators, pricer, request, count, choices, solution)
-        transient = max(needed, transient * 1.1)
-    return _leanest(graph, operators, pricer, request, count)
-
-
-def _leanest(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
-) -> Candidate | Failure:
-    """The plan that keeps the least, if it fits; else what it would need."""
-    space = build_space(graph, operators, pricer, request.constraints, 0.0)
-    try:
-        choices = decode(space, solve(space.problem).choices)
-    except NothingFits as error:
-        if not error.choices:
-            return Failure(math.inf, pricer.mesh, count, {})
-        choices = decode(space, error.choices)
-    candidate = _candidate(graph, operators, pricer, request, count, choices, None)
-    needed = candidate.plan.prediction
-    if needed.peak_bytes - needed.num_bytes.get("workspace", 0.0) <= usable_bytes(request):
-        return candidate
-    return Failure(needed.peak_bytes, pricer.mesh, count, needed.num_bytes)
-
-
-def usable_bytes(request: Request) -> float:
-    """What decisions and transients may take of one rank's memory: capacity less the device's own workspace."""
-    capacity = request.constraints.memory_bytes or request.cluster.device.memory_bytes
-    return float(capacity - (0 if is_cpu(request.cluster) else workspace_bytes(request.cluster.device)))
-
-
-def is_cpu(cluster: Cluster) -> bool:
-    """Whether ranks are processes on a CPU."""
-    return cluster.device.name.startswith("cpu")
-
-
-def decode(space: Space, chosen: tuple[int, ...]) -> Choices:
-    """Options by name."""
-    picked = {d.key: d.options[i] for d, i in zip(space.decisions, chosen, strict=True)}
-    return Choices(
-        {key[1:3]: value for key, value in picked.items() if key[0] == "operator"},
-        {(key[1], Ref(key[2], key[3])): value for key, value in picked.items() if key[0] == "tensor"},
-        {key[1:3]: value for key, value in picked.items() if key[0] == "parameter"},
-    )
-
-
-def _candidate(
-    graph: Graph,
-    operators: Mapping[tuple[str, str], Operator],
-    pricer: Pricer,
-    request: Request,
-    count: int,
-    choices: Choices,
-    solution: Solution | None,
-) -> Candidate:
-    prediction = predict(graph, operators, pricer, choices)
-    plan = Plan(
-        graph.name,
-        str(request.cluster),
-        pricer.mesh,
-        request.global_batch_size,
-        count,
-        request.precision,
-        compress(graph, operators, pricer.mesh, choices),
-        prediction,
-    )
-    return Candidate(plan, graph, operators, choices, solution)
+def _distinct(found: list[Candidate]) -> list[Candidate]:
+    """The fastest of each layout."""
+    first: dict[str, Candidate] = {}
+    for candidate in found:
+        first.setdefault(candidate.plan.layout, candidate)
+    return list(first.values())
 
 
 def price_plan(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
 ) -> Candidate:
     """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
-    prediction = predict(graph, operators, pricer_for(request, plan.mesh, plan.num_micro_batches), choices)
+    pricer = pricer_for(request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
+    prediction = predict(graph, operators, pricer, choices, plan.pipeline)
     capacity = request.constraints.memory_bytes or request.cluster.device.memory_bytes
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(
@@ -294,48 +107,6 @@ def price_plan(
             alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
         )
     return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)
-
-
-def _nothing_fits(request: Request, failures: list[Failure]) -> InfeasibleError:
-    """The error with the plan that needs the least, by kind."""
-    smallest = _tightened(min(failures, key=lambda failure: failure.num_bytes), request)
-    if smallest.num_bytes == math.inf:
-        return InfeasibleError("no plan exists under these constraints", values="; ".join(f.where for f in failures))
-    needed = math.ceil(smallest.num_bytes)
-    kinds = sorted(smallest.kinds.items(), key=lambda pair: -pair[1])
-    return InfeasibleError(
-        "no plan fits the memory of one rank",
-        values={
-            "memory per rank": bytes_text(request.constraints.memory_bytes or request.cluster.device.memory_bytes),
-            "smallest that was found to do": f"{bytes_text(smallest.num_bytes)} ({smallest.where})",
-            "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
-        },
-        alternatives=[
-            f"a budget of {needed} bytes per rank (memory={needed})",
-            "more devices, a smaller batch or sequence, or bf16 precision",
-        ],
-    )
-
-
-def _tightened(failure: Failure, request: Request) -> Failure:
-    """A smaller budget that is enough, with its plan's bytes by kind.
-
-    The plan that keeps the least is not the smallest: transients count too, and they depend on the plan.
-    """
-    if failure.num_bytes == math.inf:
-        return failure
-    mesh, count, low = failure.mesh, failure.num_micro_batches, usable_bytes(request)
-    graph = request.trace(request.global_batch_size // count)
-    operators, pricer = operators_of(graph), pricer_for(request, mesh, count)
-    for _ in range(BUDGET_ROUNDS):
-        middle = math.ceil((low + failure.num_bytes) / 2)
-        trial = replace(request, constraints=replace(request.constraints, memory_bytes=middle))
-        found = _solve(graph, operators, pricer, trial, count)
-        if isinstance(found, Candidate):
-            failure = replace(failure, num_bytes=middle, kinds=found.plan.prediction.num_bytes)
-        else:
-            low = middle
-    return failure
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:

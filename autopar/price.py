@@ -37,7 +37,8 @@ class Training:
     """How a step is run, as far as costs depend on it.
 
     state_bytes: optimiser state per parameter. compute_bytes, master_bytes: of a weight as computed with, and of a
-    separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced.
+    separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
+    "optimizer": state and separate masters live in host memory, and the host updates them.
     """
 
     num_micro_batches: int = 1
@@ -45,6 +46,7 @@ class Training:
     compute_bytes: int = 4
     master_bytes: int = 0
     gradient_bytes: int = 4
+    offload: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Stored:
 
     placements: Placements
     zero: int = 0
+
+
+def is_cpu(cluster: Cluster) -> bool:
+    """Whether ranks are processes on a CPU."""
+    return cluster.device.name.startswith("cpu")
 
 
 @dataclass
@@ -241,8 +248,14 @@ class Pricer:
         """The update of one parameter's stored part, bandwidth only (kernels are shared by many parameters)."""
         if not meta.requires_grad:
             return 0.0
-        elements = num_local(meta, stored.placements, self.mesh) / self._zero_size(stored)
-        return elements * ADAM_BYTES / self.cluster.device.memory_bytes_per_second
+        elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
+        device, training = self.cluster.device, self.training
+        if training.offload == "optimizer":
+            # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
+            copied = elements * max(training.gradient_bytes, training.compute_bytes)
+            updated = elements * ADAM_BYTES / device.host_memory_bytes_per_second
+            return max(updated, copied / device.host_link_bytes_per_second)
+        return elements * ADAM_BYTES / device.memory_bytes_per_second
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """(weights, gradients, optimiser state) that stay allocated on one rank."""
@@ -250,10 +263,12 @@ class Pricer:
         local = num_local(meta, stored.placements, self.mesh)
         if not meta.requires_grad:
             return local * meta.dtype.itemsize, 0.0, 0.0
-        size, zero = self._zero_size(stored), stored.zero
-        weights = training.compute_bytes * local / (size if zero == 3 else 1) + training.master_bytes * local / size
+        size, zero = self.zero_size(stored), stored.zero
+        on_device = training.offload != "optimizer"
+        weights = training.compute_bytes * local / (size if zero == 3 else 1)
+        weights += training.master_bytes * local / size if on_device else 0.0
         gradients = training.gradient_bytes * local / (size if zero >= 2 else 1)
-        return weights, gradients, training.state_bytes * local / size
+        return weights, gradients, training.state_bytes * local / size if on_device else 0.0
 
     def gathered_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""
@@ -262,7 +277,8 @@ class Pricer:
         width = self.training.gradient_bytes + (self.training.compute_bytes if stored.zero == 3 else 0)
         return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
 
-    def _zero_size(self, stored: Stored) -> int:
+    def zero_size(self, stored: Stored) -> int:
+        """Ranks over which a parameter's state is sharded."""
         return self.mesh.size("dp") if stored.zero else 1
 
     # --- activations ------------------------------------------------------------------------------------------

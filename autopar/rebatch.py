@@ -24,13 +24,14 @@ class NotAffineError(ValueError):
 class BatchedTrace:
     """`trace(rows) -> Graph`, traced at most twice where the graph is affine in the rows.
 
-    Further sizes are computed from those two; a size of LEAST_ROWS or less, and any size of a model that is not
-    affine, is traced.
+    Further sizes are computed from those two; a batch of less than LEAST_ROWS, and any size of a model that is not
+    affine, is traced. `estimate` computes even those: good enough for a price, not for a program.
     """
 
     def __init__(self, trace: Callable[[int], Graph]) -> None:
         self._trace = trace
         self._known: dict[int, Graph] = {}
+        self._estimates: dict[int, Graph] = {}
         self._traced: list[int] = []
         self._is_affine = True
 
@@ -39,12 +40,28 @@ class BatchedTrace:
             self._known[rows] = self._make(rows)
         return self._known[rows]
 
+    def estimate(self, rows: int) -> Graph:
+        """The graph at any number of rows as if it were affine."""
+        if rows >= LEAST_ROWS or rows in self._known:
+            return self(rows)
+        if rows not in self._estimates:
+            try:
+                self._estimates[rows] = self._between(rows)
+            except NotAffineError:
+                return self(rows)
+        return self._estimates[rows]
+
+    def _between(self, rows: int) -> Graph:
+        if len(self._traced) < 2:
+            raise NotAffineError(f"{len(self._traced)} sizes were traced")
+        low, high = sorted(self._traced)
+        graph: Graph = at_rows(self._known[low], low, self._known[high], high, rows)
+        return graph
+
     def _make(self, rows: int) -> Graph:
         if len(self._traced) == 2 and self._is_affine and rows >= LEAST_ROWS:
-            low, high = sorted(self._traced)
             try:
-                graph: Graph = at_rows(self._known[low], low, self._known[high], high, rows)
-                return graph
+                return self._between(rows)
             except NotAffineError:
                 self._is_affine = False
         graph = self._trace(rows)

@@ -39,7 +39,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A call with its rule, in its scope ("" or a layer class' name)."""
+    """A call with its rule, in its scope ("" or a layer class' name).
+
+    batch: the factor (and sections) that runs over the batch. starts_with_batch: whether dim 0 of the result is the
+    batch, or merged from it and more.
+    """
 
     scope: str
     node: Node
@@ -48,6 +52,7 @@ class Operator:
     known: bool
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
+    starts_with_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,12 @@ def scopes_of(graph: Graph) -> tuple[Scope, ...]:
     return tuple(scopes)
 
 
-def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
-    """Every call of the graph by (scope, node name), with its batch factor and section counts found."""
+def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str], Operator]:
+    """Every call of the graph by (scope, node name), with its batch factor and section counts found.
+
+    twin: the same model's graph of two rows, for a graph of one: a batch of one row has no factor to follow.
+    """
+    twins = operators_of(twin) if twin is not None else {}
     scopes = scopes_of(graph)
     rules = {(s.name, n.name): _rule(n, s.metas) for s in scopes for n in s.nodes}
     batch = _follow_batch(graph, scopes, rules)
@@ -101,10 +110,19 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     for scope in scopes:
         for node in scope.nodes:
             key = (scope.name, node.name)
-            rule, known = rules[key]
+            rule, is_known = rules[key]
             metas = tuple(scope.metas[ref] for ref in node.inputs)
-            found[key] = Operator(scope.name, node, metas, rule, known, batch.get(key), sections.get(key, {}))
+            starts = key in twins and twins[key].starts_with_batch
+            starts = starts or _starts_with_batch(rule, batch.get(key))
+            found[key] = Operator(
+                scope.name, node, metas, rule, is_known, batch.get(key), sections.get(key, {}), starts
+            )
     return found
+
+
+def _starts_with_batch(rule: Rule, batch: tuple[str, int] | None) -> bool:
+    placement = find_factor(rule, rule.outputs[0], *batch) if batch and rule.outputs else None
+    return placement is not None and placement.dim == 0 and placement.sections == 1
 
 
 def _rule(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bool]:

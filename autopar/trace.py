@@ -39,13 +39,14 @@ def trace(
     *,
     batch_size: int | None = None,
     param_dtype: torch.dtype | None = None,
-    full_depth: bool = False,
+    cuts: tuple[Truncation, ...] | None = None,
 ) -> Graph:
     """Trace `model` (and `loss_fn`) up to the scalar loss, in training mode.
 
     example_inputs: what the model takes, plus what `loss_fn(output, ...)` takes after the output. Only shapes and
     dtypes of tensors matter. batch_size: rows of dim 0 to trace at, the example's own by default. param_dtype: cast
-    parameters and floating inputs first (bf16 training). full_depth: do not shorten runs of equal blocks.
+    parameters and floating inputs first (bf16 training). cuts: runs of equal blocks to shorten, by default all that
+    may be (`find_cuts`); () traces the whole model.
     Raises TraceError with torch's reason and the user's line.
     """
     batch = name_inputs(model, example_inputs, loss_fn)
@@ -54,7 +55,8 @@ def trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     skeleton = skeleton_of(model, fake, param_dtype)
     fake_batch = {name: _fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
-    cuts = () if full_depth else _cut(skeleton, loss_fn, fake_batch, fake)
+    cuts = _sound_cuts(skeleton, loss_fn, fake_batch, fake) if cuts is None else cuts
+    shorten(skeleton, cuts)
     module = _LossModule(skeleton, loss_fn, tuple(fake_batch))
     try:
         program = _export(module, fake_batch)
@@ -64,14 +66,24 @@ def trace(
             raise
         graph = None
     if graph is None:  # the model counts its blocks itself: trace all of them
-        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, full_depth=True)
+        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=())
     return graph
 
 
-def _cut(
+def find_cuts(
+    model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
+) -> tuple[Truncation, ...]:
+    """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = name_inputs(model, example_inputs, loss_fn)
+    fake_batch = {name: _fake_input(value, fake, 0, None, None) for name, value in batch.items()}
+    return _sound_cuts(skeleton_of(model, fake), loss_fn, fake_batch, fake)
+
+
+def _sound_cuts(
     skeleton: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
 ) -> tuple[Truncation, ...]:
-    """Shorten the runs of equal blocks in `skeleton` that behave equally; returns what was cut."""
+    """The runs of equal blocks in `skeleton` that behave equally."""
 
     def forward(candidate: nn.Module) -> torch.Tensor:
         with _traceable(batch):
@@ -79,10 +91,7 @@ def _cut(
             return loss
 
     cuts = equal_runs(skeleton)
-    if cuts:
-        cuts = verified(skeleton, cuts, batch, forward, fake)
-        shorten(skeleton, cuts)
-    return cuts
+    return verified(skeleton, cuts, batch, forward, fake) if cuts else ()
 
 
 def _to_graph(

@@ -7,15 +7,14 @@ the statement before them where the line stays short.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from codegen.expressions import KERNELS, expression, is_atom, is_method, literal
-from codegen.program import Call, LayerLoop, LayerRunSpec, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var
+from codegen.expressions import KERNELS, literal
+from codegen.program import Call, Layout, ModuleClass, Program, Spec
+from codegen.statements import axes, indented, source_lines
 
-WIDTH = 112
-"""Of a statement, before it is indented."""
-
-CHAIN_WIDTH = 104
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "cross_entropy": "cross_entropy",
@@ -24,22 +23,40 @@ _RUNTIME_HOME = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a file says beside its code. title: its first line, without the end of the sentence. borders: comments on
+    received and sent tensors."""
+
+    title: str
+    borders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
 def emit_model(program: Program) -> str:
     """The text of model.py."""
+    return emit_classes(program, Words(f"{program.name} for {program.mesh_text}: {batch_text(program)}"))
+
+
+def emit_classes(program: Program, words: Words) -> str:
+    """One file: imports, layouts, the layer classes and the root class."""
     classes = [_layer_class(program, layer) for layer in program.layers]
-    classes.append(_root_class(program))
+    classes.append(_root_class(program, words))
     body = "\n\n\n".join(classes)
     layouts = [layout for cls in (*program.layers, program.root) for layout in cls.layouts]
     constants = "\n".join(_layout(layout) for layout in layouts)
-    head = _docstring(program) + "\n" + "\n".join(_imports(program, body, bool(layouts)))
+    head = _docstring(words.title) + "\n" + "\n".join(_imports(program, body, bool(layouts)))
     return f"{head}\n\n{constants + chr(10) * 2 if constants else ''}\n{body}\n"
 
 
-def _docstring(program: Program) -> str:
+def batch_text(program: Program) -> str:
+    """`batch 8 in 2 micro-batches, fp32`."""
     accumulation = f" in {program.num_micro_batches} micro-batches" if program.num_micro_batches > 1 else ""
-    batch = f"batch {program.global_batch_size}{accumulation}"
+    return f"batch {program.global_batch_size}{accumulation}, {program.precision}"
+
+
+def _docstring(title: str) -> str:
     lines = [
-        f'"""{program.name} for {program.mesh_text}: {batch}, {program.precision}.',
+        f'"""{title}.',
         "",
         "Every tensor below is this rank's part. A reshard's comment says how the tensor lay and lies on that axis:",
         "R replicated, Rp replicated with a partial gradient, S(d) sharded along dim d, P partial sum.",
@@ -64,6 +81,8 @@ def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
     for name in sorted(_called(program, "kernels.")):
         written = KERNELS[name]
         homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
+    if _called(program, "deferred."):
+        homes[".runtime"] = ["deferred"]
     if has_layouts:
         homes.setdefault(".runtime.layout", []).append("Layout")
     homes[".runtime.parameters"] = ["Module", "Param"]
@@ -86,68 +105,78 @@ def _layer_class(program: Program, cls: ModuleClass) -> str:
     lines = [f"class {cls.name}(Module):", f'    """{cls.doc}"""', ""]
     lines += _table("PARAMETERS", cls.parameters)
     lines += _table("BUFFERS", cls.buffers)
-    runs = [run for run in program.runs if run.layer == cls.name]
     if cls.num_dropout_calls:
-        lines += [f"    dropout_base = {_dropout_base(cls, runs)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
+        lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
     lines += [f"    def forward({', '.join(('self', *cls.inputs))}):"]
-    lines += _indent(_axes(program, cls.body, cls.outputs) + _statements(cls.body, cls.outputs))
+    lines += indented(axes(program, cls.body) + source_lines(cls.body, cls.outputs))
     lines += [f"        return {', '.join(cls.outputs)}"]
     return "\n".join(lines)
 
 
-def _dropout_base(cls: ModuleClass, runs: list[LayerRunSpec]) -> str:
-    """One number where the layers' calls are evenly spaced, else one number per layer."""
-    bases = [run.dropout_base + i * cls.num_dropout_calls for run in runs for i in range(len(run.paths))]
-    even = all(base == bases[0] + i * cls.num_dropout_calls for i, base in enumerate(bases))
-    return str(bases[0]) if even else literal(tuple(bases))
-
-
-def _root_class(program: Program) -> str:
+def _root_class(program: Program, words: Words) -> str:
     cls = program.root
     lines = [f"class {cls.name}(Module):", f'    """{cls.doc}"""', ""]
     lines += _table("PARAMETERS", cls.parameters)
     lines += _table("BUFFERS", cls.buffers)
-    lines += _layers_table(program)
+    lines += _class_table("LAYERS", {layer.name: paths_text(program.paths(layer.name)) for layer in program.layers})
+    lines += _class_table("RECOMPUTE", {name: modes_text(modes) for name, modes in program.recompute.items()})
+    lines += _class_table("OFFLOAD", {name: offload_text(modes) for name, modes in program.offload.items()})
+    receives = {name: border.spec for name, border in program.receives.items()}
+    lines += _table("RECEIVES", receives, words.borders.get("RECEIVES"))
     lines += _table("INPUTS", program.inputs)
+    sends = {name: border.spec for name, border in program.sends.items()}
+    lines += _table("SENDS", sends, words.borders.get("SENDS"))
     takes = ("self", *cls.inputs, *(("num_targets",) if program.count_targets else ()))
+    parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
     lines += [f"    def forward({', '.join(takes)}):"]
-    lines += _indent(_axes(program, cls.body, cls.outputs) + _statements(cls.body, cls.outputs, 2))
+    lines += indented(axes(program, cls.body) + source_lines(cls.body, cls.outputs, 2, parted))
     lines += [f"        return {', '.join(cls.outputs)}"]
     if program.count_targets:
-        lines += ["", f"    def count_targets({', '.join(('self', *cls.inputs))}):"]
+        lines += ["", f"    def count_targets({', '.join(('self', *program.inputs))}):"]
         lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
-        lines += _indent(
-            _axes(program, program.count_targets, ()) + _statements(program.count_targets, program.target_counts)
-        )
+        counted = source_lines(program.count_targets, program.target_counts)
+        lines += indented(axes(program, program.count_targets) + counted)
         lines += [f"        return [{', '.join(program.target_counts)}]"]
     return "\n".join(lines)
 
 
-def _layers_table(program: Program) -> list[str]:
-    if not program.layers:
+def _class_table(name: str, entries: Mapping[str, str]) -> list[str]:
+    if not entries:
         return []
-    lines = ["    LAYERS = {"]
-    for cls in program.layers:
-        paths = [path for run in program.runs if run.layer == cls.name for path in run.paths]
-        lines.append(f"        {cls.name}: {_paths(paths)},")
-    return [*lines, "    }", ""]
+    return [f"    {name} = {{", *(f"        {layer}: {text}," for layer, text in entries.items()), "    }", ""]
 
 
-def _paths(paths: list[str]) -> str:
+def modes_text(modes: tuple[tuple[str, int], ...]) -> str:
+    """`("full",) * 3 + ("none",)`; (("full", 1), ("none", 1)) is `("full", "none")`."""
+    if sum(count for _, count in modes) <= 3:
+        return literal(tuple(mode for mode, count in modes for _ in range(count)))
+    return " + ".join(f'("{mode}",)' + (f" * {count}" if count > 1 else "") for mode, count in modes)
+
+
+def offload_text(modes: tuple[tuple[str, int], ...]) -> str:
+    """`(True,) * 3 + (False,)`."""
+    if sum(count for _, count in modes) <= 3:
+        return literal(tuple(bool(mode) for mode, count in modes for _ in range(count)))
+    return " + ".join(f"({bool(mode)},)" + (f" * {count}" if count > 1 else "") for mode, count in modes)
+
+
+def paths_text(paths: tuple[str, ...]) -> str:
     """`tuple(f"model.layers.{i}" for i in range(4))` where the paths count up."""
     prefix, _, first = paths[0].rpartition(".")
     counted = [f"{prefix}.{i}" for i in range(int(first), int(first) + len(paths))]
-    if paths != counted or len(paths) < 3:
-        return literal(tuple(paths))
+    if list(paths) != counted or len(paths) < 3:
+        return literal(paths)
     start = "" if first == "0" else f"{first}, "
     return f'tuple(f"{prefix}.{{i}}" for i in range({start}{int(first) + len(paths)}))'
 
 
-def _table(name: str, specs: Mapping[str, Spec]) -> list[str]:
+def _table(name: str, specs: Mapping[str, Spec], comments: Mapping[str, str] | None = None) -> list[str]:
     if not specs:
         return []
     lines = [f"    {name} = {{"]
-    lines += [f'        "{key}": {_spec(spec)},' for key, spec in specs.items()]
+    for key, spec in specs.items():
+        comment = f"  # {comments[key]}" if comments else ""
+        lines.append(f'        "{key}": {_spec(spec)},{comment}')
     return [*lines, "    }", ""]
 
 
@@ -160,125 +189,3 @@ def _spec(spec: Spec) -> str:
     parts += ["persistent=False"] if not spec.persistent else []
     parts += ["requires_grad=False"] if not spec.requires_grad and spec.dtype.startswith(("float", "bfloat")) else []
     return f"Param({', '.join(parts)})"
-
-
-def _axes(program: Program, statements: Iterable[Statement], outputs: tuple[str, ...]) -> list[str]:
-    """`dp, tp = self.mesh.dp, self.mesh.tp` for the axes that the statements name."""
-    used = set()
-    for statement in statements:
-        if isinstance(statement, Reshard):
-            used.add(statement.axis)
-        elif isinstance(statement, Call):
-            text = expression(statement)
-            used |= {axis for axis in program.axes if re.search(rf"(?<![\w.]){axis}\b(?!=)", text)}
-    named = [axis for axis in program.axes if axis in used]
-    if not named:
-        return []
-    return [f"{', '.join(named)} = {', '.join(f'self.mesh.{axis}' for axis in named)}"]
-
-
-def _indent(lines: list[str]) -> list[str]:
-    return [f"        {part}" if part else "" for line in lines for part in _wrap(line)]
-
-
-def _wrap(line: str) -> list[str]:
-    """A line that is too long is broken inside its last outermost brackets, one level deeper."""
-    if len(line) <= WIDTH or "  # " in line:
-        return [line]
-    closing = line.rfind(")")
-    depth, opening = 0, closing
-    for opening in range(closing, -1, -1):
-        depth += (line[opening] == ")") - (line[opening] == "(")
-        if depth == 0:
-            break
-    inner = line[opening + 1 : closing]
-    return [line[: opening + 1], f"    {inner}", line[closing:]] if inner else [line]
-
-
-def _statements(body: tuple[Statement, ...], outputs: tuple[str, ...], depth: int = 1) -> list[str]:
-    """Source lines, with calls chained and a comment where the user's module (to `depth` names) changes."""
-    lines: list[str] = []
-    section = ""
-    previous: tuple[str, str] | None = None  # (variable, expression) of the last line if it can be chained
-    for position, statement in enumerate(body):
-        if isinstance(statement, Call):
-            here = _section(statement.section, depth)
-            text = expression(statement)
-            target = ", ".join(name or "_" for name in statement.results)
-            chained = _chain(statement, text, previous, CHAIN_WIDTH - len(target))
-            if chained is not None:
-                lines.pop()
-                text = chained
-            elif here != section and here:
-                lines.append(f"# {here}")
-                section = here
-            lines.append(f"{target} = {text}")
-            is_single = len(statement.results) == 1 and _uses_after(position, target, body, outputs) == 1
-            previous = (target, text) if is_single else None
-        elif isinstance(statement, Reshard):
-            lines.append(_reshard(statement))
-            previous = None
-        else:
-            lines += _loop(statement)
-            section, previous = "", None
-    return lines
-
-
-def _section(module: str, depth: int) -> str:
-    """The part of a module path that a reader wants as a heading."""
-    return ".".join(module.split(".")[:depth])
-
-
-def _chain(call: Call, text: str, previous: tuple[str, str] | None, width: int) -> str | None:
-    """`call` appended to the line before it, if it is a method of that line's result and its only use."""
-    if previous is None or not is_method(call) or not isinstance(call.args[0], Var):
-        return None
-    variable, before = previous
-    if call.args[0].name != variable or not text.startswith(f"{variable}."):
-        return None
-    joined = before + text.removeprefix(variable)
-    return joined if before.endswith((")", "]")) and is_atom(before) and len(joined) < width else None
-
-
-def _uses_after(position: int, name: str, body: tuple[Statement, ...], outputs: tuple[str, ...]) -> int:
-    """How often the variable assigned at `position` is read before it is assigned again."""
-    count = 0
-    for statement in body[position + 1 :]:
-        count += _names_in(statement).count(name)
-        if name in _assigned(statement):
-            return count
-    return count + outputs.count(name)
-
-
-def _assigned(statement: Statement) -> tuple[str, ...]:
-    return (statement.result,) if isinstance(statement, Reshard) else statement.results
-
-
-def _names_in(statement: Statement) -> list[str]:
-    if isinstance(statement, Reshard):
-        return [statement.source.name]
-    if isinstance(statement, LayerLoop):
-        return [var.name for var in statement.args]
-    return re.findall(r"(?<![\w.])[A-Za-z_]\w*", expression(statement))
-
-
-def _reshard(statement: Reshard) -> str:
-    kwargs = "".join(f", {key}={literal(value)}" for key, value in statement.kwargs)
-    text = f"{statement.result} = {statement.axis}.{statement.method}({statement.source.name}{kwargs})"
-    return f"{text}  # {statement.comment}"
-
-
-def _loop(loop: LayerLoop) -> list[str]:
-    """Carried values get the loop's result names before it starts."""
-    carried = dict(loop.carried)
-    lines = []
-    arguments = [var.name for var in loop.args]
-    for position, output in carried.items():
-        if arguments[position] != loop.results[output]:
-            lines.append(f"{loop.results[output]} = {arguments[position]}")
-        arguments[position] = loop.results[output]
-    instances = f"self.layers_of({loop.layer})"
-    if loop.first:
-        instances = f"self.layers_of({loop.layer}, {loop.first}, {loop.first + loop.count})"
-    targets = ", ".join(name or "_" for name in loop.results)
-    return [*lines, f"for layer in {instances}:", f"    {targets} = layer({', '.join(arguments)})"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from codegen.program import Program
+from codegen.program import PipelineProgram, Program
 
-_TEMPLATE = '''"""Trains {name} on {mesh}:  torchrun --nproc-per-node {ranks} {folder}main.py --steps 10
+_TEMPLATE = '''"""Trains {name} on {mesh_text}:  torchrun --nproc-per-node {ranks} main.py --steps 10
 
 Without --data every step gets random inputs; with it, --data FILE is read as a stream of bytes and every integer input
 is filled with consecutive pieces of it. Replace `batches` with your own data: it yields whole global batches, of which
@@ -24,10 +24,8 @@ import torch.distributed as dist
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 package = HERE.name
-{root} = importlib.import_module(f"{{package}}.model").{root}
-Mesh = importlib.import_module(f"{{package}}.runtime.mesh").Mesh
-Step = importlib.import_module(f"{{package}}.runtime.step").Step
 checkpoint = importlib.import_module(f"{{package}}.runtime.checkpoint")
+{imports}
 
 NUM_MICRO_BATCHES = {micro}
 VOCABULARY = {vocabulary}
@@ -40,7 +38,7 @@ def batches(start, data):
     while True:
         generator.manual_seed(step)
         batch = {{}}
-        for name, spec in {root}.INPUTS.items():
+        for name, spec in {inputs}.items():
             shape = (spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:])
             if spec.dtype.is_floating_point:
                 batch[name] = torch.randn(shape, generator=generator)
@@ -81,15 +79,15 @@ def main():
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    mesh = Mesh.create({axes}, {sizes}, "cuda" if on_gpu else "cpu")
+    mesh = {mesh}
     step = Step(
-        {root},
+        {model},
         mesh,
         optimizer_factory=lambda params: torch.optim.AdamW(params, lr=options.lr),
         num_micro_batches=NUM_MICRO_BATCHES,
         precision="{precision}",
         max_grad_norm=options.max_grad_norm,
-    )
+{options}    )
     step.load(initial_value)
     if options.checkpoint and options.checkpoint.exists():
         checkpoint.load(step, options.checkpoint)
@@ -113,18 +111,53 @@ if __name__ == "__main__":
 '''
 
 
-def emit_main(program: Program) -> str:
+_SINGLE_IMPORTS = '''{root} = importlib.import_module(f"{{package}}.model").{root}
+Mesh = importlib.import_module(f"{{package}}.runtime.mesh").Mesh
+Step = importlib.import_module(f"{{package}}.runtime.step").Step'''
+
+_PIPELINE_IMPORTS = '''PIPELINE = importlib.import_module(f"{package}.pipeline").PIPELINE
+Step = importlib.import_module(f"{package}.runtime.step").Step
+
+INPUTS = {name: spec for stage in PIPELINE.stages for name, spec in stage.program.INPUTS.items()}
+SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())'''
+
+
+def emit_main(program: Program | PipelineProgram) -> str:
     """The text of main.py."""
+    if isinstance(program, PipelineProgram):
+        return _emit(
+            program,
+            program.any,
+            imports=_PIPELINE_IMPORTS,
+            inputs="INPUTS",
+            model="PIPELINE",
+            mesh='PIPELINE.create_mesh("cuda" if on_gpu else "cpu")',
+            options=["schedule=SCHEDULE"],
+        )
+    root = program.root.name
+    return _emit(
+        program,
+        program,
+        imports=_SINGLE_IMPORTS.format(root=root),
+        inputs=f"{root}.INPUTS",
+        model=root,
+        mesh=f'Mesh.create({program.axes}, {program.axis_sizes}, "cuda" if on_gpu else "cpu")',
+        options=[],
+    )
+
+
+def _emit(whole: Program | PipelineProgram, any_program: Program, *, options: list[str], **parts: str) -> str:
+    """any_program: one with the header's values. options: further arguments of Step."""
+    if any_program.offload_optimizer:
+        options = [*options, f'offload_optimizer="{any_program.offload_optimizer}"']
     return _TEMPLATE.format(
-        name=program.name,
-        mesh=program.mesh_text,
-        ranks=program.num_ranks,
-        folder="",
-        root=program.root.name,
-        micro=program.num_micro_batches,
-        batch=program.global_batch_size,
-        axes=program.axes,
-        sizes=program.axis_sizes,
-        precision=program.precision,
-        vocabulary=program.vocabulary,
+        name=whole.name,
+        mesh_text=whole.mesh_text,
+        ranks=whole.num_ranks,
+        micro=any_program.num_micro_batches,
+        batch=any_program.global_batch_size,
+        precision=any_program.precision,
+        vocabulary=any_program.vocabulary,
+        options="".join(f"        {option},\n" for option in options),
+        **parts,
     )

@@ -6,8 +6,9 @@ calls, reshards, and (in the root) loops over layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -107,7 +108,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ModuleClass:
-    """One generated class: parameters and buffers by (relative) name, `forward`'s arguments, body and results."""
+    """One generated class: parameters and buffers by (relative) name, `forward`'s arguments, body and results.
+
+    dropout_base: the number of the first layer's first dropout call, or of each layer's (layer classes only).
+    """
 
     name: str
     doc: str
@@ -118,6 +122,15 @@ class ModuleClass:
     outputs: tuple[str, ...]
     layouts: tuple[Layout, ...] = ()
     num_dropout_calls: int = 0
+    dropout_base: int | tuple[int, ...] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """A tensor that crosses from one pipeline stage to others: what it is, and one rank's bytes of it as text."""
+
+    spec: Spec
+    size: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +144,13 @@ class LayerRunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that is emitted.
+    """Everything that is emitted: a whole model, or one stage of a pipeline.
 
     count_targets: statements that compute, from the batch, this rank's number of valid targets per cross-entropy; its
     outputs are those variables. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs
-    stay below it.
+    stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it
+    receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers
+    in a row); offload_optimizer: where the optimiser's state lives ("": on the device).
     """
 
     name: str
@@ -153,15 +168,94 @@ class Program:
     target_counts: tuple[str, ...] = ()
     vocabulary: int = 2
     notes: tuple[str, ...] = field(default=())
+    receives: Mapping[str, Border] = field(default_factory=dict)
+    sends: Mapping[str, Border] = field(default_factory=dict)
+    recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    offload: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    offload_optimizer: str = ""
 
     @property
     def mesh_text(self) -> str:
         """`dp2 x tp2`, or `one rank`."""
-        return " x ".join(f"{a}{n}" for a, n in zip(self.axes, self.axis_sizes, strict=True)) or "one rank"
+        return _mesh_text(self.axes, self.axis_sizes)
 
     @property
     def num_ranks(self) -> int:
-        ranks = 1
-        for size in self.axis_sizes:
-            ranks *= size
-        return ranks
+        return math.prod(self.axis_sizes)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    def paths(self, layer: str) -> tuple[str, ...]:
+        """Module paths of a class' layers."""
+        return tuple(path for run in self.runs if run.layer == layer for path in run.paths)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """One stage: its program, the position that runs it, and layers of each of its classes in earlier stages."""
+
+    program: Program
+    position: int
+    first_layer: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineProgram:
+    """Stages in model order, with equal meshes; position i's ranks come after those of position i - 1.
+
+    tied: (parameter, stages that hold a copy). schedule: one line of actions per position.
+    """
+
+    name: str
+    stages: tuple[PipelineStage, ...]
+    tied: tuple[tuple[str, tuple[int, ...]], ...]
+    schedule_name: str
+    schedule: tuple[str, ...]
+
+    @property
+    def any(self) -> Program:
+        """The last stage's program: what all stages have in common can be read off it."""
+        return self.stages[-1].program
+
+    def map(self, function: Callable[[Program], Program]) -> PipelineProgram:
+        """With every stage's program replaced (`fuse`)."""
+        stages = tuple(replace(stage, program=function(stage.program)) for stage in self.stages)
+        return replace(self, stages=stages)
+
+    @property
+    def num_positions(self) -> int:
+        return max(stage.position for stage in self.stages) + 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_positions * self.any.num_ranks
+
+    @property
+    def mesh_text(self) -> str:
+        """`pp2 x dp2 x tp2`."""
+        return _mesh_text(("pp", *self.any.axes), (self.num_positions, *self.any.axis_sizes))
+
+    @property
+    def inputs(self) -> Mapping[str, Spec]:
+        """The whole batch's specs."""
+        return {name: spec for stage in self.stages for name, spec in stage.program.inputs.items()}
+
+    def inputs_of(self, position: int) -> Mapping[str, Spec]:
+        """What one position's stages read of the batch."""
+        stages = [stage.program for stage in self.stages if stage.position == position]
+        return {name: spec for program in stages for name, spec in program.inputs.items()}
+
+    def source(self, stage: int, name: str) -> int:
+        """The stage that sends what `stage` receives as `name`."""
+        return max(number for number in range(stage) if name in self.stages[number].program.sends)
+
+    def readers(self, stage: int, name: str) -> tuple[int, ...]:
+        """The stages that receive what `stage` sends as `name`."""
+        later = range(stage + 1, len(self.stages))
+        return tuple(n for n in later if name in self.stages[n].program.receives and self.source(n, name) == stage)
+
+
+def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
+    return " x ".join(f"{a}{n}" for a, n in zip(axes, sizes, strict=True)) or "one rank"

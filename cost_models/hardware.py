@@ -58,6 +58,8 @@ class Device:
     matmul_ramp_seconds, memory_ramp_seconds: ideal time at which a kernel reaches half of that fraction.
     matmul_tile: rows and columns of an output tile; smaller matrices are padded to it.
     reserved_bytes: driver context, library workspaces and communication buffers.
+    host_link_bytes_per_second: reached by copies to or from host memory, one direction. host_memory_bytes_per_second:
+    the device's share of what the host reaches in its own memory (the update of an offloaded optimiser).
     intra_link, inter_link: names of the usual links inside and between nodes ("" if none is usual).
     source: where the figures come from.
 
@@ -77,6 +79,8 @@ class Device:
     memory_ramp_seconds: float = 0.0
     matmul_tile: int = 1
     reserved_bytes: int = 0
+    host_link_bytes_per_second: float = 12e9
+    host_memory_bytes_per_second: float = 12e9
     intra_link: str = ""
     inter_link: str = ""
 
@@ -90,6 +94,8 @@ class Device:
             memory_bytes=self.memory_bytes,
             memory_bytes_per_second=self.memory_bytes_per_second,
             matmul_tile=self.matmul_tile,
+            host_link_bytes_per_second=self.host_link_bytes_per_second,
+            host_memory_bytes_per_second=self.host_memory_bytes_per_second,
             **{f"peak_flops_per_second.{dtype}": peak for dtype, peak in self.peak_flops_per_second.items()},
         )
         _require_not_negative(

@@ -58,8 +58,8 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
         RunnerUp(plan_words(c.plan), seconds_text(c.plan.prediction.step_seconds), why_slower(c.plan, best))
         for c in result.candidates[1:]
     ]
-    for bound, mesh in result.skipped:
-        rows.append(RunnerUp(str(mesh), f"> {seconds_text(bound)}", "even with memory to spare it would be slower"))
+    for bound, layout in result.skipped:
+        rows.append(RunnerUp(layout, f"> {seconds_text(bound)}", "even with memory to spare it would be slower"))
     return rows + [RunnerUp(text, "-", "does not fit the memory of one rank") for text in result.infeasible]
 
 

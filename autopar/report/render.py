@@ -19,6 +19,7 @@ from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows
 from autopar.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
+from codegen.program import ModuleClass, PipelineProgram, Program
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
@@ -114,10 +115,19 @@ def _scope_title(scope: Scope) -> str:
     return f"{scope.name} x {scope.count} ({where})"
 
 
+def _modules(program: Program | PipelineProgram, scope: Scope) -> list[ModuleClass]:
+    """The generated classes of a scope: one per layer class, and for the top level one per stage."""
+    programs = [program] if isinstance(program, Program) else [stage.program for stage in program.stages]
+    if scope.layer:
+        return [m for p in programs for m in p.layers if m.name == scope.name][:1]
+    return [p.root for p in programs]
+
+
 def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:
     program, plan = compiled.program, compiled.plan
-    module = next((m for m in program.layers if m.name == scope.name), program.root)
-    rows: list[Transfer] = reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
+    rows: list[Transfer] = []
+    for module in _modules(program, scope):
+        rows += reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
     training = training_of(compiled.optimizer, plan.precision)
     rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
     if not rows:

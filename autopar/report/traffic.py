@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref
-from autopar.lower import attribute_path
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placement, S
 from autopar.price import Training
 from autopar.report.dims import DimNames
+from autopar.scope_lowering import attribute_path
 from autopar.strategies import Scope, num_local
 from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard

@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from .flat import Entry
 from .mesh import Mesh
-from .parameters import Param, shards
-from .reshard import own_part
+from .parameters import Param, runs
 from .step import Step
 
 _OPTIMIZER = "optimizer."
@@ -62,12 +61,12 @@ def save(step: Step, directory: str | Path) -> None:
     """
     final = Path(directory)
     fresh, old = final.with_name(f".{final.name}.partial"), _moved_aside(final)
-    if step.mesh.rank == 0:
+    if step.mesh.everyone.rank == 0:
         shutil.rmtree(fresh, ignore_errors=True)
     _wait(step)
     _write(step, fresh)
     _wait(step)
-    if step.mesh.rank == 0:
+    if step.mesh.everyone.rank == 0:
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -81,8 +80,8 @@ def _moved_aside(directory: Path) -> Path:
 
 
 def _wait(step: Step) -> None:
-    if step.mesh.world_size > 1:
-        dist.barrier(step.mesh.world.group)
+    if step.mesh.everyone.size > 1:
+        dist.barrier(step.mesh.everyone.group)
 
 
 def _write(step: Step, directory: Path) -> None:
@@ -116,6 +115,7 @@ def load(step: Step, directory: str | Path) -> None:
     metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
     pieces = list(_model_pieces(step))
     plain: dict[str, Any] = {_GROUPS: None, _PROGRESS: None}
+    copies: list[tuple[Tensor, Tensor]] = []
     step.optimizer.state.clear()
     saved = _saved_optimizer_state(metadata)
     for entry, parameter in _optimized(step):
@@ -127,27 +127,33 @@ def load(step: Step, directory: str | Path) -> None:
                 pieces += pieces_of(name, entry.slot.spec, step.mesh, state[key].view(-1), entry.lo)
             else:
                 # Changed in place by the reader.
-                plain[name] = state[key] = torch.zeros(stored.size, dtype=stored.properties.dtype)
+                state[key] = torch.zeros(stored.size, dtype=stored.properties.dtype)
+                if plain.setdefault(name, state[key]) is not state[key]:
+                    copies.append((plain[name], state[key]))
         if state:
             step.optimizer.state[parameter] = state
     _check(pieces, metadata)
-    state_dict_loader.load(plain, checkpoint_id=directory, planner=_PieceLoader(pieces))
+    loader = _PieceLoader(pieces)
+    state_dict_loader.load(plain, checkpoint_id=directory, planner=loader)
+    for read, copy in (*loader.copies, *copies):
+        copy.copy_(read)
     for group, values in zip(step.optimizer.param_groups, plain[_GROUPS], strict=True):
         group.update(values)
     _place_scalars(step)
     progress = plain[_PROGRESS]
     step.rng.step, step.num_samples, step.rng.seed = progress["step"], progress["num_samples"], progress["seed"]
-    step.zero.publish()
+    for part in step.parts:
+        part.zero.publish()
 
 
 def pieces_of(name: str, spec: Param, mesh: Mesh, values: Tensor, start: int = 0) -> list[Piece]:
     """Elements start, start + 1, ... of this rank's flattened local tensor, as boxes of the global one."""
     local, stop = spec.local_shape(mesh), start + values.numel()
-    runs = [_runs(dim, spec, mesh) for dim in range(len(local))]
+    held = [runs(dim, spec, mesh) for dim in range(len(local))]
     pieces = []
     for first, offsets, sizes in _boxes(local, start, stop):
         box = values[first - start : first - start + math.prod(sizes)].view(sizes)
-        for cut in itertools.product(*(_cuts(*each) for each in zip(runs, offsets, sizes, strict=True))):
+        for cut in itertools.product(*(_cuts(*each) for each in zip(held, offsets, sizes, strict=True))):
             value = box
             for dim, (begin, _, length) in enumerate(cut):
                 value = value.narrow(dim, begin, length)
@@ -181,21 +187,10 @@ def _boxes(
             yield first, (at, *offsets), (1, *sizes)
 
 
-def _runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
-    """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    index = torch.arange(spec.shape[dim])
-    for axis, sharded, sections in shards(spec.placements, mesh):
-        if sharded == dim:
-            index = own_part(index, 0, sections, mesh.axis(axis))
-    starts = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist()] if len(index) else []
-    stops = [*starts[1:], len(index)]
-    return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
-
-
-def _cuts(runs: list[tuple[int, int, int]], offset: int, size: int) -> list[tuple[int, int, int]]:
+def _cuts(held: list[tuple[int, int, int]], offset: int, size: int) -> list[tuple[int, int, int]]:
     """(start in the box, global start, length) of the runs within offset to offset + size."""
     found = []
-    for local, at, length in runs:
+    for local, at, length in held:
         lo, hi = max(local, offset), min(local + length, offset + size)
         if lo < hi:
             found.append((lo - offset, at + lo - local, hi - lo))
@@ -203,22 +198,19 @@ def _cuts(runs: list[tuple[int, int, int]], offset: int, size: int) -> list[tupl
 
 
 def _model_pieces(step: Step) -> Iterator[Piece]:
-    for bucket in step.zero.buckets:
-        for entry in bucket.entries:
-            if entry.stored is not None:
-                yield from pieces_of(
-                    entry.slot.name, entry.slot.spec, step.mesh, entry.stored.detach().view(-1), entry.lo
-                )
-    for name, spec, value in step.model.buffer_slots():
+    for _, entry in step.entries():
+        if entry.stored is not None:
+            yield from pieces_of(entry.slot.name, entry.slot.spec, step.mesh, entry.stored.detach().view(-1), entry.lo)
+    for name, spec, value in (slot for part in step.parts for slot in part.model.buffer_slots()):
         # Those outside the state dict too, so that a checkpoint is all that a run needs to continue.
         saved_name = name if spec.persistent else _NON_PERSISTENT + name
         yield from pieces_of(saved_name, spec, step.mesh, value.view(-1))
 
 
 def _optimized(step: Step) -> Iterator[tuple[Entry, nn.Parameter]]:
-    for bucket in step.zero.buckets:
-        if bucket.key.requires_grad:
-            yield from ((entry, entry.stored) for entry in bucket.entries if entry.stored is not None)
+    for bucket, entry in step.entries():
+        if bucket.key.requires_grad and entry.stored is not None:
+            yield entry, entry.stored
 
 
 def _is_scalar(key: str, value: Tensor, entry: Entry) -> bool:
@@ -255,8 +247,12 @@ def _check(pieces: list[Piece], metadata: Mapping[str, Any]) -> None:
             )
 
 
-def _keyed(pieces: list[Piece]) -> dict[tuple[str, tuple[int, ...]], Tensor]:
-    return {(piece.name, piece.offsets): piece.value for piece in pieces}
+def _keyed(pieces: list[Piece]) -> dict[tuple[str, tuple[int, ...]], Piece]:
+    """One of each; tied stages on one rank have equal ones."""
+    found: dict[tuple[str, tuple[int, ...]], Piece] = {}
+    for piece in pieces:
+        found.setdefault((piece.name, piece.offsets), piece)
+    return found
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
@@ -268,8 +264,7 @@ class _PieceSaver(DefaultSavePlanner):
 
     def __init__(self, pieces: list[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
-        self._values = _keyed(pieces)
+        self._pieces = _keyed(pieces)
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -282,34 +277,38 @@ class _PieceSaver(DefaultSavePlanner):
                     size=torch.Size(piece.global_shape),
                 ),
             )
-            for piece in self._pieces
+            for piece in self._pieces.values()
         ]
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self._values.get((index.fqn, tuple(index.offset or ())))
-        return super().lookup_object(index) if found is None else found
+        found = self._pieces.get((index.fqn, tuple(index.offset or ())))
+        return super().lookup_object(index) if found is None else found.value
 
 
 class _PieceLoader(DefaultLoadPlanner):
-    """Reads pieces in place besides what DCP understands by itself."""
+    """Reads pieces in place besides what DCP understands by itself.
+
+    copies: (what is read, what must be set to it).
+    """
 
     def __init__(self, pieces: list[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
-        self._values = _keyed(pieces)
+        self._pieces = _keyed(pieces)
+        read = ((self._pieces[piece.name, piece.offsets].value, piece.value) for piece in pieces)
+        self.copies = [(first, value) for first, value in read if first is not value]
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         assert self.metadata is not None
-        for name, pieces in itertools.groupby(self._pieces, key=lambda piece: piece.name):
+        for name, pieces in itertools.groupby(self._pieces.values(), key=lambda piece: piece.name):
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
             plan.items.extend(create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in pieces]))
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found = self._values.get((index.fqn, tuple(index.offset or ())))
-        return super().lookup_tensor(index) if found is None else found
+        found = self._pieces.get((index.fqn, tuple(index.offset or ())))
+        return super().lookup_tensor(index) if found is None else found.value

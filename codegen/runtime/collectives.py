@@ -26,7 +26,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _wire(x: Tensor) -> Tensor:
+def wire(x: Tensor) -> Tensor:
     """The same bytes, flat (gloo compares shapes), in a dtype that every backend moves (gloo knows no bool, no fp8)."""
     flat = x.view(-1)
     return flat.view(torch.uint8) if x.dtype.itemsize == 1 else flat
@@ -34,7 +34,7 @@ def _wire(x: Tensor) -> Tensor:
 
 def all_gather(output: Tensor, part: Tensor, group: Group, async_op: bool = False) -> Work | None:
     """output [n, *part] (any shape of n times the elements): every rank's `part`, in rank order."""
-    work: Work | None = _all_gather(_wire(output), _wire(part), group=group, async_op=async_op)
+    work: Work | None = _all_gather(wire(output), wire(part), group=group, async_op=async_op)
     return work
 
 
@@ -53,4 +53,4 @@ def all_reduce(x: Tensor, group: Group, async_op: bool = False, largest: bool = 
 
 def all_to_all(output: Tensor, parts: Tensor, group: Group) -> None:
     """output[i] is what rank i has in its `parts[this rank]`; both [n, *part]."""
-    dist.all_to_all_single(_wire(output), _wire(parts), group=group)
+    dist.all_to_all_single(wire(output), wire(parts), group=group)

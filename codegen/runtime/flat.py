@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from . import collectives
 from .collectives import Work
+from .host_memory import HostMemory
 from .mesh import Axis, Mesh
-from .parameters import Slot, parse_placement
+from .parameters import Param, Slot, parse_placement
 
 _ALIGNMENT = 8
 """Elements; every rank's range starts at 16 bytes even in bf16."""
@@ -55,9 +56,8 @@ class Entry:
     stored: nn.Parameter | None
 
 
-def key_of(slot: Slot, mesh: Mesh) -> Key:
+def key_of(spec: Param, mesh: Mesh) -> Key:
     """The bucket a parameter belongs to. A ZeRO axis of one rank means stage 0."""
-    spec = slot.spec
     partial = [axis.name for axis in mesh.axes if axis.size > 1 and spec.placements.get(axis.name) == "Rp"]
     stage = spec.zero if mesh.axis(spec.zero_axis).size > 1 else 0
     if not spec.requires_grad:
@@ -70,14 +70,28 @@ class Bucket:
     """The flat buffers of some parameters of equal key.
 
     master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and
-    reduced once per step (stages 0 and 1), rather than reduced every micro-batch.
+    reduced once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the
+    optimiser is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the
+    update only.
     """
 
-    def __init__(self, key: Key, slots: Sequence[Slot], mesh: Mesh, low_precision: bool, whole_gradient: bool) -> None:
+    def __init__(
+        self,
+        key: Key,
+        slots: Sequence[Slot],
+        mesh: Mesh,
+        low_precision: bool,
+        whole_gradient: bool,
+        host: HostMemory | None = None,
+    ) -> None:
         self.key = key
         self.mesh = mesh
         self.axis = mesh.axis(key.zero_axis) if key.stage else Axis("none")
         self.others = mesh.joint(key.others)
+        is_host_gathered = host is not None and host.holds_parameters and key.stage == 3
+        self.host = host if key.requires_grad or is_host_gathered else None
+        # Under stage 3 with a master on the host: what this rank sends in gathers, unless that comes from the host too.
+        self.resident: Tensor | None = None
         self.is_gathered = key.stage < 3
         self.is_complete = False
         self._work: Work | None = None
@@ -102,8 +116,12 @@ class Bucket:
         total, device = self.axis.size * self.shard_numel, self.mesh.device
         self.flat = torch.zeros(total, dtype=self.compute_dtype, device=device)
         self._num_bytes = total * self.compute_dtype.itemsize
+        if self.host is not None:
+            self.master = self.host.zeros(self.shard_numel, self.master_dtype, "master")
+            if self.key.stage == 3 and not self.host.holds_parameters:
+                self.resident = torch.zeros(self.shard_numel, dtype=self.compute_dtype, device=device)
         # Stages below 3 in full precision: the masters are this rank's range of the parameters themselves.
-        if self.key.stage < 3 and self.compute_dtype == self.master_dtype:
+        elif self.key.stage < 3 and self.compute_dtype == self.master_dtype:
             self.master = self.flat.narrow(0, self.offset, self.shard_numel)
         else:
             self.master = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=device)
@@ -141,12 +159,19 @@ class Bucket:
             self.whole_gradient = self.gradient
         elif whole:
             self.whole_gradient = torch.zeros(len(self.flat), dtype=self.master_dtype, device=device)
-        for entry in self.entries:
-            if entry.stored is not None:
-                first = entry.start + entry.lo - self.offset
-                entry.stored.grad = self.gradient.narrow(0, first, entry.hi - entry.lo).view_as(entry.stored)
+        if self.host is None:
+            self.attach(self.gradient)
         if self.whole_gradient is not None:
             self._whole_views = self._views(self.whole_gradient)
+
+    def attach(self, gradient: Tensor | None) -> None:
+        """Make views of this line (of this rank's range) the stored parameters' gradients; None: they have none."""
+        for entry in self.entries:
+            if entry.stored is not None and gradient is None:
+                entry.stored.grad = None
+            elif entry.stored is not None and gradient is not None:
+                first = entry.start + entry.lo - self.offset
+                entry.stored.grad = gradient.narrow(0, first, entry.hi - entry.lo).view_as(entry.stored)
 
     def _views(self, line: Tensor) -> list[Tensor]:
         parts = torch.split(line[: self.numel], [entry.numel for entry in self.entries])
@@ -159,7 +184,11 @@ class Bucket:
         if self.is_gathered or self._work is not None:
             return
         self.flat.untyped_storage().resize_(self._num_bytes)
-        self._sent = self.master.to(self.compute_dtype)
+        if self.host is not None and self.resident is None:
+            with self.host.bringing(self.master, self.compute_dtype) as self._sent:
+                self._work = collectives.all_gather(self.flat, self._sent, self.axis.group, async_op=True)
+            return
+        self._sent = self.master.to(self.compute_dtype) if self.resident is None else self.resident
         self._work = collectives.all_gather(self.flat, self._sent, self.axis.group, async_op=True)
 
     def finish_gather(self) -> None:
@@ -181,9 +210,13 @@ class Bucket:
     def start_publish(self) -> Work | None:
         """Bring new masters to every `flat` (stages 0 to 2); the work to wait for, if any."""
         if self.key.stage == 3:
+            if self.host is not None and self.resident is not None:
+                self.host.copy_in(self.master, self.resident)
             return None
         own = self.flat.narrow(0, self.offset, self.shard_numel)
-        if own.data_ptr() != self.master.data_ptr():
+        if self.host is not None:
+            self.host.copy_in(self.master, own)
+        elif own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
         if self.axis.size == 1:
             return None
@@ -265,6 +298,7 @@ class Bucket:
 
     def whole(self, part: Tensor) -> list[Tensor]:
         """From everyone's range (master or gradient): each entry's tensor in its local shape."""
+        part = part.to(self.mesh.device)
         line = part if self.axis.size == 1 else self.axis.gather_parts(part).view(-1)
         return self._views(line)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,9 @@ from .collectives import Group, Work
 
 AXIS_NAMES = ("pp", "dp", "cp", "ep", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
+
+Shape = tuple[tuple[str, ...], tuple[int, ...]]
+"""Axis names and sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +152,26 @@ def _apply(function: Any, *args: object) -> Tensor:
 class Mesh:
     """Named axes over all ranks, row-major: the last axis joins neighbouring ranks.
 
-    `mesh.dp` is the Axis of that name; one that the mesh lacks has a single rank. `world` is the axis of all ranks.
+    `mesh.dp` is the Axis of that name; one that the mesh lacks has a single rank. `world` is the axis of all ranks of
+    the mesh. Under a pipeline a mesh is one position's: `everyone` is the axis of all processes, and the mesh is the
+    consecutive ones from `first_rank` on.
     """
 
-    def __init__(self, axes: tuple[Axis, ...], world: Axis, device: torch.device) -> None:
+    def __init__(
+        self,
+        axes: tuple[Axis, ...],
+        world: Axis,
+        device: torch.device,
+        *,
+        everyone: Axis | None = None,
+        first_rank: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.axes = axes
         self.world = world
+        self.everyone = everyone or world
+        self.first_rank = first_rank
+        self.timeout = timeout
         self.rank = world.rank
         self.world_size = world.size
         self.device = device
@@ -175,13 +194,9 @@ class Mesh:
         device: "cpu", or this rank's GPU ("cuda" means the current one). Raises ValueError if the sizes do not
         multiply to the number of processes. Every rank must call it, with equal axes and sizes.
         """
-        if len(axes) != len(sizes) or len(set(axes)) != len(axes):
-            raise ValueError(f"axes {axes} and sizes {sizes} must pair up without repetition")
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        is_up = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_up else (0, 1)
+        device = _checked(axes, sizes, device)
+        everyone = _everyone()
+        rank, world_size = everyone.rank, everyone.size
         needed = math.prod(sizes)
         if needed != world_size:
             shape = " x ".join(f"{name}{size}" for name, size in zip(axes, sizes, strict=True)) or "single"
@@ -190,7 +205,7 @@ class Mesh:
                 f"torchrun --nproc-per-node (times --nnodes) = {needed}, or plan for {world_size} devices"
             )
         kept = tuple((name, size) for name, size in zip(axes, sizes, strict=True) if size > 1)
-        world = Axis("world", world_size, rank, dist.group.WORLD if is_up else None)
+        world = Axis("world", world_size, rank, everyone.group)
         if not kept:
             return cls(tuple(Axis(name) for name in axes), world, device)
         torch_mesh = dist.device_mesh.init_device_mesh(
@@ -200,6 +215,38 @@ class Mesh:
         ranks = {name: torch_mesh.get_local_rank(name) for name, _ in kept}
         built = (Axis(name, size, ranks.get(name, 0), groups.get(name)) for name, size in zip(axes, sizes, strict=True))
         return cls(tuple(built), world, device)
+
+    @classmethod
+    def create_position(
+        cls,
+        shapes: Sequence[Shape],
+        device: torch.device | str = "cpu",
+        *,
+        joints: Sequence[Collection[tuple[str, ...]]] = (),
+        timeout: timedelta | None = None,
+    ) -> Mesh:
+        """The one of several meshes that this process belongs to; each is over as many processes as follow the last's.
+
+        shapes: axes and sizes of each. joints: for each, what `joint` may be asked for. timeout: of its collectives;
+        torch's default if None. Every process must call it with equal arguments, since torch wants all groups made by
+        all. Raises ValueError if the number of processes is another.
+        """
+        everyone, first, found = _everyone(), 0, None
+        for index, (axes, sizes) in enumerate(shapes):
+            device = _checked(axes, sizes, device)
+            wanted = [axes, *((name,) for name in axes), *(joints[index] if joints else ())]
+            keys = dict.fromkeys(_sizable(axes, sizes, names) for names in wanted)
+            made = {key: _axis_of(axes, sizes, key, first, everyone, timeout) for key in keys}
+            if first <= everyone.rank < first + math.prod(sizes):
+                whole = made[_sizable(axes, sizes, axes)]
+                world = Axis("world", whole.size, whole.rank, whole.group)
+                built = tuple(made[name,] if (name,) in made else Axis(name) for name in axes)
+                found = cls(built, world, device, everyone=everyone, first_rank=first, timeout=timeout)
+                found._joint.update({key: axis for key, axis in made.items() if len(key) > 1})
+            first += math.prod(sizes)
+        if found is None or first != everyone.size:
+            raise ValueError(f"the meshes are over {first} processes together, but {everyone.size} run")
+        return found
 
     def finish(self) -> None:
         """Wait for what was started with wait=False."""
@@ -230,11 +277,54 @@ class Mesh:
         name = "+".join(axis.name for axis in joined)
         if size == self.world_size:
             return Axis(name, size, self.rank, self.world.group)
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(itertools.product(*(range(axis.size) for axis in self.axes))):
-            outside = tuple(i for i, axis in zip(place, self.axes, strict=True) if axis not in joined)
-            members.setdefault(outside, []).append(rank)
-        # Every rank makes every group, as torch requires, and keeps its own.
-        groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
-        ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
-        return Axis(name, size, ranks.index(self.rank), group)
+        if self.world_size < self.everyone.size:
+            raise ValueError(f"the axis {name} of a position's mesh must be asked for when the mesh is made")
+        axes, sizes = tuple(axis.name for axis in self.axes), tuple(axis.size for axis in self.axes)
+        return _axis_of(axes, sizes, tuple(axis.name for axis in joined), 0, self.everyone, None)
+
+
+def _sizable(axes: Sequence[str], sizes: Sequence[int], names: Collection[str]) -> tuple[str, ...]:
+    """The named axes with more than one rank, in mesh order."""
+    return tuple(name for name, size in zip(axes, sizes, strict=True) if name in names and size > 1)
+
+
+def _axis_of(
+    axes: Sequence[str],
+    sizes: Sequence[int],
+    names: tuple[str, ...],
+    first_rank: int,
+    everyone: Axis,
+    timeout: timedelta | None,
+) -> Axis:
+    """The axis over the named axes of a mesh from first_rank on, as this process sees it (one rank if it is outside).
+
+    Every process makes every group, as torch requires, and keeps its own.
+    """
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*(range(size) for size in sizes)), first_rank):
+        outside = tuple(i for i, name in zip(place, axes, strict=True) if name not in names)
+        members.setdefault(outside, []).append(rank)
+    found = Axis("+".join(names) or "none")
+    for ranks in members.values():
+        if len(ranks) == 1:
+            continue
+        group = everyone.group if len(ranks) == everyone.size else dist.new_group(ranks, timeout=timeout)
+        if everyone.rank in ranks:
+            found = Axis(found.name, len(ranks), ranks.index(everyone.rank), group)
+    return found
+
+
+def _checked(axes: tuple[str, ...], sizes: tuple[int, ...], device: torch.device | str) -> torch.device:
+    if len(axes) != len(sizes) or len(set(axes)) != len(axes):
+        raise ValueError(f"axes {axes} and sizes {sizes} must pair up without repetition")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _everyone() -> Axis:
+    """All processes."""
+    if dist.is_available() and dist.is_initialized():
+        return Axis("everyone", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return Axis("everyone")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from . import reshard
+from . import recompute, reshard
 from .attention import attention
 from .dropout import dropout, dropout_key
 from .layout import Layout
 from .mesh import Mesh
+from .offload import Offload
+from .recompute import Mode
 
 _FORM = re.compile(r"(R|Rp|P)|S\((\d+)(?:/(\d+))?\)")
 
@@ -96,6 +99,17 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
     return sorted(found, key=lambda entry: -entry[2])
 
 
+def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
+    """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
+    index = torch.arange(spec.shape[dim])
+    for axis, sharded, sections in shards(spec.placements, mesh):
+        if sharded == dim:
+            index = reshard.own_part(index, 0, sections, mesh.axis(axis))
+    starts = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist()] if len(index) else []
+    stops = [*starts[1:], len(index)]
+    return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
+
+
 def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
     """This rank's part of a whole tensor, contiguous (a view where that is one)."""
     for axis, dim, sections in shards(_placements(spec), mesh):
@@ -160,6 +174,11 @@ class Module(nn.Module):
     PARAMETERS, BUFFERS: name (relative to the instance's path) -> Param. LAYERS (root only): class -> the paths of its
     instances in order of use. INPUTS (root only): what `forward` takes besides num_targets, with the global shape of
     one micro-batch.
+    RECOMPUTE, OFFLOAD (root only): class -> for each of its instances what becomes its attribute `recompute` ("none",
+    "selective", "full"; `recompute.py`) and `offload_activations` (`offload.py`); none where a class is absent.
+    RECEIVES, SENDS (root of a pipeline's stage only): tensors of earlier stages that `forward` takes, and the ones for
+    later stages that it returns, in order; as INPUTS, placed on this stage's mesh (R and S only). FIRST_LAYER: class ->
+    how many instances earlier stages have.
     dropout_calls, dropout_base: a layer instance's dropout calls are numbered from dropout_base + index *
     dropout_calls; a tuple of bases has one for each instance.
     """
@@ -168,6 +187,11 @@ class Module(nn.Module):
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
     LAYERS: ClassVar[Mapping[type[Module], tuple[str, ...]]] = {}
     INPUTS: ClassVar[Mapping[str, Param]] = {}
+    RECEIVES: ClassVar[Mapping[str, Param]] = {}
+    SENDS: ClassVar[Mapping[str, Param]] = {}
+    FIRST_LAYER: ClassVar[Mapping[type[Module], int]] = {}
+    RECOMPUTE: ClassVar[Mapping[type[Module], tuple[Mode, ...]]] = {}
+    OFFLOAD: ClassVar[Mapping[type[Module], tuple[bool, ...]]] = {}
     dropout_base: ClassVar[int | tuple[int, ...]] = 0
     dropout_calls: ClassVar[int] = 0
 
@@ -176,11 +200,18 @@ class Module(nn.Module):
         self.mesh = mesh
         self.rng = rng or RngState()
         self.path = path
+        self.recompute: Mode = "none"
+        self.offload_activations = False
+        self.offload = Offload(mesh.device)
+        # Under the module's hooks, which then run once: ZeRO's gather parameters and watch the outputs.
+        self.forward = partial(recompute.run, self, self.forward)
         base = self.dropout_base
         self._first_dropout = base[layer_index] if isinstance(base, tuple) else base + layer_index * self.dropout_calls
         self._instances: dict[type[Module], tuple[Module, ...]] = {}
         for cls, paths in self.LAYERS.items():
-            self._instances[cls] = tuple(self._add_layer(cls, p, index) for index, p in enumerate(paths))
+            first = self.FIRST_LAYER.get(cls, 0)
+            self._instances[cls] = tuple(self._add_layer(cls, p, index) for index, p in enumerate(paths, first))
+        self.choose_memory(self.RECOMPUTE, self.OFFLOAD)
         for name, spec in self.BUFFERS.items():
             owner, attribute = self._place(name)
             value = torch.empty(spec.local_shape(mesh), dtype=spec.dtype, device=mesh.device)
@@ -189,6 +220,19 @@ class Module(nn.Module):
             for each in (name, *spec.aliases):
                 owner, attribute = self._place(each)
                 owner.register_parameter(attribute, None)
+
+    def choose_memory(
+        self, modes: Mapping[type[Module], tuple[Mode, ...]], offload: Mapping[type[Module], tuple[bool, ...]]
+    ) -> None:
+        """Set the layers' `recompute` and `offload_activations`, and let all share one Offload."""
+        for cls, values in (*modes.items(), *offload.items()):
+            if len(values) != len(self._instances[cls]):
+                raise ValueError(f"{cls.__name__} has {len(self._instances[cls])} instances, but the table {values}")
+        for cls, layers in self._instances.items():
+            for index, layer in enumerate(layers):
+                layer.offload = self.offload
+                layer.recompute = recompute.mode(modes[cls][index]) if cls in modes else "none"
+                layer.offload_activations = offload[cls][index] if cls in offload else False
 
     def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[Module, ...]:
         """The layer instances of that class in order, or a run of them."""

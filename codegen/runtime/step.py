@@ -2,41 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from . import collectives
 from .flat import Bucket, Entry
+from .host_memory import HostMemory
+from .host_optimizer import HostOptimizer
 from .mesh import Mesh
-from .parameters import Module, Param, RngState, shard, unshard
+from .offload import Offload
+from .parameters import Module, RngState
+from .part import Batches, Part, Source, mean_loss
+from .pipeline import Pipeline
+from .pipeline_course import PipelineCourse
 from .zero import ZeroUnits
 
-Source = Mapping[str, Tensor] | Callable[[str], Tensor]
-"""Whole tensors under original names: a state dict, or a function that makes one at a time."""
+What = Literal["gradients", "state"]
+
+
+class Course(Protocol):
+    """How the micro-batches of a step run through this rank's parts of the program."""
+
+    parts: tuple[Part, ...]
+    executed: list[str]
+
+    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of all, gradients reduced; the global mean loss."""
+        ...
+
+    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward of all; the global mean loss."""
+        ...
+
+    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Whole tensors by their names, on every rank or at least on rank 0."""
+        ...
+
+
+class Accumulation:
+    """One module on all ranks: micro-batches in turn, gradients added up."""
+
+    def __init__(self, part: Part, mesh: Mesh, rng: RngState) -> None:
+        self.parts: tuple[Part, ...] = (part,)
+        self.executed: list[str] = []
+        self.mesh = mesh
+        self.rng = rng
+
+    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """As in `Course`."""
+        (part,) = self.parts
+        batches, targets = part.prepare(local_batch)
+        losses = []
+        for index, inputs in enumerate(batches):
+            self.rng.micro_batch = index
+            part.zero.begin(accumulate=index > 0, is_last=index == len(batches) - 1)
+            loss = part.model(**inputs, **targets)
+            (loss if len(batches) == 1 else loss / len(batches)).backward()
+            part.zero.end()
+            losses.append(loss.detach())
+        self.mesh.finish()
+        return mean_loss(losses)
+
+    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """As in `Course`."""
+        (part,) = self.parts
+        batches, targets = part.prepare(local_batch)
+        losses = []
+        for index, inputs in enumerate(batches):
+            self.rng.micro_batch = index
+            part.zero.begin(accumulate=False, is_last=True)
+            losses.append(part.model(**inputs, **targets))
+            part.zero.end(has_backward=False)
+        self.mesh.finish()
+        return mean_loss(losses)
+
+    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """As in `Course`; all ranks get everything anyway."""
+        (part,) = self.parts
+        for whole, value in zip(part.describe(what), part.read(what), strict=True):
+            yield whole.names, value
 
 
 class Step:
     """A program made runnable on this rank: `loss = step(local_batch)` trains one step.
 
-    model: the generated root class. optimizer_factory: takes the list of stored parameters (per original parameter one
-    tensor: all of this rank's part, or under ZeRO a flat slice of it; fp32 for half-precision models) and returns a
-    torch optimiser whose update is elementwise. precision: "bf16" computes in bf16 with fp32 masters and fp32 gradient
-    reduction. max_grad_norm: clips by the global norm (inf: only computes it). All ranks must make the same calls.
+    program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh; it needs a `schedule`, one line
+    of actions per position (`actions.py`). optimizer_factory: takes the list of stored parameters (per original
+    parameter one tensor: all of this rank's part, or under ZeRO a flat slice of it; fp32 for half-precision models) and
+    returns a torch optimiser whose update is elementwise. precision: "bf16" computes in bf16 with fp32 masters and fp32
+    gradient reduction. max_grad_norm: clips by the global norm (inf: only computes it). All ranks must make the same
+    calls.
+    offload_optimizer: "host" keeps the optimiser's state and the masters in host memory and updates there,
+    "nvme:/a/folder" keeps them in files (`host_memory.py`). offload_parameters: with it, the shards of ZeRO-3 live
+    there only. `offload.traffic` counts the bytes of a step.
     """
 
     def __init__(
         self,
-        model: type[Module],
+        program: type[Module] | Pipeline,
         mesh: Mesh,
         *,
         optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         num_micro_batches: int = 1,
+        schedule: Sequence[str] = (),
         precision: Literal["fp32", "bf16"] = "fp32",
         max_grad_norm: float | None = None,
         seed: int = 0,
+        offload_optimizer: str = "",
+        offload_parameters: bool = False,
     ) -> None:
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
@@ -47,13 +123,63 @@ class Step:
         self.precision = precision
         self.max_grad_norm = max_grad_norm
         self.rng = RngState(seed=seed)
-        self.model = model(mesh, self.rng)
-        self.zero = ZeroUnits(self.model, mesh, precision, num_micro_batches)
-        self.optimizer = optimizer_factory([p for p in self.stored_parameters().values() if p.requires_grad])
-        self._input_shapes = {name: spec.local_shape(mesh) for name, spec in self.model.INPUTS.items()}
+        self.offload = Offload(mesh.device)
+        if offload_parameters and not offload_optimizer:
+            raise ValueError("offload_parameters needs offload_optimizer: who updates parameters on the host then?")
+        host = None
+        if offload_optimizer:
+            host = HostMemory(offload_optimizer, mesh.device, self.offload.traffic, offload_parameters)
+        self._course: Course
+        if isinstance(program, Pipeline):
+            self._course = PipelineCourse(
+                program,
+                mesh,
+                self.rng,
+                schedule=schedule,
+                num_micro_batches=num_micro_batches,
+                precision=precision,
+                offload=self.offload,
+                host=host,
+            )
+        elif schedule:
+            raise ValueError("a schedule is for a Pipeline; this program is one module")
+        else:
+            model = program(mesh, self.rng)
+            for module in model.units():
+                module.offload = self.offload
+            self._course = Accumulation(Part(model, precision, num_micro_batches, host), mesh, self.rng)
+        trained = [e.stored for _, e in self.entries() if e.stored is not None and e.stored.requires_grad]
+        # A rank may have nothing to train, but torch's optimisers want a parameter.
+        self.optimizer = optimizer_factory(trained or [nn.Parameter(torch.zeros(0, device=mesh.device))])
+        self.host_optimizer = HostOptimizer(self.optimizer, self.buckets, host) if host is not None else None
         self.num_samples = 0
         self.grad_norm: Tensor | None = None
         """Global gradient norm of the last step before clipping (0-dim), where max_grad_norm is given."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The modules of this rank: one, or its stages."""
+        return self._course.parts
+
+    @property
+    def model(self) -> Module:
+        """The module of this rank (of its stages the first)."""
+        return self.parts[0].model
+
+    @property
+    def zero(self) -> ZeroUnits:
+        """The parameters of `model`."""
+        return self.parts[0].zero
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Of all parts."""
+        return [bucket for part in self.parts for bucket in part.zero.buckets]
+
+    @property
+    def executed(self) -> list[str]:
+        """The actions of the last step or evaluation, in the order in which this rank ran them; none if no pipeline."""
+        return self._course.executed
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -69,103 +195,62 @@ class Step:
 
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """All micro-batches forward and backward, gradients reduced; no update. Returns the global mean loss."""
-        batches, targets = self._prepare(local_batch)
-        losses = []
-        for index, inputs in enumerate(batches):
-            self.rng.micro_batch = index
-            self.zero.begin(accumulate=index > 0, is_last=index == len(batches) - 1)
-            loss = self.model(**inputs, **targets)
-            (loss if len(batches) == 1 else loss / len(batches)).backward()
-            self.zero.end()
-            losses.append(loss.detach())
-        self.mesh.finish()
-        return _mean(losses)
+        self.offload.traffic.reset()
+        return self._course.train(local_batch)
 
     def update(self) -> None:
         """Clip, let the optimiser step, bring the new parameters to all ranks."""
         if self.max_grad_norm is not None:
             self._clip(self.max_grad_norm)
-        self.optimizer.step()
-        self.zero.publish()
+        if self.host_optimizer is not None:
+            self.host_optimizer.update()
+        else:
+            self.optimizer.step()
+            self._publish()
         self.rng.step += 1
         self.num_samples += self.num_micro_batches * self.rng.micro_batch_rows
 
     @torch.no_grad()
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients."""
-        self.model.eval()
+        for part in self.parts:
+            part.model.eval()
         try:
-            batches, targets = self._prepare(local_batch)
-            losses = []
-            for index, inputs in enumerate(batches):
-                self.rng.micro_batch = index
-                self.zero.begin(accumulate=False, is_last=True)
-                losses.append(self.model(**inputs, **targets))
-                self.zero.end(has_backward=False)
-            self.mesh.finish()
-            return _mean(losses)
+            return self._course.evaluate(local_batch)
         finally:
-            self.model.train()
+            for part in self.parts:
+                part.model.train()
+
+    def close(self) -> None:
+        """Remove the files of an optimiser that is offloaded to a folder (done at exit otherwise). The last call."""
+        if self.host_optimizer is not None:
+            self.host_optimizer.host.close()
 
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of a whole global batch (equal on all ranks), on the mesh's device."""
-        parts = {}
-        for name, spec in self.model.INPUTS.items():
-            whole = batch[name].to(self.mesh.device)
-            is_split = whole.ndim > 0 and whole.shape[0] == spec.shape[0] * self.num_micro_batches
-            micro = whole.chunk(self.num_micro_batches) if is_split else (whole,)
-            parts[name] = torch.cat([shard(part, spec, self.mesh) for part in micro]) if is_split else shard(
-                whole, spec, self.mesh
-            )
-        return parts
+        return {name: value for part in self.parts for name, value in part.local_batch(batch).items()}
 
-    def _prepare(self, local_batch: Mapping[str, Tensor]) -> tuple[list[dict[str, Tensor]], dict[str, list[Tensor]]]:
-        """The inputs of each micro-batch, and num_targets where the program takes it."""
-        count = self.num_micro_batches
-        batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        for name, spec in self.model.INPUTS.items():
-            parts = self._micro_batches(name, spec, local_batch)
-            for inputs, part in zip(batches, parts, strict=True):
-                inputs[name] = part
-        if not self.model.counts_targets:
-            return batches, {}
-        with torch.no_grad():
-            counts = [self.model.count_targets(**inputs) for inputs in batches]
-        if count == 1:
-            return batches, {"num_targets": _Counts(counts[0], self.mesh)}
-        self.mesh.finish()
-        return batches, {"num_targets": [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]}
+    def _prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
+        """What `model`'s forward takes for each micro-batch."""
+        return self.parts[0].prepare(local_batch)
 
-    def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        if name not in local_batch:
-            raise ValueError(f"the batch lacks {name!r}; the program takes {', '.join(self.model.INPUTS)}")
-        value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
-        if self.precision == "bf16" and value.is_floating_point():
-            value = value.to(torch.bfloat16)
-        expected = self._input_shapes[name]
-        if expected and value.shape == (expected[0] * count, *expected[1:]):
-            self.rng.micro_batch_rows = max(self.rng.micro_batch_rows, spec.shape[0])
-            return torch.chunk(value, count)
-        if value.shape == expected:
-            return (value,) * count
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)} on this rank; the program was generated for {expected} per "
-            f"micro-batch and {count} micro-batches (dim 0 {count} times as long), global {spec.shape}"
-        )
+    def _publish(self) -> None:
+        for part in self.parts:
+            part.zero.publish()
 
     def _clip(self, max_norm: float) -> None:
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        buckets = [bucket for bucket in self.zero.buckets if bucket.key.requires_grad]
-        for bucket in buckets:
+        for bucket in (bucket for part in self.parts for bucket in part.trainable()):
             total = total + bucket.squared_norm()
-        if self.mesh.world_size > 1:
-            collectives.all_reduce(total, self.mesh.world.group)
+        if self.mesh.everyone.size > 1:
+            collectives.all_reduce(total, self.mesh.everyone.group)
         self.grad_norm = total.sqrt()
         if max_norm < float("inf"):
             # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
             factor = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-            for bucket in buckets:
-                bucket.gradient.mul_(factor)
+            for bucket in self.buckets:
+                if bucket.key.requires_grad:
+                    bucket.gradient.mul_(factor)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -176,27 +261,25 @@ class Step:
         that nothing but this rank's part stays in memory. A tied weight may come under any of its names. Raises
         KeyError for a missing name, ValueError for a wrong shape.
         """
-        places = {entry.slot.name: (bucket, entry) for bucket, entry in self._entries()}
-        for slot in self.model.slots():
-            bucket, entry = places[slot.name]
-            whole = _find(source, (slot.name, *slot.aliases), slot.spec)
-            bucket.store(entry, shard(whole, slot.spec, self.mesh))
-        for name, spec, value in self.model.buffer_slots():
-            value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
-        self.zero.publish()
+        for part in self.parts:
+            part.load(source)
+        self._publish()
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank stores and the optimiser updates, by original name."""
-        return {entry.slot.name: entry.stored for _, entry in self._entries() if entry.stored is not None}
+        """What this rank stores and the optimiser updates, by original name (of tied stages' copies the first)."""
+        found: dict[str, nn.Parameter] = {}
+        for _, entry in self.entries():
+            if entry.stored is not None:
+                found.setdefault(entry.slot.name, entry.stored)
+        return found
+
+    def entries(self) -> list[tuple[Bucket, Entry]]:
+        """All parameters of this rank."""
+        return [each for part in self.parts for each in part.entries()]
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradient of every trainable parameter, after `forward_backward`. Collective."""
-        found = {}
-        for bucket in self.zero.buckets:
-            if bucket.key.requires_grad:
-                for entry, local in zip(bucket.entries, bucket.whole(bucket.gradient), strict=True):
-                    found[entry.slot.name] = unshard(local, entry.slot.spec, self.mesh).clone()
-        return found
+        return {names[0]: value.clone() for names, value in self._course.read("gradients", rank0_only=False)}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole tensors under original names, aliases included (as the same tensor), and persistent buffers.
@@ -204,57 +287,9 @@ class Step:
         Collective. rank0_only: other ranks get an empty dict; rank 0's is in host memory, moved one at a time.
         """
         state: dict[str, Tensor] = {}
-        keeps = self.mesh.rank == 0 or not rank0_only
-
-        def keep(names: tuple[str, ...], whole: Tensor) -> None:
-            if keeps:
-                value = whole.detach().cpu() if rank0_only else whole.detach()
+        for names, whole in self._course.read("state", rank0_only):
+            if self.mesh.everyone.rank == 0 or not rank0_only:
+                value = whole.cpu() if rank0_only else whole
                 # Never a view of what training changes.
-                value = value.clone()
-                state.update(dict.fromkeys(names, value))
-
-        for bucket in self.zero.buckets:
-            for entry, local in zip(bucket.entries, bucket.whole(bucket.master), strict=True):
-                slot = entry.slot
-                keep((slot.name, *slot.aliases), unshard(local, slot.spec, self.mesh))
-        for name, spec, value in self.model.buffer_slots():
-            if spec.persistent:
-                keep((name,), unshard(value, spec, self.mesh))
+                state.update(dict.fromkeys(names, value.clone()))
         return state
-
-    def _entries(self) -> list[tuple[Bucket, Entry]]:
-        return [(bucket, entry) for bucket in self.zero.buckets for entry in bucket.entries]
-
-
-class _Counts(list[Tensor]):
-    """Sums over the ranks that may be under way (wait=False); whoever reads one waits for them."""
-
-    def __init__(self, counts: list[Tensor], mesh: Mesh) -> None:
-        super().__init__(counts)
-        self.mesh = mesh
-
-    def __getitem__(self, index: Any) -> Any:
-        self.mesh.finish()
-        return super().__getitem__(index)
-
-
-def _mean(losses: list[Tensor]) -> Tensor:
-    """In fp32 at least; the micro-batches' shares of the targets are in the losses already."""
-    return _full(losses[0]) if len(losses) == 1 else torch.stack([_full(loss) for loss in losses]).mean()
-
-
-def _full(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x
-
-
-def _find(source: Source, names: tuple[str, ...], spec: Param) -> Tensor:
-    if callable(source):
-        whole = source(names[0])
-    else:
-        held = [name for name in names if name in source]
-        if not held:
-            raise KeyError(f"no value for {' or '.join(names)}")
-        whole = source[held[0]]
-    if tuple(whole.shape) != spec.shape:
-        raise ValueError(f"{names[0]} has shape {tuple(whole.shape)}, the program needs {spec.shape}")
-    return whole.detach()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from . import collectives
 from .collectives import Work
 from .flat import Bucket, Key, key_of
+from .host_memory import HostMemory
 from .mesh import Mesh
 from .parameters import Module, Slot
 
@@ -85,9 +86,23 @@ class ZeroUnits:
 
     precision: "fp32" computes in the parameters' own dtypes, "bf16" in bf16 (masters and gradients stay fp32).
     num_micro_batches: with one, stage 1 works as stage 2, which needs no more communication and less memory.
+    host: where masters live if the optimiser is offloaded.
+    tied: names of parameters that get buckets of their own, because their gradients are summed with other stages'.
+
+    Under a pipeline forwards and backwards of several micro-batches alternate, each between a begin and an end. In a
+    split step (`begin_split_step`) gradients of different micro-batches also arrive in turn: all are added up from
+    zero, and reduced in `end` only.
     """
 
-    def __init__(self, model: Module, mesh: Mesh, precision: str = "fp32", num_micro_batches: int = 1) -> None:
+    def __init__(
+        self,
+        model: Module,
+        mesh: Mesh,
+        precision: str = "fp32",
+        num_micro_batches: int = 1,
+        host: HostMemory | None = None,
+        tied: Collection[str] = (),
+    ) -> None:
         self.mesh = mesh
         self.buckets: list[Bucket] = []
         self._root_buckets: list[Bucket] = []
@@ -96,10 +111,11 @@ class ZeroUnits:
         self._in_flight: deque[_Reduction] = deque()
         self._accumulate = False
         self._is_last = True
-        for unit, slots in _groups(model, mesh):
-            key = key_of(slots[0], mesh)
+        self._is_split = False
+        for unit, slots in _groups(model, mesh, tied):
+            key = key_of(slots[0].spec, mesh)
             whole = key.stage == 0 or (key.stage == 1 and num_micro_batches > 1)
-            bucket = Bucket(key, slots, mesh, precision == "bf16", whole)
+            bucket = Bucket(key, slots, mesh, precision == "bf16", whole, host)
             self.buckets.append(bucket)
             if key.stage == 3:
                 bucket.release()
@@ -128,15 +144,38 @@ class ZeroUnits:
 
     def begin(self, accumulate: bool, is_last: bool) -> None:
         """Before a forward. accumulate: add to the gradients there are. is_last: of the step's micro-batches."""
-        self._accumulate, self._is_last = accumulate, is_last
+        self._expect(accumulate, is_last)
+        self._gather_root(self._order[0] if self._order else None)
+
+    def begin_backward(self, accumulate: bool, is_last: bool) -> None:
+        """Before a backward that does not follow its forward directly (which ended with has_backward=False)."""
+        self._expect(accumulate, is_last)
+        self._gather_root(self._order[-1] if self._order else None)
+
+    def begin_split_step(self) -> None:
+        """Before a step in which backwards come in parts: gradients start from zero."""
+        self._is_split = True
+        for bucket in self._trainable:
+            bucket.gradient.zero_()
+            if bucket.whole_gradient is not None:
+                bucket.whole_gradient.zero_()
+
+    def begin_deferred(self, is_last: bool) -> None:
+        """Before the rest of a backward, which needs no parameters. Its `end` reduces all gradients there are."""
+        self._expect(accumulate=True, is_last=is_last)
+
+    def _expect(self, accumulate: bool, is_last: bool) -> None:
+        self._accumulate, self._is_last = accumulate or self._is_split, is_last
         for bucket in self._trainable:
             bucket.expect_gradients()
         for unit in self._units:
             unit.expect_gradients()
+
+    def _gather_root(self, first: _Unit | None) -> None:
         for bucket in self._root_buckets:
             bucket.start_gather()
-        if self._order:
-            self._order[0].start_gather()
+        if first is not None:
+            first.start_gather()
         for bucket in self._root_buckets:
             bucket.finish_gather()
 
@@ -191,8 +230,12 @@ class ZeroUnits:
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _gradient_hook(self, bucket: Bucket, index: int, unit: _Unit | None) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if bucket.count_gradient(index, self._accumulate):
+        def hook(leaf: Tensor) -> None:
+            # torch also tells of a gradient that was put off, which there is none of yet.
+            if leaf.grad is None:
+                return
+            # In a split step the last to arrive may be another micro-batch's.
+            if bucket.count_gradient(index, self._accumulate) and not self._is_split:
                 self._reduce(bucket)
                 if unit is not None:
                     unit.bucket_done()
@@ -232,13 +275,13 @@ class ZeroUnits:
         unit.is_in_backward = True
         unit.finish_gather()
         following = unit.place + 1
-        if following < len(self._order) and not self._order[following].releases_itself:
+        if following < len(self._order) and (self._is_split or not self._order[following].releases_itself):
             self._order[following].release()
         if unit.place > 0:
             self._order[unit.place - 1].start_gather()
 
 
-def _groups(model: Module, mesh: Mesh) -> Iterator[tuple[int, list[Slot]]]:
+def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[int, list[Slot]]]:
     """The parameters of each bucket, with the unit (0 the root) under stage 3.
 
     Stage 3: one bucket per unit and key. Below: layers together, from the last to the first as gradients arrive, then
@@ -246,11 +289,12 @@ def _groups(model: Module, mesh: Mesh) -> Iterator[tuple[int, list[Slot]]]:
     more of the communication, were measured to cost more than they hide where every core is busy.
     """
     slots = list(model.slots())
-    by_key: dict[tuple[Key, int], list[Slot]] = {}
+    by_key: dict[tuple[Key, int, str], list[Slot]] = {}
     for slot in slots:
-        key = key_of(slot, mesh)
-        by_key.setdefault((key, slot.unit if key.stage == 3 else 0), []).append(slot)
-    for (key, unit), members in by_key.items():
+        key = key_of(slot.spec, mesh)
+        alone = slot.name if slot.name in tied else ""
+        by_key.setdefault((key, slot.unit if key.stage == 3 else 0, alone), []).append(slot)
+    for (key, unit, _), members in by_key.items():
         if key.stage == 3:
             yield unit, members
             continue

@@ -14,8 +14,9 @@ from autopar.choices import Choices
 from autopar.constraints import Constraints
 from autopar.graph import Graph
 from autopar.mesh import Mesh
-from autopar.planner import Request, decode, pricer_for
 from autopar.price import Pricer, Training
+from autopar.rebatch import BatchedTrace
+from autopar.request import Request, decode, pricer_for
 from autopar.space import Space, build_space
 from autopar.strategies import Operator, operators_of
 from autopar.trace import trace
@@ -38,7 +39,8 @@ def request_for(name: str, cluster: str = "4 a100-80g", **constraints: Any) -> R
     def traced(rows: int) -> Graph:
         return graph_of(name, rows)
 
-    return Request(traced, Cluster.parse(cluster), BATCH, "fp32", Training(), Constraints.parse(constraints))
+    limits = Constraints.parse(constraints)
+    return Request(BatchedTrace(traced), Cluster.parse(cluster), BATCH, "fp32", Training(), limits)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The outer search: micro-batches, pruned meshes, and what is said when nothing fits."""
+"""The outer search without pipelines: micro-batches, pruned meshes, and what is said when nothing fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.mesh import Mesh
-from autopar.planner import SearchResult, lower_bound, meshes, micro_batch_counts, search_plans
+from autopar.one_stage import lower_bound, meshes, micro_batch_counts
+from autopar.planner import SearchResult, search_plans
 from tests.autopar.planning import request_for
 
 CLUSTERS = [("llama", "4 a100-80g"), ("gpt2", "4 a100-80g"), ("gpt2", "2x2 v100-16g")]
@@ -17,7 +18,7 @@ CLUSTERS = [("llama", "4 a100-80g"), ("gpt2", "4 a100-80g"), ("gpt2", "2x2 v100-
 
 @cache
 def searched(name: str, cluster: str = "4 a100-80g", **constraints: object) -> SearchResult:
-    return search_plans(request_for(name, cluster, **constraints))
+    return search_plans(request_for(name, cluster, **{"pp": 1, "recompute": "none", "offload": "none"} | constraints))
 
 
 @pytest.mark.parametrize(("name", "cluster"), CLUSTERS)
@@ -32,8 +33,9 @@ def test_pruning_equals_solving_every_mesh(name: str, cluster: str) -> None:
     best = result.best.plan
     assert best.prediction.step_seconds == pytest.approx(min(alone.values()), rel=1e-12)
     assert alone[best.mesh] == min(alone.values())
-    assert {*(mesh for _, mesh in result.skipped)} | {c.plan.mesh for c in result.candidates} == {*alone}
-    for bound, mesh in result.skipped:
+    skipped = [(bound, Mesh.parse(layout)) for bound, layout in result.skipped]
+    assert {*(mesh for _, mesh in skipped)} | {c.plan.mesh for c in result.candidates} == {*alone}
+    for bound, mesh in skipped:
         assert best.prediction.step_seconds <= bound <= alone[mesh] * (1 + 1e-9)
     seconds = [c.plan.prediction.step_seconds for c in result.candidates]
     assert seconds == sorted(seconds)

@@ -154,3 +154,11 @@ def _train(compiled, batch, steps, start, end):
     if end:
         checkpoint.save(step, end)
     return losses
+
+
+@pytest.mark.parametrize("constraints", [{"tp": 4, "micro_batches": 8}, {"pp": 4, "micro_batches": 8}])
+def test_micro_batches_of_one_row_draw_different_masks(constraints: dict[str, int]) -> None:
+    """A batch of one row has no factor that could be followed, and its dropout still depends on the micro-batch."""
+    example = EXAMPLES["gpt2"](dropout=0.1, batch_size=8)
+    report = autopar.verify(example.model, IDEAL, example_inputs=example.inputs, constraints=constraints)
+    assert report.ok(), report

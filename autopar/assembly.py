@@ -1,0 +1,53 @@
+"""A candidate as a program: lowered whole, or stage by stage with the schedule that its plan names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.lower import Staging, lower, lower_stages
+from autopar.plan import Pipeline
+from autopar.request import Candidate
+from codegen.emit import emit_model
+from codegen.fusion import fuse
+from codegen.pipeline_source import emit_pipeline
+from codegen.program import PipelineProgram, Program
+from cost_models.schedule import orders, orders_text, placement
+
+HOST = "host"
+
+
+def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
+    """What code is generated from. fused: with Triton kernels in place of runs of calls."""
+    plan, pipeline = candidate.plan, candidate.plan.pipeline
+    home = HOST if pipeline.offload == "optimizer" else ""
+    common = (candidate.graph, candidate.operators, plan, candidate.choices)
+    if pipeline.num_positions == 1:
+        modes = pipeline.stages[0].recompute if pipeline.stages else {}
+        program = lower(*common, recompute=modes, offload_optimizer=home)
+        return fuse(program) if fused else program
+    staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
+    if not fused:
+        return staged
+    return replace(staged, stages=tuple(replace(s, program=fuse(s.program)) for s in staged.stages))
+
+
+def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
+    """The plan's stages and the lines of its schedule."""
+    name, positions, chunks = pipeline.schedule, pipeline.num_positions, pipeline.num_chunks
+    lines = orders_text(orders(name, positions, num_micro_batches, chunks)).splitlines()
+    return Staging(
+        tuple(stage.first for stage in pipeline.stages),
+        placement(name, positions, chunks),
+        name,
+        tuple(lines),
+        tuple(stage.recompute for stage in pipeline.stages),
+        defers_weights=name.startswith("zero-bubble"),
+    )
+
+
+def source_of(program: Program | PipelineProgram) -> str:
+    """All generated text of the model; of a pipeline, its files one after the other."""
+    if isinstance(program, Program):
+        return emit_model(program)
+    files = emit_pipeline(program)
+    return "\n\n".join(f"# {name}\n{text}" for name, text in files.items() if name.endswith(".py"))

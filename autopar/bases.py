@@ -1,0 +1,151 @@
+"""Solutions of the inner problem that pipelines are made of, each solved once for all meshes that share it.
+
+What forward and backward cost on one rank depends on the tensor-parallel degree and on the rows of one data-parallel
+rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every option on dp2 x tpN is one
+on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its parameters cost is priced anew.
+
+A base minimises seconds + price * bytes, for a few prices of a byte (Lagrangian points of the time-memory frontier);
+the prices do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.block_costs import BlockCost, activity_costs
+from autopar.choices import Choices
+from autopar.mesh import Mesh
+from autopar.placement import Rp
+from autopar.price import Pricer, Stored
+from autopar.request import Request, decode, pricer_for
+from autopar.space import Space, build_space
+from autopar.strategies import Operator, Option, operators_of
+from search.intra_op import solve
+from search.problem import InfeasibleError, Problem, Solution
+
+PRICES = (0.0, 1.0)
+"""Of one device's memory, in times of the step's compute: 0 asks for speed alone."""
+
+TYPICAL_MICRO_BATCHES = 4
+"""By which a base weighs what is done per micro-batch against what is done per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Decisions on a mesh of at most two data-parallel ranks, and what they cost per micro-batch without parameters."""
+
+    mesh: Mesh
+    choices: Choices
+    costs: Mapping[str, BlockCost]
+
+    def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
+        """The stored parameters with a ZeRO stage wherever one is possible."""
+        on_dp = self.mesh.axes.index("dp") if "dp" in self.mesh.axes else None
+
+        def staged(stored: Stored) -> Stored:
+            can = on_dp is not None and stored.placements[on_dp] == Rp
+            return replace(stored, zero=zero if can else 0)
+
+        return {key: staged(stored) for key, stored in self.choices.parameters.items()}
+
+
+Key = tuple[int, bool, int, float]
+"""(tensor-parallel degree, whether there is a data axis, rows per data-parallel rank, price)"""
+
+
+@dataclass
+class Bases:
+    """Solves bases on demand. Large requests reuse the decisions made for `typical_rows` at other numbers of rows, and
+    those made with a data axis where there is none."""
+
+    request: Request
+    typical_rows: int | None = None
+    _choices: dict[Key, Choices | None] = field(default_factory=dict)
+    _bases: dict[Key, Base | None] = field(default_factory=dict)
+    _spaces: dict[tuple[int, bool, int], Space] = field(default_factory=dict)
+    _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
+    _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
+
+    def base(self, tp: int, has_dp: bool, rows: int, price: float) -> Base | None:
+        """For `tp` ranks that share `rows` rows of a micro-batch; None where the constraints leave nothing."""
+        key = (tp, has_dp, rows, price)
+        if key not in self._bases:
+            self._bases[key] = self._make(*key)
+        return self._bases[key]
+
+    def _make(self, tp: int, has_dp: bool, rows: int, price: float) -> Base | None:
+        typical = self.typical_rows
+        fits_dp = 2 * tp <= self.request.cluster.num_devices
+        choices = self.choices(tp, has_dp or (typical is not None and fits_dp), typical or rows, price)
+        if choices is None:
+            return None
+        mesh = named_mesh(2 if has_dp else 1, tp)
+        if _num_axes(choices) > len(mesh.axes):
+            choices = without_first_axis(choices)
+        whole = rows * mesh.size("dp")
+        costs = activity_costs(self.request.trace.estimate(whole), self.operators(whole), self.pricer(mesh), choices)
+        return Base(mesh, choices, costs)
+
+    def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
+        """Of the graph at `rows` rows over all ranks."""
+        if rows not in self._operators:
+            self._operators[rows] = operators_of(self.request.trace.estimate(rows))
+        return self._operators[rows]
+
+    def pricer(self, mesh: Mesh) -> Pricer:
+        """On a base's mesh."""
+        return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
+
+    def choices(self, tp: int, has_dp: bool, rows: int, price: float) -> Choices | None:
+        """The decisions that minimise seconds plus the price of their bytes."""
+        key = (tp, has_dp, rows, price)
+        if key not in self._choices:
+            try:
+                self._choices[key] = self._solve(*key)
+            except InfeasibleError:
+                self._choices[key] = None
+        return self._choices[key]
+
+    def _solve(self, tp: int, has_dp: bool, rows: int, price: float) -> Choices:
+        key = (tp, has_dp, rows)
+        if key not in self._spaces:
+            mesh = named_mesh(2 if has_dp else 1, tp)
+            whole = rows * mesh.size("dp")
+            limits = replace(self.request.constraints, zero=0 if has_dp else None)
+            graph = self.request.trace.estimate(whole)
+            self._spaces[key] = build_space(graph, self.operators(whole), self.pricer(mesh), limits, None)
+            self._fastest[key] = solve(self._spaces[key].problem)
+        space, fastest = self._spaces[key], self._fastest[key]
+        if not price:
+            return decode(space, fastest.choices)
+        seconds_per_byte = price * fastest.objective / self.request.cluster.device.memory_bytes
+        return decode(space, solve(_charged(space.problem, seconds_per_byte)).choices)
+
+
+def _num_axes(choices: Choices) -> int:
+    return len(next(iter(choices.operators.values())).axes)
+
+
+def without_first_axis(choices: Choices) -> Choices:
+    """The same decisions on a mesh that lacks the first axis."""
+    return Choices(
+        {
+            key: Option(o.axes[1:], tuple(p[1:] for p in o.inputs), tuple(p[1:] for p in o.outputs))
+            for key, o in choices.operators.items()
+        },
+        {key: placements[1:] for key, placements in choices.tensors.items()},
+        {key: Stored(s.placements[1:], 0) for key, s in choices.parameters.items()},
+    )
+
+
+def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
+    """The problem with a price on every byte."""
+    variables = tuple(replace(v, costs=v.costs + seconds_per_byte * v.usage[0]) for v in problem.variables)
+    return replace(problem, variables=variables)
+
+
+def named_mesh(dp: int, tp: int) -> Mesh:
+    """dp x tp without axes of one rank."""
+    named = [(a, n) for a, n in (("dp", dp), ("tp", tp)) if n > 1]
+    return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))

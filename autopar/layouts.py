@@ -1,0 +1,114 @@
+"""Every layout of a model over a cluster that is searched: positions, mesh, micro-batches, ZeRO stage, offload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.bases import PRICES, named_mesh
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.price import is_cpu
+from autopar.request import Request, divisors
+
+TP_NODES = 2
+"""Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is fixed before stages are cut.
+
+    mesh: of each of `num_positions` pipeline positions. rows: of one micro-batch on one data-parallel rank. price: of a
+    byte, of the base (see bases.py). offload: "" or "optimizer".
+    """
+
+    num_positions: int
+    mesh: Mesh
+    rows: int
+    num_micro_batches: int
+    zero: int
+    price: float
+    offload: str
+
+    @property
+    def key(self) -> tuple[int, str, int, int, float, str]:
+        """For a fixed order among equals."""
+        return self.num_positions, str(self.mesh), self.num_micro_batches, self.zero, self.price, self.offload
+
+
+def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
+    """All of them that agree with the pinned degrees, the batch and the number of blocks."""
+    limits = request.constraints
+    legal = shapes(request, num_blocks)
+    rows_of_rank = sorted({request.global_batch_size // dp for _, dp, _ in legal})
+    if limits.micro_batches and all(rows % limits.micro_batches for rows in rows_of_rank):
+        raise ConstraintError(
+            "micro_batches does not divide the batch of one data-parallel rank",
+            values=f"{limits.micro_batches} for {', '.join(map(str, rows_of_rank))} rows",
+            alternatives=", ".join(map(str, divisors(rows_of_rank[-1]))),
+        )
+    for num_positions, dp, tp in legal:
+        rows = request.global_batch_size // dp
+        for count in micro_batch_counts(rows, limits.micro_batches):
+            stages = (0,) if dp == 1 else (0, 2, 3) if count == 1 else (0, 1, 2, 3)
+            pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
+            for zero in pinned:
+                for price in PRICES:
+                    for offload in _offloads(request):
+                        mesh = named_mesh(dp, tp)
+                        yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
+
+
+def _offloads(request: Request) -> tuple[str, ...]:
+    """Where the optimiser's state may live; a rank on a CPU has no memory but its host's."""
+    if request.constraints.offload is not None:
+        return (request.constraints.offload,)
+    return ("",) if is_cpu(request.cluster) else ("", "optimizer")
+
+
+def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
+    """(positions, dp, tp) whose product is the cluster. Raises ConstraintError where the pinned degrees leave none."""
+    devices, degrees = request.cluster.num_devices, request.constraints.degrees
+    most = TP_NODES * request.cluster.devices_per_node
+    found = [
+        (positions, devices // positions // tp, tp)
+        for positions in divisors(devices)
+        if positions <= num_blocks
+        for tp in divisors(devices // positions)
+        if tp <= most or tp == degrees.get("tp")
+    ]
+    wanted = [s for s in found if all(degrees.get(a, n) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
+    if not wanted:
+        pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
+        agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
+        raise ConstraintError(
+            "the pinned degrees do not make the cluster's number of devices",
+            values=f"{pinned} for {devices} devices" + (f", {num_blocks} blocks" if "pp" in degrees else ""),
+            alternatives=[_text(shape) for shape in (agreeing or found)[:8]],
+        )
+    legal = [s for s in wanted if request.global_batch_size % s[1] == 0]
+    if not legal:
+        raise ConstraintError(
+            "no mesh divides the global batch",
+            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{dp} x tp{tp}" for _, dp, tp in wanted),
+            alternatives=f"a batch that is a multiple of {min(dp for _, dp, _ in wanted)}",
+        )
+    return legal
+
+
+def _text(shape: tuple[int, int, int]) -> str:
+    positions, dp, tp = shape
+    return (f"pp={positions} x " if positions > 1 else "") + f"dp={dp} x tp={tp}"
+
+
+def micro_batch_counts(rows: int, pinned: int | None) -> list[int]:
+    """Counts that cut the rows of one data-parallel rank into equal micro-batches, one of the two a power of two."""
+    if pinned is not None:
+        return [pinned] if rows % pinned == 0 else []
+    return [count for count in divisors(rows) if _is_power(count) or _is_power(rows // count)]
+
+
+def _is_power(number: int) -> bool:
+    return math.log2(number).is_integer()

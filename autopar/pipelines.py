@@ -1,0 +1,341 @@
+"""The search over pipelines: layouts, best bound first, each cut into stages to optimality by `search.inter_op`.
+
+A layout's bound is what its blocks take with memory to spare and evenly cut; layouts are solved in the order of their
+bounds until the next bound is no better than the best solution. The objective is the closed form of `search.inter_op`;
+the plan that wins is then simulated event by event, which is what its prediction says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.bases import Base, Bases
+from autopar.block_costs import BlockCost, Mode, StoredCost, chain, combined, homes_of, stored_costs
+from autopar.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
+from autopar.layouts import Layout, layouts
+from autopar.mesh import Mesh
+from autopar.one_stage import Failure
+from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
+from autopar.price import Pricer, Stored, is_cpu
+from autopar.request import Request, pricer_for, usable_bytes
+from autopar.stage_costs import position_bytes, shared_costs, stage_cost
+from search.inter_op import NothingBelowCutoffError, solve_pipeline
+from search.pipeline_problem import (
+    InFlight,
+    PipelineInfeasibleError,
+    PipelineProblem,
+    PipelineSolution,
+    Point,
+    Submesh,
+    Tied,
+    all_forward_all_backward,
+    one_forward_one_backward,
+)
+
+SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
+"""Of these the closed form is minimised; schedules with several stages per position refine the best (chunked.py)."""
+
+EXACT_BASES = 32
+"""Up to this many (tp, rows) every base is solved for its own rows; beyond, for TYPICAL_ROWS and reused."""
+
+TYPICAL_ROWS = 2
+GROUP = "devices"
+HOLDING: Mapping[str, Callable[[int], InFlight]] = {
+    "gpipe": all_forward_all_backward,
+    "1f1b": one_forward_one_backward,
+    "zero-bubble": lambda count: lambda p, i: min(count, p),
+}
+"""Micro-batches in flight by schedule; the drain of zero bubble's later positions waits with weight gradients."""
+
+MAX_MEMORY_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A solved layout. objective: seconds by the closed form. costs: of every block with its parameters."""
+
+    objective: float
+    layout: Layout
+    schedule: str
+    solution: PipelineSolution
+    base: Base
+    costs: Mapping[str, BlockCost]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """What a search found: the best of each (positions, mesh) that was solved, fastest first.
+
+    skipped: (lower bound in seconds, positions, mesh) of the others. smallest: what came nearest to fitting, where
+    nothing fits.
+    """
+
+    found: tuple[Found, ...]
+    skipped: tuple[tuple[float, int, Mesh], ...]
+    smallest: tuple[Failure, ...]
+
+
+@dataclass
+class PipelineSearch:
+    """All that layouts of one request share: bases, blocks, prices of parameters."""
+
+    request: Request
+    _stored: dict[tuple[int, int, int, float, str], dict[str, StoredCost]] = field(default_factory=dict)
+    _borders: dict[tuple[int, bool, int, float], tuple[float, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph = self.request.trace(self.request.global_batch_size)
+        self.blocks = chain(self.graph)
+        self.counts = Counter(self.blocks)
+        self.homes = homes_of(self.graph)
+        self.shared = shared_parameters(self.graph)
+        self.layouts = tuple(layouts(self.request, len(self.blocks)))
+        kinds = {(each.mesh.size("tp"), each.rows) for each in self.layouts}
+        self.bases = Bases(self.request, None if len(kinds) <= EXACT_BASES else TYPICAL_ROWS)
+
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        """Those whose closed form is minimised, by the constraints."""
+        pinned = self.request.constraints.schedule
+        return (pinned,) if pinned in ("gpipe", "1f1b", "zero-bubble") else SEARCHED_SCHEDULES
+
+    def run(self) -> Pipelines:
+        """Layouts by their bounds, until none can be better than the best."""
+        queue = list(self._bounded())
+        heapq.heapify(queue)
+        found: dict[tuple[int, str], Found] = {}
+        missing: list[tuple[float, int, Layout, str]] = []
+        best = math.inf
+        while queue and queue[0][0] < best:
+            _, number, layout, schedule = heapq.heappop(queue)
+            try:
+                solved = self.solve(layout, schedule, usable_bytes(self.request), best)
+            except PipelineInfeasibleError as error:
+                missing.append((error.smallest_excess, number, layout, schedule))
+                continue
+            except NothingBelowCutoffError:
+                continue
+            best = min(best, solved.objective)
+            key = (layout.num_positions, str(layout.mesh))
+            if key not in found or solved.objective < found[key].objective:
+                found[key] = solved
+        left: dict[tuple[int, str], tuple[float, int, Mesh]] = {}
+        for bound, _, layout, _ in sorted(queue):
+            left.setdefault((layout.num_positions, str(layout.mesh)), (bound, layout.num_positions, layout.mesh))
+        smallest = () if found else self._smallest(sorted(m for m in missing if not math.isnan(m[0])))
+        return Pipelines(
+            tuple(sorted(found.values(), key=lambda f: (f.objective, f.layout.key, f.schedule))),
+            tuple(skipped for key, skipped in left.items() if key not in found),
+            smallest,
+        )
+
+    def _bounded(self) -> Iterator[tuple[float, int, Layout, str]]:
+        for number, layout in enumerate(self.layouts):
+            base = self.base(layout)
+            if base is None:
+                continue
+            costs = self.costs(layout)
+            for schedule in self._schedules(layout):
+                yield self.bound(layout, schedule, costs), number, layout, schedule
+
+    def _schedules(self, layout: Layout) -> tuple[str, ...]:
+        """Zero bubble needs a second micro-batch to fill the bubble with."""
+        if layout.num_positions == 1:
+            return ("1f1b",)
+        if self.request.constraints.schedule is None and layout.num_micro_batches == 1:
+            return ("1f1b",)
+        return self.schedules
+
+    def bound(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
+        """Seconds that no cut of this layout can undercut: free memory, no transfers, stages of equal length."""
+        fill = steady = step = longest = 0.0
+        stretch = self.stretch(layout, schedule, costs)
+        for name, count in self.counts.items():
+            one = point(costs[name], "none", Mode(0.0, 0.0, 0.0), schedule, stretch)
+            fill, steady, step = (
+                fill + count * one.fill_seconds,
+                steady + count * one.steady_seconds,
+                step + count * one.step_seconds,
+            )
+            longest = max(longest, one.steady_seconds)
+        positions = layout.num_positions
+        return fill + (layout.num_micro_batches - 1) * max(steady / positions, longest) + step / positions
+
+    def stretch(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
+        """By what the bottleneck's time per micro-batch is multiplied under zero bubble.
+
+        With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
+        sum of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with
+        the model's own share of w.
+        """
+        if schedule != "zero-bubble" or layout.num_micro_batches == 1:
+            return 1.0
+        weight = sum(costs[name].weight_seconds * count for name, count in self.counts.items())
+        busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in self.counts.items())
+        return 1.0 + 2.0 * weight / busy / (layout.num_micro_batches - 1)
+
+    def base(self, layout: Layout) -> Base | None:
+        """The decisions that a layout's mesh shares with all meshes of its tensor-parallel degree."""
+        return self.bases.base(layout.mesh.size("tp"), "dp" in layout.mesh.axes, layout.rows, layout.price)
+
+    def costs(self, layout: Layout) -> dict[str, BlockCost]:
+        """Every block with its parameters on this layout."""
+        base = self.base(layout)
+        assert base is not None
+        mesh = layout.mesh
+        key = (mesh.size("dp"), mesh.size("tp"), layout.zero, layout.price, layout.offload)
+        if key not in self._stored:
+            pricer = self.pricer(layout)
+            self._stored[key] = stored_costs(self.graph, pricer, base.parameters(layout.zero), self.homes)
+        return combined(base.costs, self._stored[key])
+
+    def _parameters(self, layout: Layout) -> Mapping[tuple[str, str], Stored]:
+        base = self.base(layout)
+        assert base is not None
+        return base.parameters(layout.zero)
+
+    def pricer(self, layout: Layout) -> Pricer:
+        """Prices on the layout's mesh, whose state may live in host memory."""
+        return pricer_for(self.request, layout.mesh, layout.num_micro_batches, layout.offload)
+
+    def solve(self, layout: Layout, schedule: str, memory_bytes: float, cutoff: float = math.inf) -> Found:
+        """The best stages of a layout in `memory_bytes` per rank. Raises PipelineInfeasibleError, and
+        NothingBelowCutoffError where none is faster than `cutoff`.
+
+        Where what the search counts as a maximum adds up to more than that, and does not fit, it is solved again with
+        less.
+        """
+        base, costs = self.base(layout), self.costs(layout)
+        assert base is not None
+        limit = memory_bytes
+        for _ in range(MAX_MEMORY_ROUNDS):
+            solution = solve_pipeline(self.problem(layout, schedule, costs, limit), cutoff=cutoff)
+            excess = self._peak_bytes(layout, schedule, costs, solution) - memory_bytes
+            if excess <= 0:
+                break
+            limit -= excess
+        else:
+            raise PipelineInfeasibleError(())
+        return Found(solution.objective, layout, schedule, solution, base, costs)
+
+    def _smallest(self, missing: list[tuple[float, int, Layout, str]]) -> tuple[Failure, ...]:
+        """The plan that lacks the least, with its bytes by kind."""
+        if not missing:
+            return ()
+        excess, _, layout, schedule = missing[0]
+        usable = usable_bytes(self.request)
+        costs = self.costs(layout)
+        solution = solve_pipeline(self.problem(layout, schedule, costs, (usable + excess) * (1 + 1e-9)))
+        axes, sizes = layout.mesh.axes, layout.mesh.sizes
+        if layout.num_positions > 1:
+            axes, sizes = ("pp", *axes), (layout.num_positions, *sizes)
+        kinds = max(self._position_bytes(layout, schedule, costs, solution), key=lambda k: sum(k.values()))
+        reserved = (self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes) - usable
+        needed = sum(kinds.values()) + reserved
+        return (Failure(needed, Mesh(axes, sizes), layout.num_micro_batches, kinds | {"workspace": reserved}),)
+
+    def _peak_bytes(
+        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
+    ) -> float:
+        """Of the fullest position, as the prediction will count it."""
+        return max(sum(kinds.values()) for kinds in self._position_bytes(layout, schedule, costs, solution))
+
+    def _position_bytes(
+        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
+    ) -> list[dict[str, float]]:
+        pipeline = pipeline_of(solution, layout.num_positions, schedule, layout.offload)
+        borders = (*self.borders(layout), 0.0)
+        stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
+        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last]) for stage in stages]
+        ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
+        return position_bytes(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
+
+    def problem(
+        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], memory_bytes: float
+    ) -> PipelineProblem:
+        """The stages of a layout as an inter-op problem with one kind of submesh."""
+        mesh, count = layout.mesh, layout.num_micro_batches
+        name = str(mesh)
+        limits = self.request.constraints
+        stretch = self.stretch(layout, schedule, costs)
+        points = {
+            (block, name): tuple(
+                point(cost, label, mode, schedule, stretch) for label, mode in modes_of(cost, limits.recompute).items()
+            )
+            for block, cost in costs.items()
+        }
+        borders = self.borders(layout)
+        largest = max(borders)
+        return PipelineProblem(
+            self.blocks,
+            (Submesh(name, GROUP, mesh.num_ranks, memory_bytes),),
+            {GROUP: self.request.cluster.num_devices},
+            points,
+            HOLDING[schedule](count),
+            count,
+            borders,
+            {(name, name): transfer_seconds(self.pricer(layout), layout.num_positions, largest) / max(largest, 1.0)},
+            is_cpu(self.request.cluster),
+            self.tied(layout),
+            num_stages=(layout.num_positions,),
+        )
+
+    def borders(self, layout: Layout) -> tuple[float, ...]:
+        """Bytes per micro-batch and rank at every border."""
+        base = self.base(layout)
+        assert base is not None
+        key = (layout.mesh.size("tp"), "dp" in layout.mesh.axes, layout.rows, layout.price)
+        if key not in self._borders:
+            graph = self.request.trace.estimate(layout.rows * base.mesh.size("dp"))
+            self._borders[key] = border_bytes(graph, base.mesh, base.choices)
+        return self._borders[key]
+
+    def tied(self, layout: Layout) -> tuple[Tied, ...]:
+        """Parameters that two blocks read: a second copy, and the sum of both gradients, where they are apart."""
+        ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
+        return tuple(Tied(*self.shared[name], sum(sizes), seconds) for name, (sizes, seconds) in ties.items())
+
+
+def modes_of(cost: BlockCost, pinned: str | None = None) -> Mapping[str, Mode]:
+    """The recompute modes of a block; calls outside layers keep everything."""
+    if not cost.modes:
+        return {"none": Mode(0.0, cost.activation_bytes, cost.transient_bytes)}
+    return {pinned: cost.modes[pinned]} if pinned in cost.modes else cost.modes
+
+
+def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
+    """One mode of a block under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
+    forward, backward = cost.forward_seconds, cost.backward_seconds + mode.seconds
+    busy = forward + backward
+    fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
+    return Point(
+        label,
+        forward,
+        backward,
+        fill,
+        busy * stretch,
+        cost.step_seconds,
+        cost.fixed_bytes,
+        mode.kept_bytes,
+        mode.transient_bytes,
+    )
+
+
+def pipeline_of(solution: PipelineSolution, num_positions: int, schedule: str, offload: str) -> Pipeline:
+    """Stages with the layers that recompute most first (their memory does not depend on the order)."""
+    stages = []
+    for choice in solution.stages:
+        modes = {}
+        for block, counts in choice.counts:
+            ordered = sorted(counts, key=lambda pair: -RECOMPUTE_MODES.index(pair[0]))
+            if any(mode != "none" for mode, _ in ordered):
+                modes[block] = tuple(ordered)
+        stages.append(StagePlan(choice.first, choice.last + 1, modes))
+    if num_positions == 1 and not any(stage.recompute for stage in stages):
+        return Pipeline(offload=offload)
+    return Pipeline(num_positions, schedule if num_positions > 1 else "", tuple(stages), offload)

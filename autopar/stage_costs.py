@@ -1,0 +1,191 @@
+"""What each stage of a pipeline costs, and the prediction of the whole: its schedule simulated event by event."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.block_costs import FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
+from autopar.plan import Pipeline, Prediction, StagePlan
+from cost_models.schedule import StageTimes, Timeline, in_flight, orders, placement, simulate
+
+BUBBLE = "pipeline bubble"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage on one of its ranks.
+
+    micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
+    micro-batch; weight is the part of backward that can be put off. fixed: bytes that stay, by kind. kept_bytes: per
+    micro-batch in flight. transient_bytes: alive for a moment beside.
+    """
+
+    micro: Mapping[str, float]
+    step: Mapping[str, float]
+    forward: float
+    backward: float
+    weight: float
+    fixed: Mapping[str, float]
+    kept_bytes: float
+    transient_bytes: float
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(value for kind, value in self.step.items() if kind != HIDDEN)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCost:
+    """A parameter that stages `first` and `last` both hold: bytes of the second copy by kind, seconds of the sum."""
+
+    first: int
+    last: int
+    fixed: Mapping[str, float]
+    step_seconds: float
+
+
+def stage_cost(
+    costs: Mapping[str, BlockCost], blocks: Sequence[str], stage: StagePlan, sent_bytes: float = 0.0
+) -> StageCost:
+    """The blocks of a stage under its recompute modes. sent_bytes: of results kept until their gradients come."""
+    micro: dict[str, float] = defaultdict(float)
+    step: dict[str, float] = defaultdict(float)
+    fixed: dict[str, float] = defaultdict(float)
+    own = blocks[stage.first : stage.last]
+    modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
+    forward = backward = weight = 0.0
+    kept, transients = sent_bytes, [_top_transient(costs, own)]
+    for name in own:
+        cost, label = costs[name], modes[name].pop(0)
+        for table, seconds in ((cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.fixed, fixed)):
+            for kind, value in table.items():
+                seconds[kind] += value
+        forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
+        weight += cost.weight_seconds
+        if not cost.modes:
+            kept += cost.activation_bytes
+            continue
+        mode = cost.modes.get(label, cost.modes["none"])
+        micro[RECOMPUTATION] += mode.seconds
+        backward += mode.seconds
+        kept += mode.kept_bytes
+        transients.append(mode.transient_bytes)
+    return StageCost(micro, step, forward, backward, weight, fixed, kept, max(transients))
+
+
+def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
+    runs = [mode for mode, number in stage.recompute.get(block, ()) for _ in range(number)]
+    return (runs + ["none"] * count)[:count]
+
+
+def _top_transient(costs: Mapping[str, BlockCost], blocks: Sequence[str]) -> float:
+    """A stage's own forward holds the results of all of its top-level calls until it returns."""
+    tops = [costs[name] for name in blocks if name.startswith("top ")]
+    loose = sum(cost.loose_bytes + cost.gathered_bytes for cost in tops)
+    return loose + 2 * max((cost.largest_bytes for cost in tops), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A pipeline's prediction, with the simulated timeline that it comes from."""
+
+    prediction: Prediction
+    timeline: Timeline
+
+
+def simulated(
+    stages: Sequence[StageCost],
+    pipeline: Pipeline,
+    num_micro_batches: int,
+    transfers: Mapping[tuple[int, int], float],
+    shared: Sequence[SharedCost] = (),
+    workspace_bytes: float = 0.0,
+) -> Simulated:
+    """The whole pipeline. transfers: (source stage, target stage) -> seconds of one micro-batch's message.
+
+    Seconds by kind are those of the busiest position, the rest of the simulated time is the bubble, and what is done
+    once per step is that of the slowest position.
+    """
+    schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    lines = orders(schedule, positions, num_micro_batches, chunks)
+    workspace = {"workspace": workspace_bytes} if workspace_bytes else {}
+    times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
+    timeline = simulate(lines, times, transfers, edges=tuple(transfers) or None)
+    home = placement(schedule, positions, chunks)
+    tables = [_position(stages, home, position, num_micro_batches, shared) for position in range(positions)]
+    exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
+    busiest = max(range(positions), key=lambda p: exposed[p])
+    slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
+    seconds = defaultdict(float, tables[busiest][0])
+    seconds[BUBBLE] += max(timeline.makespan - exposed[busiest], 0.0)
+    for kind, value in tables[slowest][1].items():
+        seconds[kind] += value
+    memory = [kinds | workspace for kinds in position_bytes(stages, pipeline, num_micro_batches, shared)]
+    fullest = max(memory, key=lambda kinds: sum(kinds.values()))
+    return Simulated(Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ()), timeline)
+
+
+def shared_costs(
+    stages: Sequence[StagePlan],
+    blocks: Mapping[str, tuple[int, int]],
+    ties: Mapping[str, tuple[tuple[float, float, float], float]],
+) -> tuple[SharedCost, ...]:
+    """Parameters that lie in two stages. blocks: first and last reader of each; ties: of `borders.tie_costs`."""
+    holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
+    return tuple(
+        SharedCost(holder[first], holder[last], dict(zip(FIXED_KINDS, ties[name][0], strict=True)), ties[name][1])
+        for name, (first, last) in blocks.items()
+        if name in ties
+    )
+
+
+def position_bytes(
+    stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, shared: Sequence[SharedCost]
+) -> list[dict[str, float]]:
+    """Bytes by kind of one rank of every position at its peak, without the device's own workspace."""
+    schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    held = in_flight(schedule, positions, num_micro_batches, chunks)
+    home = placement(schedule, positions, chunks)
+    return [_memory(stages, home, held, position, shared) for position in range(positions)]
+
+
+def _position(
+    stages: Sequence[StageCost], home: Sequence[int], position: int, count: int, shared: Sequence[SharedCost]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds in micro-batches, seconds once per step) by kind of one position."""
+    many: dict[str, float] = defaultdict(float)
+    once: dict[str, float] = defaultdict(float)
+    for stage, where in zip(stages, home, strict=True):
+        if where == position:
+            for kind, value in stage.micro.items():
+                many[kind] += value * count
+            for kind, value in stage.step.items():
+                once[kind] += value
+    for tie in shared:
+        if position in (home[tie.first], home[tie.last]) and home[tie.first] != home[tie.last]:
+            once["tied gradients over pp"] += tie.step_seconds
+    return many, once
+
+
+def _memory(
+    stages: Sequence[StageCost],
+    home: Sequence[int],
+    held: Sequence[float],
+    position: int,
+    shared: Sequence[SharedCost],
+) -> dict[str, float]:
+    """Bytes by kind of one rank of a position, at its peak."""
+    found: dict[str, float] = defaultdict(float)
+    own = [i for i, where in enumerate(home) if where == position]
+    for index in own:
+        for kind, value in stages[index].fixed.items():
+            found[kind] += value
+        found["activations"] += stages[index].kept_bytes * held[index]
+    for tie in shared:
+        if home[tie.last] == position and home[tie.first] != position:
+            for kind, value in tie.fixed.items():
+                found[kind] += value
+    found["transient"] = max(stages[index].transient_bytes for index in own)
+    return dict(found)

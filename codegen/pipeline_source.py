@@ -1,0 +1,175 @@
+"""PipelineProgram -> the files of a pipeline: one module per distinct stage, what assembles them, the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from codegen.emit import Words, batch_text, emit_classes, modes_text, offload_text, paths_text
+from codegen.expressions import literal
+from codegen.program import PipelineProgram, PipelineStage, Program
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A module that several stages can share; called after the first of them."""
+
+    stages: tuple[int, ...]
+
+    @property
+    def module(self) -> str:
+        return f"stage_{self.stages[0]}"
+
+    @property
+    def root(self) -> str:
+        return f"Stage{self.stages[0]}"
+
+
+def emit_pipeline(pipeline: PipelineProgram) -> dict[str, str]:
+    """File name -> text: the stages, pipeline.py and schedule.txt."""
+    files = _files(pipeline)
+    texts = {f"{file.module}.py": _stage_source(pipeline, file) for file in files}
+    texts["pipeline.py"] = _assembly(pipeline, files)
+    texts["schedule.txt"] = "".join(f"{line}\n" for line in pipeline.schedule)
+    return texts
+
+
+def _files(pipeline: PipelineProgram) -> tuple[_File, ...]:
+    """Stages that differ in the layers' paths, their number and their modes only share a file."""
+    users: dict[str, list[int]] = {}
+    for number, stage in enumerate(pipeline.stages):
+        users.setdefault(emit_classes(_without_particulars(stage.program), Words("")), []).append(number)
+    return tuple(_File(tuple(stages)) for stages in users.values())
+
+
+def _without_particulars(program: Program) -> Program:
+    """The program without what pipeline.py can say, and without docstrings."""
+    several = {run.layer for run in program.runs if sum(r.layer == run.layer for r in program.runs) > 1}
+    runs = tuple(
+        replace(run, paths=tuple(f"layers.{i}" for i in range(len(run.paths) if run.layer in several else 1)))
+        for run in program.runs
+    )
+    layers = tuple(replace(layer, doc="") for layer in program.layers)
+    root = replace(program.root, name="Stage", doc="")
+    return replace(program, runs=runs, layers=layers, root=root, recompute={}, offload={})
+
+
+# --- a stage's module -------------------------------------------------------------------------------------------------
+
+
+def _stage_source(pipeline: PipelineProgram, file: _File) -> str:
+    first = pipeline.stages[file.stages[0]].program
+    which = _numbers(file.stages)
+    title = f"{pipeline.name} for {pipeline.mesh_text}: {batch_text(first)}; {which} of {len(pipeline.stages)}"
+    layers = tuple(replace(layer, doc=_layer_doc(pipeline, file, layer.name)) for layer in first.layers)
+    program = replace(first, layers=layers, root=replace(first.root, name=file.root, doc=_root_doc(pipeline, file)))
+    return emit_classes(program, Words(title, _border_comments(pipeline, file)))
+
+
+def _layer_doc(pipeline: PipelineProgram, file: _File, layer: str) -> str:
+    paths = [path for number in file.stages for path in pipeline.stages[number].program.paths(layer)]
+    return paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}"
+
+
+def _root_doc(pipeline: PipelineProgram, file: _File) -> str:
+    first, *others = file.stages
+    shared = f"; pipeline.py has the layers of {_numbers(tuple(others))}" if others else ""
+    return f"Stage {first}: {pipeline.stages[first].program.root.doc}{shared}."
+
+
+def _border_comments(pipeline: PipelineProgram, file: _File) -> Mapping[str, Mapping[str, str]]:
+    """`8 MiB from stage 0`; where stages share the file, what holds for all of them."""
+    first = pipeline.stages[file.stages[0]].program
+    receives = {}
+    for name, border in first.receives.items():
+        sources = {number: (pipeline.source(number, name),) for number in file.stages}
+        back = ", gradient back" if border.spec.requires_grad else ""
+        receives[name] = f"{border.size} from {_peers(sources, -1)}{back}"
+    sends = {}
+    for name, border in first.sends.items():
+        readers = {number: pipeline.readers(number, name) for number in file.stages}
+        back = ", gradient back" if border.spec.requires_grad else ""
+        sends[name] = f"{border.size} to {_peers(readers, 1)}{back}"
+    return {"RECEIVES": receives, "SENDS": sends}
+
+
+def _peers(peers: Mapping[int, tuple[int, ...]], direction: int) -> str:
+    """The other ends of a border, by stage."""
+    distinct = set(peers.values())
+    if len(distinct) == 1:
+        return _numbers(distinct.pop())
+    if all(others == (stage + direction,) for stage, others in peers.items()):
+        return "the next stage" if direction > 0 else "the stage before"
+    return "later stages" if direction > 0 else "earlier stages"
+
+
+def _numbers(stages: tuple[int, ...]) -> str:
+    """`stage 1`, `stages 1 and 2`, `stages 1 to 4`."""
+    first, last = stages[0], stages[-1]
+    if len(stages) == 1:
+        return f"stage {first}"
+    if len(stages) > 2 and stages == tuple(range(first, last + 1)):
+        return f"stages {first} to {last}"
+    return f"stages {', '.join(map(str, stages[:-1]))} and {last}"
+
+
+# --- pipeline.py ------------------------------------------------------------------------------------------------------
+
+
+def _assembly(pipeline: PipelineProgram, files: tuple[_File, ...]) -> str:
+    program = pipeline.any
+    home = {number: file for file in files for number in file.stages}
+    lines = [
+        f'"""{pipeline.name} as a pipeline of {len(pipeline.stages)} stages on {pipeline.mesh_text},'
+        f" schedule {pipeline.schedule_name}.",
+        "",
+        "A position is a group of ranks with a mesh of its own; schedule.txt has a line of actions for each.",
+        "Generated by autopar from plan.yaml; it needs torch only.",
+        '"""',
+        "",
+        f"from . import {', '.join(file.module for file in files)}",
+        "from .runtime.pipeline import Pipeline, Stage",
+        "",
+        "PIPELINE = Pipeline(",
+        "    stages=(",
+    ]
+    for number, stage in enumerate(pipeline.stages):
+        lines += [f"        {line}" for line in _stage_call(pipeline, number, stage, home[number])]
+    lines += ["    ),", f"    axes={literal(program.axes)},", f"    sizes={literal(program.axis_sizes)},"]
+    if len(pipeline.tied) == 1:
+        lines.append(f"    tied={literal(pipeline.tied)},")
+    elif pipeline.tied:
+        lines += ["    tied=(", *(f"        {literal(entry)}," for entry in pipeline.tied), "    ),"]
+    return "\n".join([*lines, ")", ""])
+
+
+def _stage_call(pipeline: PipelineProgram, number: int, stage: PipelineStage, file: _File) -> list[str]:
+    """`Stage(stage_1.Stage1, position=2, ...),` with what differs from the module's own tables."""
+    first_layer = {layer: str(count) for layer, count in stage.first_layer.items() if count}
+    tables = {"first_layer": first_layer}
+    if number != file.stages[0]:
+        tables = _particulars(stage.program, pipeline.stages[file.stages[0]].program) | tables
+    parts = [f"{file.module}.{file.root}", f"position={stage.position}"]
+    parts += [f"{name}={_table(entries, file)}" for name, entries in tables.items() if entries]
+    short = f"Stage({', '.join(parts)}),"
+    return [short] if len(short) <= 100 else ["Stage(", *(f"    {part}," for part in parts), "),"]
+
+
+def _particulars(program: Program, own: Program) -> dict[str, dict[str, str]]:
+    """The tables that override those of `own`, whose module `program` shares; those that are equal are left out."""
+
+    def tables(of: Program) -> dict[str, dict[str, str]]:
+        counts = {layer: len(of.paths(layer)) for layer in of.layer_names}
+        return {
+            "layers": {layer: paths_text(of.paths(layer)) for layer in counts},
+            "recompute": {k: modes_text(of.recompute.get(k, (("none", n),))) for k, n in counts.items()},
+            "offload": {k: offload_text(of.offload.get(k, (("", n),))) for k, n in counts.items()},
+        }
+
+    mine, known = tables(program), tables(own)
+    has = {"layers": True, "recompute": program.recompute or own.recompute, "offload": program.offload or own.offload}
+    return {name: table for name, table in mine.items() if has[name] and table != known[name]}
+
+
+def _table(entries: Mapping[str, str], file: _File) -> str:
+    return f"{{{', '.join(f'{file.module}.{layer}: {text}' for layer, text in entries.items())}}}"

@@ -1,0 +1,144 @@
+"""The actions of a pipeline's positions, and the check that their lines fit together.
+
+An action is a kind, a stage and a micro-batch: `F0.3` forward, `B0.3` whole backward, `I0.3` the part of a backward
+that other stages wait for (gradients of what the stage received), `W0.3` the rest of it (gradients of weights).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FORM = re.compile(r"([FBIW])(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`kind` is one of F, B, I and W."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Stage `source` sends something to stage `target`, and gets a gradient for it or not."""
+
+    source: int
+    target: int
+    has_gradient: bool
+
+
+Lines = tuple[tuple[Action, ...], ...]
+"""The actions of every position, in the order in which it runs them."""
+
+
+def parse_lines(schedule: Sequence[str]) -> Lines:
+    """One text of space-separated actions per position. ValueError for what is not an action."""
+    return tuple(tuple(_parse(word, position) for word in line.split()) for position, line in enumerate(schedule))
+
+
+def _parse(word: str, position: int) -> Action:
+    match = _FORM.fullmatch(word)
+    if match is None:
+        raise ValueError(f"position {position}: {word!r} is not an action; write F, B, I or W, the stage, '.' and the "
+                         "micro-batch, as in F0.3")
+    return Action(match[1], int(match[2]), int(match[3]))
+
+
+def digest(schedule: Sequence[str], program: str) -> str:
+    """Equal for equal schedules of equal programs."""
+    return hashlib.sha256("\n".join((program, *(" ".join(line.split()) for line in schedule))).encode()).hexdigest()
+
+
+def forward_only(lines: Lines) -> Lines:
+    """The forwards, in the same order; what waited for nothing in a circle still does not."""
+    return tuple(tuple(action for action in line if action.kind == "F") for line in lines)
+
+
+def check_lines(lines: Lines, positions: Sequence[int], num_micro_batches: int, links: Sequence[Link]) -> None:
+    """Every action there once, at its stage's position and in a legal order, and no circle of waiting.
+
+    positions: of each stage. Sends do not wait for whoever receives. Raises ValueError naming position and action.
+    """
+    if len(lines) != max(positions) + 1:
+        raise ValueError(f"the schedule has {len(lines)} lines, the pipeline {max(positions) + 1} positions")
+    done: dict[Action, int] = {}
+    for position, line in enumerate(lines):
+        for action in line:
+            _check_place(action, position, positions, num_micro_batches)
+            if action in done:
+                raise ValueError(f"position {position}: {action} is there twice")
+            done[action] = position
+    for stage, position in enumerate(positions):
+        for index in range(num_micro_batches):
+            _check_complete(set(done), stage, index, position)
+    _check_waiting(lines, links)
+
+
+def _check_place(action: Action, position: int, positions: Sequence[int], num_micro_batches: int) -> None:
+    if action.stage >= len(positions):
+        raise ValueError(f"position {position}: {action} names stage {action.stage} of {len(positions)}")
+    if positions[action.stage] != position:
+        raise ValueError(f"position {position}: {action} belongs to position {positions[action.stage]}")
+    if action.micro_batch >= num_micro_batches:
+        raise ValueError(f"position {position}: {action} names micro-batch {action.micro_batch} of {num_micro_batches}")
+
+
+def _check_complete(there: set[Action], stage: int, micro_batch: int, position: int) -> None:
+    kinds = "".join(kind for kind in "FBIW" if Action(kind, stage, micro_batch) in there)
+    if kinds not in ("FB", "FIW"):
+        raise ValueError(
+            f"position {position}: stage {stage} and micro-batch {micro_batch} need F and B, or F, I and W; the "
+            f"schedule has {', '.join(f'{kind}{stage}.{micro_batch}' for kind in kinds) or 'none'}"
+        )
+
+
+def requirements(action: Action, links: Sequence[Link], are_split: set[tuple[int, int]]) -> list[Action]:
+    """What must have ended before. are_split: the (stage, micro-batch) whose backward is I and W."""
+    stage, index = action.stage, action.micro_batch
+
+    def backward(of: int) -> Action:
+        return Action("I" if (of, index) in are_split else "B", of, index)
+
+    if action.kind == "F":
+        return [Action("F", link.source, index) for link in links if link.target == stage]
+    if action.kind == "W":
+        return [Action("I", stage, index)]
+    consumers = [backward(link.target) for link in links if link.source == stage and link.has_gradient]
+    return [Action("F", stage, index), *consumers]
+
+
+def _check_waiting(lines: Lines, links: Sequence[Link]) -> None:
+    """Run the lines without computing; what then still waits would wait for ever."""
+    are_split = {(action.stage, action.micro_batch) for line in lines for action in line if action.kind == "I"}
+    done: set[Action] = set()
+    places = [0] * len(lines)
+    moved = True
+    while moved:
+        moved = False
+        for position, line in enumerate(lines):
+            while places[position] < len(line):
+                action = line[places[position]]
+                if not done.issuperset(requirements(action, links, are_split)):
+                    break
+                done.add(action)
+                places[position] += 1
+                moved = True
+    stuck = [
+        (position, line[place])
+        for position, (line, place) in enumerate(zip(lines, places, strict=True))
+        if place < len(line)
+    ]
+    if stuck:
+        waits = []
+        for position, action in stuck:
+            missing = [str(each) for each in requirements(action, links, are_split) if each not in done]
+            waits.append(f"position {position}: {action} waits for {', '.join(missing)}")
+        raise ValueError(f"the schedule never ends: {'; '.join(waits)}")

@@ -1,0 +1,200 @@
+"""One root module made runnable on this rank: the whole program, or one stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .flat import Bucket, Entry
+from .host_memory import HostMemory
+from .mesh import Mesh
+from .parameters import Module, Param, Slot, shard, unshard
+from .zero import ZeroUnits
+
+Source = Mapping[str, Tensor] | Callable[[str], Tensor]
+"""Whole tensors under original names: a state dict, or a function that makes one at a time."""
+
+Batches = tuple[list[dict[str, Tensor]], dict[str, list[Tensor]]]
+"""The inputs of each micro-batch, and num_targets where the program takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """Parameters of this module that other stages hold too.
+
+    aliases: further names that any of the stages gives it, for each. copies: those of which an earlier stage has the
+    copy that counts (in the gradient's norm, when saving).
+    """
+
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole tensor that can be read out, and all its names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Part:
+    """A root module with its parameters, gradients and share of the batch."""
+
+    def __init__(
+        self,
+        model: Module,
+        precision: str,
+        num_micro_batches: int,
+        host: HostMemory | None = None,
+        tied: Tied | None = None,
+    ) -> None:
+        self.model = model
+        self.mesh: Mesh = model.mesh
+        self.tied = tied or Tied()
+        self.precision = precision
+        self.num_micro_batches = num_micro_batches
+        self.zero = ZeroUnits(model, self.mesh, precision, num_micro_batches, host, self.tied.aliases)
+        self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
+
+    # The batch --------------------------------------------------------------------------------------------------------
+
+    def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of a whole global batch, as far as the module takes it."""
+        parts = {}
+        for name, spec in self.model.INPUTS.items():
+            whole = batch[name].to(self.mesh.device)
+            is_split = whole.ndim > 0 and whole.shape[0] == spec.shape[0] * self.num_micro_batches
+            micro = whole.chunk(self.num_micro_batches) if is_split else (whole,)
+            shards = [shard(each, spec, self.mesh) for each in micro]
+            parts[name] = torch.cat(shards) if is_split else shards[0]
+        return parts
+
+    def prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
+        """What each micro-batch's forward takes."""
+        count = self.num_micro_batches
+        batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        for name, spec in self.model.INPUTS.items():
+            parts = self._micro_batches(name, spec, local_batch)
+            for inputs, part in zip(batches, parts, strict=True):
+                inputs[name] = part
+        if not self.model.counts_targets:
+            return batches, {}
+        with torch.no_grad():
+            counts = [self.model.count_targets(**inputs) for inputs in batches]
+        if count == 1:
+            return batches, {"num_targets": _Counts(counts[0], self.mesh)}
+        self.mesh.finish()
+        return batches, {"num_targets": [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]}
+
+    def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        if name not in local_batch:
+            raise ValueError(f"the batch lacks {name!r}; the program takes {', '.join(self.model.INPUTS)}")
+        value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
+        if self.precision == "bf16" and value.is_floating_point():
+            value = value.to(torch.bfloat16)
+        expected = self._input_shapes[name]
+        if expected and value.shape == (expected[0] * count, *expected[1:]):
+            rng = self.model.rng
+            rng.micro_batch_rows = max(rng.micro_batch_rows, spec.shape[0])
+            return torch.chunk(value, count)
+        if value.shape == expected:
+            return (value,) * count
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)} on this rank; the program was generated for {expected} per "
+            f"micro-batch and {count} micro-batches (dim 0 {count} times as long), global {spec.shape}"
+        )
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[tuple[Bucket, Entry]]:
+        """All parameters, in the order of their buckets."""
+        return [(bucket, entry) for bucket in self.zero.buckets for entry in bucket.entries]
+
+    def trainable(self) -> list[Bucket]:
+        """Buckets with gradients, without the copies of what an earlier stage counts."""
+        buckets = [bucket for bucket in self.zero.buckets if bucket.key.requires_grad]
+        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
+
+    def load(self, source: Source) -> None:
+        """As `Step.load`, without bringing the values to other ranks."""
+        places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
+        for slot in self.model.slots():
+            bucket, entry = places[slot.name]
+            whole = _find(source, self._names(slot), slot.spec)
+            bucket.store(entry, shard(whole, slot.spec, self.mesh))
+        for name, spec, value in self.model.buffer_slots():
+            value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
+
+    def describe(self, what: Literal["gradients", "state"]) -> list[Whole]:
+        """What `read` will give, without communication."""
+        found = []
+        for bucket in self._read_buckets(what):
+            for entry in bucket.entries:
+                slot = entry.slot
+                names = self._names(slot) if what == "state" else (slot.name,)
+                found.append(Whole(names, slot.spec.shape, bucket.master_dtype))
+        if what == "state":
+            persistent = [(name, spec) for name, spec, _ in self.model.buffer_slots() if spec.persistent]
+            found += [Whole((name,), spec.shape, spec.dtype) for name, spec in persistent]
+        return found
+
+    def read(self, what: Literal["gradients", "state"]) -> Iterator[Tensor]:
+        """Whole tensors, one at a time (they may be views of what training changes). Collective over the mesh."""
+        for bucket in self._read_buckets(what):
+            parts = bucket.whole(bucket.gradient if what == "gradients" else bucket.master)
+            for entry, local in zip(bucket.entries, parts, strict=True):
+                yield unshard(local, entry.slot.spec, self.mesh).detach()
+        if what == "state":
+            for _, spec, value in self.model.buffer_slots():
+                if spec.persistent:
+                    yield unshard(value, spec, self.mesh).detach()
+
+    def _read_buckets(self, what: Literal["gradients", "state"]) -> list[Bucket]:
+        if what == "gradients":
+            return self.trainable()
+        buckets = self.zero.buckets
+        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
+
+    def _names(self, slot: Slot) -> tuple[str, ...]:
+        """All names of a parameter, its own first."""
+        return tuple(dict.fromkeys((slot.name, *slot.aliases, *self.tied.aliases.get(slot.name, ()))))
+
+
+class _Counts(list[Tensor]):
+    """Sums over the ranks that may be under way (wait=False); whoever reads one waits for them."""
+
+    def __init__(self, counts: list[Tensor], mesh: Mesh) -> None:
+        super().__init__(counts)
+        self.mesh = mesh
+
+    def __getitem__(self, index: Any) -> Any:
+        self.mesh.finish()
+        return super().__getitem__(index)
+
+
+def mean_loss(losses: list[Tensor]) -> Tensor:
+    """In fp32 at least; the micro-batches' shares of the targets are in the losses already."""
+    return _full(losses[0]) if len(losses) == 1 else torch.stack([_full(loss) for loss in losses]).mean()
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _find(source: Source, names: tuple[str, ...], spec: Param) -> Tensor:
+    if callable(source):
+        whole = source(names[0])
+    else:
+        held = [name for name in names if name in source]
+        if not held:
+            raise KeyError(f"no value for {' or '.join(names)}")
+        whole = source[held[0]]
+    if tuple(whole.shape) != spec.shape:
+        raise ValueError(f"{names[0]} has shape {tuple(whole.shape)}, the program needs {spec.shape}")
+    return whole.detach()

@@ -1,0 +1,206 @@
+"""What a pipeline is: its stages, where they run, what goes between them, which weights they share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .actions import Link
+from .flat import key_of
+from .mesh import Mesh, Shape
+from .parameters import Module, Param
+from .part import Tied
+from .recompute import Mode
+from .transfer import Edge, Place, plan_copies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A run of the program's blocks, and the position that runs it.
+
+    program: its root class. layers: class -> the paths of this stage's instances, instead of the class' LAYERS.
+    first_layer: class -> how many instances earlier stages have (dropout is numbered through the whole model).
+    recompute, offload: class -> one entry per instance, instead of RECOMPUTE and OFFLOAD.
+    """
+
+    program: type[Module]
+    position: int
+    layers: Mapping[type[Module], tuple[str, ...]] | None = None
+    first_layer: Mapping[type[Module], int] | None = None
+    recompute: Mapping[type[Module], tuple[Mode, ...]] | None = None
+    offload: Mapping[type[Module], tuple[bool, ...]] | None = None
+
+    def root(self) -> type[Module]:
+        """The root class with this stage's own tables."""
+        own = {
+            "LAYERS": self.layers,
+            "FIRST_LAYER": self.first_layer,
+            "RECOMPUTE": self.recompute,
+            "OFFLOAD": self.offload,
+        }
+        tables = {name: table for name, table in own.items() if table is not None}
+        return type(self.program.__name__, (self.program,), tables) if tables else self.program
+
+    def parameters(self) -> Iterator[tuple[str, Param, tuple[str, ...]]]:
+        """(name, spec, aliases) of every parameter, by full names."""
+        root = self.root()
+        yield from ((name, spec, spec.aliases) for name, spec in root.PARAMETERS.items())
+        for cls, paths in root.LAYERS.items():
+            for path, (name, spec) in itertools.product(paths, cls.PARAMETERS.items()):
+                yield f"{path}.{name}", spec, tuple(f"{path}.{alias}" for alias in spec.aliases)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """Stages in model order, on positions that own consecutive processes.
+
+    axes, sizes: of every position's mesh; meshes: one (axes, sizes) per position where they differ. tied: (name of a
+    parameter, stages that hold a copy of it). A tensor comes from the latest earlier stage that sends its name. Raises
+    ValueError for one that is received and not sent before, for two holders of a parameter that is not tied, and for
+    tied weights that do not lie alike on equal meshes.
+    """
+
+    stages: tuple[Stage, ...]
+    axes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    meshes: tuple[Shape, ...] | None = None
+    tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    places: tuple[Place, ...] = field(init=False)
+    """The mesh of each position."""
+
+    def __post_init__(self) -> None:
+        count = 1 + max(stage.position for stage in self.stages)
+        if {stage.position for stage in self.stages} != set(range(count)):
+            raise ValueError(f"positions are numbered from 0, got {[stage.position for stage in self.stages]}")
+        shapes = self.meshes or ((self.axes, self.sizes),) * count
+        if len(shapes) != count:
+            raise ValueError(f"{len(shapes)} meshes for {count} positions")
+        firsts = itertools.accumulate((math.prod(sizes) for _, sizes in shapes), initial=0)
+        places = tuple(Place(axes, sizes, first) for (axes, sizes), first in zip(shapes, firsts, strict=False))
+        object.__setattr__(self, "places", places)
+        self._check_names()
+        self._check_tied()
+
+    # Ranks ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all positions."""
+        return sum(place.num_ranks for place in self.places)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(stage.position for stage in self.stages)
+
+    def place(self, stage: int) -> Place:
+        """The mesh that runs a stage."""
+        return self.places[self.stages[stage].position]
+
+    def position_of(self, rank: int) -> int:
+        """The position that a process belongs to."""
+        return next(index for index, place in enumerate(self.places) if rank in place.ranks)
+
+    def create_mesh(self, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> Mesh:
+        """The mesh of this process' position. Every process must call it.
+
+        timeout: of collectives within positions and of messages between them, for backends that have one; what the
+        default process group was made with holds for what all ranks do together. Raises ValueError if the number of
+        processes is not the pipeline's.
+        """
+        is_up = dist.is_available() and dist.is_initialized()
+        running = dist.get_world_size() if is_up else 1
+        if running != self.num_ranks:
+            raise ValueError(
+                f"the pipeline needs {self.num_ranks} processes ({', '.join(str(p.num_ranks) for p in self.places)} at "
+                f"its positions), but {running} run: start it with torchrun --nproc-per-node (times --nnodes) = "
+                f"{self.num_ranks}, or plan for {running} devices"
+            )
+        joints = [{self._others(spec, place) for spec in self._specs_at(i)} for i, place in enumerate(self.places)]
+        shapes = [(place.axes, place.sizes) for place in self.places]
+        ordered = [sorted(each) for each in joints]
+        return Mesh.create_position(shapes, device, joints=ordered, timeout=timeout)
+
+    def _specs_at(self, position: int) -> Iterator[Param]:
+        for stage in self.stages:
+            if stage.position == position:
+                yield from (spec for _, spec, _ in stage.parameters())
+
+    def _others(self, spec: Param, place: Place) -> tuple[str, ...]:
+        return key_of(spec, place.seen_by(place.first_rank)).others
+
+    # What goes between stages -----------------------------------------------------------------------------------------
+
+    def edges(self, precision: str) -> tuple[Edge, ...]:
+        """Every tensor that a stage takes from an earlier one."""
+        found = []
+        for target, stage in enumerate(self.stages):
+            for name, received in stage.program.RECEIVES.items():
+                source = self._sender(name, target)
+                sent = self.stages[source].program.SENDS[name]
+                there, here = self.place(source), self.place(target)
+                forward = plan_copies(sent, there, received, here)
+                has_gradient = received.requires_grad and received.dtype.is_floating_point
+                backward = plan_copies(received, here, sent, there) if has_gradient else ()
+                dtype = torch.bfloat16 if precision == "bf16" and sent.dtype.is_floating_point else sent.dtype
+                found.append(Edge(name, source, target, sent, received, dtype, forward, backward))
+        return tuple(found)
+
+    def _sender(self, name: str, target: int) -> int:
+        senders = [stage for stage in range(target) if name in self.stages[stage].program.SENDS]
+        if not senders:
+            raise ValueError(f"stage {target} receives {name!r}, which no earlier stage sends")
+        return senders[-1]
+
+    def _check_names(self) -> None:
+        holders: dict[str, int] = {}
+        for index, stage in enumerate(self.stages):
+            for name, _, _ in stage.parameters():
+                known = any(tied == name and index in stages for tied, stages in self.tied)
+                if name in holders and not known:
+                    raise ValueError(f"stages {holders[name]} and {index} hold {name} and it is not in `tied`")
+                holders[name] = index
+            for name in stage.program.RECEIVES:
+                self._sender(name, index)
+
+    # Tied weights -----------------------------------------------------------------------------------------------------
+
+    def tied_in(self, stage: int) -> Tied:
+        """Which parameters of a stage others hold too."""
+        own = [(name, stages) for name, stages in self.tied if stage in stages]
+        aliases = {}
+        for name, stages in own:
+            tables = ((each, names) for other in stages for each, _, names in self.stages[other].parameters())
+            aliases[name] = tuple(dict.fromkeys(alias for each, names in tables if each == name for alias in names))
+        return Tied(aliases, frozenset(name for name, stages in own if min(stages) != stage))
+
+    def _check_tied(self) -> None:
+        for name, stages in self.tied:
+            copies = []
+            for stage in stages:
+                specs = [spec for each, spec, _ in self.stages[stage].parameters() if each == name]
+                if not specs:
+                    raise ValueError(f"{name} is tied, but stage {stage} has no parameter of that name")
+                place, spec = self.place(stage), specs[0]
+                layout = (spec.shape, dict(spec.placements), spec.zero, spec.zero_axis, spec.dtype, spec.requires_grad)
+                copies.append((place.axes, place.sizes, layout))
+            if any(copy != copies[0] for copy in copies):
+                raise ValueError(f"the copies of {name} in stages {stages} must lie alike on equal meshes")
+
+    # For checks -------------------------------------------------------------------------------------------------------
+
+    def links(self) -> list[Link]:
+        """What waits for what."""
+        return [Link(edge.source, edge.target, bool(edge.backward)) for edge in self.edges("fp32")]
+
+    def describe(self) -> str:
+        """A text that is equal for equal pipelines, as far as ranks must agree on it."""
+        stages = (f"{stage.position}:{[(n, s.shape) for n, s, _ in stage.parameters()]}" for stage in self.stages)
+        edges = (f"{e.name} {e.source} {e.target} {e.dtype} {e.forward} {e.backward}" for e in self.edges("fp32"))
+        return "\n".join((repr(self.places), *stages, *edges, repr(self.tied)))

@@ -1,0 +1,379 @@
+"""A pipeline's training step on one rank: the action line of its position, run in order.
+
+F takes what earlier stages sent (as leaves), runs the stage and sends its results. B takes the results' gradients, runs
+the backward and sends the gradients of the leaves. I and W are a backward in two halves (`deferred.py`). Receives
+are asked for one action ahead, sends are not waited for before the step's end, or before the gradient of what was sent
+is there.
+
+Gradients: where a stage's backwards are whole, the first sets and the others add, as micro-batches do without a
+pipeline. Where they are split, everything adds up from zero. After the last line, tied weights' gradients are summed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from . import collectives
+from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
+from .collectives import Group
+from .deferred import DeferredGradients
+from .flat import Bucket
+from .host_memory import HostMemory
+from .mesh import Mesh
+from .offload import Offload
+from .parameters import RngState
+from .part import Batches, Part, mean_loss
+from .pipeline import Pipeline
+from .transfer import Directions, Edge, Mail, Message, Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where a result's backward begins; the result itself is not kept. gradient: known for the loss only."""
+
+    root: GradientEdge
+    dtype: torch.dtype
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a stage keeps of a micro-batch from its forward to its backward, besides what autograd does."""
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, _Output]
+
+
+@dataclass(slots=True)
+class _StageRun:
+    """One of this rank's stages. takes, gives: the edges that end and begin here."""
+
+    number: int
+    part: Part
+    takes: tuple[Edge, ...]
+    gives: tuple[Edge, ...]
+    is_split: bool
+    deferred: DeferredGradients
+    batches: Batches = field(default_factory=lambda: ([], {}))
+    held: dict[int, _Held] = field(default_factory=dict)
+    num_backward: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    """A tied weight of this rank: its copies here, and the ranks that hold the others of this part of it."""
+
+    buckets: tuple[Bucket, ...]
+    group: Group
+
+    def sum_gradients(self) -> None:
+        total = self.buckets[0].gradient
+        for bucket in self.buckets[1:]:
+            total.add_(bucket.gradient)
+        if self.group is not None:
+            collectives.all_reduce(total, self.group)
+        for bucket in self.buckets[1:]:
+            bucket.gradient.copy_(total)
+
+
+class PipelineCourse:
+    """The stages of this rank and how they train; `Step` is the rest.
+
+    schedule: a line of actions per position. Raises ValueError if the lines do not fit together or the ranks' differ.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        rng: RngState,
+        *,
+        schedule: Sequence[str],
+        num_micro_batches: int,
+        precision: str,
+        offload: Offload,
+        host: HostMemory | None = None,
+    ) -> None:
+        if mesh.everyone.size != pipeline.num_ranks:
+            raise ValueError(f"the pipeline needs {pipeline.num_ranks} processes, {mesh.everyone.size} run")
+        self.pipeline, self.mesh, self.rng = pipeline, mesh, rng
+        self.num_micro_batches = num_micro_batches
+        self.executed: list[str] = []
+        self._rank = mesh.everyone.rank
+        self._position = pipeline.position_of(self._rank)
+        self._lines = parse_lines(schedule)
+        check_lines(self._lines, pipeline.positions, num_micro_batches, pipeline.links())
+        self._is_double = False
+        self._agree(schedule)
+        self._edges = pipeline.edges(precision)
+        self._stages = {
+            number: self._make_stage(number, precision, offload, host)
+            for number, position in enumerate(pipeline.positions)
+            if position == self._position
+        }
+        self.parts = tuple(stage.part for stage in self._stages.values())
+        self._ties = self._make_ties()
+        self._rows_are_known = False
+        self._learn_dtype()
+        self._directions = Directions.create(mesh)
+        self._incoming = self._plan(self._lines)
+        self._evaluation = forward_only(self._lines)
+        self._incoming_evaluation = self._plan(self._evaluation)
+        if mesh.device.type == "cuda":
+            copies = (copy for edge in self._edges for copy in (*edge.forward, *edge.backward))
+            pairs = ((copy.source, copy.target) for copy in copies if copy.source != copy.target)
+            self._directions.connect(pairs, self._rank, mesh.device)
+
+    # Making -----------------------------------------------------------------------------------------------------------
+
+    def _make_stage(self, number: int, precision: str, offload: Offload, host: HostMemory | None) -> _StageRun:
+        model = self.pipeline.stages[number].root()(self.mesh, self.rng)
+        for module in model.units():
+            module.offload = offload
+        part = Part(model, precision, self.num_micro_batches, host, self.pipeline.tied_in(number))
+        deferred = DeferredGradients()
+        deferred.attach(model)
+        line = self._lines[self._position]
+        return _StageRun(
+            number,
+            part,
+            tuple(edge for edge in self._edges if edge.target == number),
+            tuple(edge for edge in self._edges if edge.source == number),
+            any(action.kind == "I" and action.stage == number for action in line),
+            deferred,
+        )
+
+    def _make_ties(self) -> list[_Tie]:
+        """Every process makes every group, as torch requires."""
+        groups: dict[tuple[int, ...], Group] = {}
+        ties = []
+        for name, stages in self.pipeline.tied:
+            firsts = sorted({self.pipeline.place(number).first_rank for number in stages})
+            own = [self._stages[number].part for number in stages if number in self._stages]
+            held = [(bucket, entry) for part in own for bucket, entry in part.entries() if entry.slot.name == name]
+            for index in range(self.pipeline.place(stages[0]).num_ranks):
+                ranks = tuple(first + index for first in firsts)
+                if len(ranks) > 1 and ranks not in groups:
+                    groups[ranks] = dist.new_group(list(ranks), timeout=self.mesh.timeout)
+                if self._rank in ranks and held[0][0].key.requires_grad:
+                    ties.append(_Tie(tuple(bucket for bucket, _ in held), groups.get(ranks)))
+        return ties
+
+    def _agree(self, schedule: Sequence[str]) -> None:
+        if self.mesh.everyone.size == 1:
+            return
+        found: list[Any] = [None] * self.mesh.everyone.size
+        dist.all_gather_object(found, digest(schedule, self.pipeline.describe()))
+        others = [rank for rank, text in enumerate(found) if text != found[0]]
+        if others:
+            raise ValueError(f"ranks {others} have another schedule or pipeline than rank 0: start all with the same")
+
+    def _learn_dtype(self) -> None:
+        """The loss is fp64 everywhere if any stage computes so, else fp32."""
+        own = any(bucket.key.dtype == torch.float64 for part in self.parts for bucket in part.zero.buckets)
+        flag = torch.tensor(own, dtype=torch.int32, device=self.mesh.device)
+        if self.mesh.everyone.size > 1:
+            collectives.all_reduce(flag, self.mesh.everyone.group, largest=True)
+        self._is_double = bool(flag.item())
+
+    # What waits for what ----------------------------------------------------------------------------------------------
+
+    def _plan(self, lines: Lines) -> dict[int, list[Message]]:
+        """What this rank gets from each other, in the order in which it is sent."""
+        incoming: dict[int, list[Message]] = {}
+        for action in itertools.chain(*lines):
+            for parcel in self._makes(action):
+                for copy in parcel.copies:
+                    if copy.target == self._rank != copy.source:
+                        incoming.setdefault(copy.source, []).append((parcel, copy))
+        return incoming
+
+    def _makes(self, action: Action) -> list[Parcel]:
+        """What is sent when an action has ended."""
+        stage, index = action.stage, action.micro_batch
+        if action.kind == "F":
+            return [Parcel(edge, index) for edge in self._edges if edge.source == stage]
+        if action.kind == "W":
+            return []
+        return [Parcel(edge, index, True) for edge in self._edges if edge.target == stage and edge.backward]
+
+    def _needs(self, action: Action) -> list[Parcel]:
+        """What must be there before an action starts."""
+        stage, index = action.stage, action.micro_batch
+        if action.kind == "F":
+            return [Parcel(edge, index) for edge in self._edges if edge.target == stage]
+        if action.kind == "W":
+            return []
+        return [Parcel(edge, index, True) for edge in self._edges if edge.source == stage and edge.backward]
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """All micro-batches forward and backward, gradients reduced; the global mean loss, equal on all ranks."""
+        self._prepare(local_batch)
+        for stage in self._stages.values():
+            stage.num_backward = 0
+            if stage.is_split:
+                stage.part.zero.begin_split_step()
+        losses = self._run(self._lines[self._position], self._incoming)
+        for tie in self._ties:
+            tie.sum_gradients()
+        self._learn_rows()
+        return self._share(losses)
+
+    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """The global mean loss of the forwards alone; gradients must be off."""
+        self._prepare(local_batch)
+        return self._share(self._run(self._evaluation[self._position], self._incoming_evaluation))
+
+    def _prepare(self, local_batch: Mapping[str, Tensor]) -> None:
+        for stage in self._stages.values():
+            stage.held.clear()
+            stage.batches = stage.part.prepare(local_batch)
+
+    def _run(self, line: Sequence[Action], incoming: Mapping[int, Sequence[Message]]) -> dict[int, Tensor]:
+        """The losses by micro-batch, on the ranks of the last stage."""
+        mail = Mail(self.mesh, self._directions, incoming)
+        losses: dict[int, Tensor] = {}
+        self.executed = []
+        for place, action in enumerate(line):
+            for near in line[place : place + 2]:
+                for parcel in self._needs(near):
+                    mail.expect(parcel)
+            stage = self._stages[action.stage]
+            self.rng.micro_batch = action.micro_batch
+            if action.kind == "F":
+                loss = self._forward(stage, action.micro_batch, mail)
+                if loss is not None:
+                    losses[action.micro_batch] = loss
+            elif action.kind == "W":
+                self._deferred(stage, action.micro_batch)
+            else:
+                self._backward(stage, action, mail)
+            mail.release_finished()
+            self.executed.append(str(action))
+        mail.finish()
+        self.mesh.finish()
+        return losses
+
+    def _forward(self, stage: _StageRun, index: int, mail: Mail) -> Tensor | None:
+        """F. The loss, if this is the last stage."""
+        inputs = {}
+        for edge in stage.takes:
+            x = mail.receive(Parcel(edge, index)).detach()
+            inputs[edge.name] = x.requires_grad_() if edge.backward and torch.is_grad_enabled() else x
+        batches, targets = stage.batches
+        stage.part.zero.begin(accumulate=False, is_last=False)
+        results = stage.part.model(**inputs, **batches[index], **targets)
+        stage.part.zero.end(has_backward=False)
+        is_last = stage.number == len(self.pipeline.stages) - 1
+        names = ("loss",) if is_last else tuple(stage.part.model.SENDS)
+        named = dict(zip(names, results if isinstance(results, (tuple, list)) else (results,), strict=True))
+        if torch.is_grad_enabled():
+            outputs = {
+                name: _Output(
+                    get_gradient_edge(x), x.dtype, torch.full_like(x, 1 / self.num_micro_batches) if is_last else None
+                )
+                for name, x in named.items()
+                if x.requires_grad
+            }
+            stage.held[index] = _Held(inputs, outputs)
+        if is_last:
+            loss: Tensor = named["loss"].detach()
+            return loss
+        for edge in stage.gives:
+            mail.send(Parcel(edge, index), named[edge.name])
+        return None
+
+    def _backward(self, stage: _StageRun, action: Action, mail: Mail) -> None:
+        """B or I."""
+        index, held, zero = action.micro_batch, stage.held.pop(action.micro_batch), stage.part.zero
+        gradients: dict[str, Tensor] = {
+            name: output.gradient for name, output in held.outputs.items() if output.gradient is not None
+        }
+        for edge in stage.gives:
+            if edge.backward:
+                gradient = mail.receive(Parcel(edge, index, True))
+                mail.release(Parcel(edge, index))
+                gradients[edge.name] = gradients[edge.name] + gradient if edge.name in gradients else gradient
+        used = [(held.outputs[name], gradient) for name, gradient in gradients.items() if name in held.outputs]
+        roots = [output.root for output, _ in used]
+        values = [gradient.to(output.dtype) for output, gradient in used]
+        zero.begin_backward(stage.num_backward > 0, stage.num_backward + 1 == self.num_micro_batches)
+        if action.kind == "I":
+            with stage.deferred.collecting(index):
+                torch.autograd.backward(roots, values)
+            zero.end(has_backward=False)
+        else:
+            torch.autograd.backward(roots, values)
+            stage.num_backward += 1
+            zero.end()
+        for edge in stage.takes:
+            if edge.backward:
+                leaf = held.inputs[edge.name]
+                mail.send(Parcel(edge, index, True), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+
+    def _deferred(self, stage: _StageRun, index: int) -> None:
+        """W."""
+        stage.num_backward += 1
+        stage.part.zero.begin_deferred(stage.num_backward == self.num_micro_batches)
+        stage.deferred.run(index)
+        stage.part.zero.end()
+
+    # What all ranks know ----------------------------------------------------------------------------------------------
+
+    def _share(self, losses: Mapping[int, Tensor]) -> Tensor:
+        """The mean of the losses, which the last stage's ranks have, for everyone."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if losses and self.mesh.rank == 0:
+            total = mean_loss([losses[index] for index in sorted(losses)]).double()
+        if self.mesh.everyone.size > 1:
+            collectives.all_reduce(total, self.mesh.everyone.group)
+        return total if self._is_double else total.float()
+
+    def _learn_rows(self) -> None:
+        """Once: rows of a micro-batch, of which stages without batch inputs know nothing."""
+        if self._rows_are_known or self.mesh.everyone.size == 1:
+            return
+        rows = torch.tensor(self.rng.micro_batch_rows, device=self.mesh.device)
+        collectives.all_reduce(rows, self.mesh.everyone.group, largest=True)
+        self.rng.micro_batch_rows = int(rows.item())
+        self._rows_are_known = True
+
+    def read(
+        self, what: Literal["gradients", "state"], rank0_only: bool
+    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Whole tensors of all stages by their names, on every rank or on rank 0. Collective."""
+        for number in range(len(self.pipeline.stages)):
+            first = self.pipeline.place(number).first_rank
+            own = self._stages[number].part if number in self._stages else None
+            box: list[Any] = [own.describe(what) if own is not None else None]
+            if self.mesh.everyone.size > 1:
+                dist.broadcast_object_list(box, first, device=self.mesh.device)
+            values = own.read(what) if own is not None else itertools.repeat(None)
+            for whole, value in zip(box[0], values, strict=False):
+                if value is None:
+                    value = torch.empty(whole.shape, dtype=whole.dtype, device=self.mesh.device)
+                self._bring(value := value.contiguous(), first, rank0_only)
+                if self._rank == 0 or not rank0_only:
+                    yield whole.names, value
+
+    def _bring(self, value: Tensor, source: int, rank0_only: bool) -> None:
+        """From process `source` to all, or to process 0."""
+        line = collectives.wire(value)
+        if self.mesh.everyone.size == 1 or (rank0_only and source == 0):
+            return
+        if not rank0_only:
+            dist.broadcast(line, source)
+        elif self._rank == source:
+            dist.send(line, 0)
+        elif self._rank == 0:
+            dist.recv(line, source)

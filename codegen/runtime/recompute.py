@@ -1,0 +1,107 @@
+"""Recomputation of a layer's activations in backward, and the one place where it and offload wrap a layer's forward.
+
+A layer whose mode is not "none" keeps, of what its forward makes, nothing ("full") or the results of matmuls and
+attention ("selective"), besides its arguments; its forward runs again when its backward begins, as far as the last
+tensor that backward needs. This is torch.utils.checkpoint, non-reentrant:
+
+- Parameters: only `forward` runs again, not the module's hooks. Those of ZeRO-3 gather the parameters before the first
+  node of the layer's backward, which is also before the recomputation; it cannot gather a neighbour.
+- Collectives of the forward run again, on all ranks in one order, since all run the same graph. "selective" does not
+  keep their results: those of a gather are larger than the matmul result that follows, those of a reduction as large as
+  the one before, which is kept already. A reduction at the end of a layer is not repeated where only additions follow.
+  One started with wait=False is finished by `Mesh.finish` like the first.
+- Random numbers: dropout masks are functions of counters. The micro-batch is that of the first run, whatever runs by
+  then; the optimiser step cannot have changed.
+- Operators inside autograd functions (kernels launched directly are invisible to the policy) always run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .offload import Offload
+
+Mode = Literal["none", "selective", "full"]
+
+_KEPT = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_addmm_activation", "_scaled_mm", "_grouped_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
+    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
+)  # fmt: skip
+"""aten operators whose results "selective" keeps; torch versions and devices differ in which they use."""
+
+
+class Rng(Protocol):
+    """What recomputation needs of RngState."""
+
+    micro_batch: int
+
+
+class Layer(Protocol):
+    """What this module needs of a layer instance (`parameters.Module`)."""
+
+    training: bool
+    recompute: Mode
+    offload_activations: bool
+
+    @property
+    def rng(self) -> Rng: ...
+    @property
+    def offload(self) -> Offload: ...
+
+
+def mode(text: str) -> Mode:
+    """The mode of that name, or ValueError with the legal ones."""
+    for known in get_args(Mode):
+        if text == known:
+            found: Mode = known
+            return found
+    raise ValueError(f"recompute must be one of {', '.join(get_args(Mode))}, got {text!r}")
+
+
+def run(layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward(*args, **kwargs)` with the layer's recomputation and offload, where a backward of training follows."""
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    if layer.recompute == "none" and not layer.offload_activations:
+        return forward(*args, **kwargs)
+    with layer.offload.moving(layer, layer.rng.micro_batch) if layer.offload_activations else nullcontext():
+        if layer.recompute == "none":
+            return forward(*args, **kwargs)
+        return _checkpointed(layer, forward, args, kwargs)
+
+
+def _checkpointed(layer: Layer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rng, micro_batch, names = layer.rng, layer.rng.micro_batch, tuple(kwargs)
+
+    def body(*values: Any) -> Any:
+        count = len(values) - len(names)
+        # Of a pipeline's schedule another micro-batch may have set it meanwhile.
+        current, rng.micro_batch = rng.micro_batch, micro_batch
+        try:
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        finally:
+            rng.micro_batch = current
+
+    # Positional, since only such tensors are saved as autograd saves tensors, and so can be offloaded.
+    values = (*args, *kwargs.values())
+    if layer.recompute == "full":
+        return checkpoint(body, *values, use_reentrant=False, preserve_rng_state=False)
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(body, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of `create_selective_checkpoint_contexts`."""
+    namespace, _, name = operator._schema.name.partition("::")
+    # With a given output (`out=`, as collectives have) the caller's tensor would stay empty.
+    keeps = namespace == "aten" and name in _KEPT and not operator._schema.is_mutable
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,296 @@
+"""Tensors from one stage's mesh to another's: who sends which part to whom, and the messages under way.
+
+`plan_copies` works it out from two layouts and communicates nothing. `Mail` moves the tensors of one run through the
+schedule. Messages between two ranks go in the order in which the schedule makes the sender send them, which both sides
+derive from it; each direction (to higher, to lower ranks) has a process group of its own, since within one NCCL
+communicator a receive that waits would hold up the sends behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import Group, Work, wire
+from .mesh import Axis, Mesh
+from .parameters import Param, runs
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A mesh as others see it: named axes, row-major over the consecutive processes from first_rank on."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    first_rank: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the mesh."""
+        return math.prod(self.sizes)
+
+    @property
+    def ranks(self) -> range:
+        """The processes of the mesh, in its order."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    def seen_by(self, rank: int) -> Mesh:
+        """The mesh as process `rank` would see it, without process groups."""
+        strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        own = rank - self.first_rank
+        axes = tuple(
+            Axis(name, size, own // stride % size)
+            for name, size, stride in zip(self.axes, self.sizes, strides, strict=True)
+        )
+        return Mesh(axes, Axis("world", self.num_ranks, own), torch.device("cpu"), first_rank=self.first_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One box from process source to process target: where it lies in the part of each."""
+
+    source: int
+    target: int
+    source_box: Box
+    target_box: Box
+
+
+_Runs = tuple[tuple[tuple[int, int, int], ...], ...]
+"""For each dim the (local start, global start, length) that a rank holds."""
+
+
+def plan_copies(sent: Param, source: Place, received: Param, target: Place) -> tuple[Copy, ...]:
+    """The boxes that bring a tensor from one layout to the other; R and S(d) only.
+
+    Where several ranks hold the same part, a target gets it from itself, else from the rank of the same index if the
+    meshes are of one size, else from the one that sends least so far. Raises ValueError for a tensor of two shapes and
+    for partial placements.
+    """
+    if sent.shape != received.shape:
+        raise ValueError(f"a tensor of shape {sent.shape} is received as {received.shape}")
+    for spec in (sent, received):
+        if any(text in ("P", "Rp") for text in spec.placements.values()):
+            raise ValueError(f"tensors cross between stages as R or S(dim), not as {dict(spec.placements)}")
+    holders: dict[_Runs, list[int]] = {}
+    for rank in source.ranks:
+        holders.setdefault(_held(sent, source, rank), []).append(rank)
+    load = dict.fromkeys(source.ranks, 0)
+    found = []
+    for rank in target.ranks:
+        wanted = _held(received, target, rank)
+        for held, ranks in holders.items():
+            boxes = list(_overlaps(held, wanted))
+            if not boxes:
+                continue
+            chosen = _choose(rank, ranks, source, target, load)
+            for source_box, target_box in boxes:
+                found.append(Copy(chosen, rank, source_box, target_box))
+                if chosen != rank:
+                    load[chosen] += math.prod(part.stop - part.start for part in target_box)
+    return tuple(found)
+
+
+def _held(spec: Param, place: Place, rank: int) -> _Runs:
+    mesh = place.seen_by(rank)
+    spec.local_shape(mesh)
+    return tuple(tuple(runs(dim, spec, mesh)) for dim in range(len(spec.shape)))
+
+
+def _overlaps(held: _Runs, wanted: _Runs) -> Iterator[tuple[Box, Box]]:
+    """(box in the source's part, box in the target's part) of all that they have in common."""
+    dims = []
+    for own, other in zip(held, wanted, strict=True):
+        common = []
+        for (source, at, length), (target, to, size) in itertools.product(own, other):
+            lo, hi = max(at, to), min(at + length, to + size)
+            if lo < hi:
+                common.append((slice(source + lo - at, source + hi - at), slice(target + lo - to, target + hi - to)))
+        dims.append(common)
+    for cut in itertools.product(*dims):
+        yield tuple(source for source, _ in cut), tuple(target for _, target in cut)
+
+
+def _choose(rank: int, holders: list[int], source: Place, target: Place, load: Mapping[int, int]) -> int:
+    if rank in holders:
+        return rank
+    index = rank - target.first_rank
+    if source.num_ranks == target.num_ranks and source.first_rank + index in holders:
+        return source.first_rank + index
+    return min(holders, key=lambda holder: (load[holder], abs(holder - source.first_rank - index)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """A tensor that stage `source` makes and stage `target` takes. backward: empty if no gradient goes back."""
+
+    name: str
+    source: int
+    target: int
+    sent: Param
+    received: Param
+    dtype: torch.dtype
+    forward: tuple[Copy, ...]
+    backward: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A tensor of one micro-batch on its way, or its gradient on the way back."""
+
+    edge: Edge
+    micro_batch: int
+    is_gradient: bool = False
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """What is sent to whom."""
+        return self.edge.backward if self.is_gradient else self.edge.forward
+
+    @property
+    def spec(self) -> Param:
+        """How the receivers hold it."""
+        return self.edge.sent if self.is_gradient else self.edge.received
+
+
+Message = tuple[Parcel, Copy]
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """Process groups of everyone: for messages to higher and to lower ranks."""
+
+    up: Group = None
+    down: Group = None
+
+    @classmethod
+    def create(cls, mesh: Mesh) -> Directions:
+        """Collective over all processes."""
+        if mesh.everyone.size == 1:
+            return cls()
+        return cls(dist.new_group(timeout=mesh.timeout), dist.new_group(timeout=mesh.timeout))
+
+    def group(self, copy: Copy) -> Group:
+        """For a message from copy.source to copy.target."""
+        return self.up if copy.source < copy.target else self.down
+
+    def connect(self, pairs: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:
+        """Exchange a byte between all (source, target) that will have messages, in an order common to all.
+
+        NCCL makes a connection when it is first used, which blocks both sides: in mid-schedule they could wait in a
+        circle.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        for source, target in sorted(set(pairs)):
+            group = self.up if source < target else self.down
+            if rank == source:
+                dist.send(byte, target, group=group)
+            elif rank == target:
+                dist.recv(byte, source, group=group)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A parcel as far as it was asked for: (box, its content, what to wait for)."""
+
+    parts: list[tuple[Box, Tensor, Work | None]] = field(default_factory=list)
+
+
+class Mail:
+    """The messages of this rank during one run through the schedule.
+
+    incoming: what comes from each rank, in the order in which it is sent there.
+    """
+
+    def __init__(self, mesh: Mesh, directions: Directions, incoming: Mapping[int, Iterable[Message]]) -> None:
+        self._mesh = mesh
+        self._rank = mesh.everyone.rank
+        self._directions = directions
+        self._incoming = {source: deque(messages) for source, messages in incoming.items()}
+        self._missing: dict[tuple[Parcel, int], int] = {}
+        for source, messages in self._incoming.items():
+            for parcel, _ in messages:
+                self._missing[parcel, source] = self._missing.get((parcel, source), 0) + 1
+        self._arrivals: dict[Parcel, _Arrival] = {}
+        self._sent: dict[Parcel, list[tuple[Work, Tensor]]] = {}
+        self._num_messages: dict[tuple[int, int], int] = {}
+
+    def expect(self, parcel: Parcel) -> None:
+        """Ask for all messages of a parcel, and for those that its senders send before."""
+        for source in {copy.source for copy in parcel.copies if copy.target == self._rank}:
+            while self._missing.get((parcel, source), 0):
+                self._ask(*self._incoming[source].popleft())
+
+    def receive(self, parcel: Parcel) -> Tensor:
+        """This rank's part of the tensor; waits for it."""
+        self.expect(parcel)
+        shape = parcel.spec.local_shape(self._mesh)
+        parts = self._arrivals.pop(parcel).parts
+        for _, _, work in parts:
+            if work is not None:
+                work.wait()
+        if len(parts) == 1 and parts[0][1].shape == shape:
+            return parts[0][1]
+        whole = torch.empty(shape, dtype=parcel.edge.dtype, device=self._mesh.device)
+        for box, content, _ in parts:
+            whole[box] = content
+        return whole
+
+    def send(self, parcel: Parcel, x: Tensor) -> None:
+        """This rank's boxes of its part x to whoever needs them; does not wait."""
+        x = x.detach().to(parcel.edge.dtype)
+        for copy in parcel.copies:
+            if copy.source != self._rank:
+                continue
+            content = x[copy.source_box]
+            if copy.target == self._rank:
+                self._arrivals.setdefault(parcel, _Arrival()).parts.append((copy.target_box, content, None))
+                continue
+            content = content.contiguous()
+            group, tag = self._directions.group(copy), self._tag(copy)
+            work = dist.isend(wire(content), copy.target, group=group, tag=tag)
+            assert work is not None
+            self._sent.setdefault(parcel, []).append((work, content))
+
+    def release(self, parcel: Parcel) -> None:
+        """Wait until what was sent has left; what it held is freed."""
+        for work, _ in self._sent.pop(parcel, ()):
+            work.wait()
+
+    def release_finished(self) -> None:
+        """Free what has left, without waiting. (gloo does not tell, so that nothing is freed there.)"""
+        for parcel in [p for p, sent in self._sent.items() if all(_is_over(work) for work, _ in sent)]:
+            del self._sent[parcel]
+
+    def finish(self) -> None:
+        """Wait for all that was sent."""
+        for parcel in list(self._sent):
+            self.release(parcel)
+        assert not any(self._incoming.values()), "messages are left over"
+
+    def _ask(self, parcel: Parcel, copy: Copy) -> None:
+        sizes = [part.stop - part.start for part in copy.target_box]
+        content = torch.empty(sizes, dtype=parcel.edge.dtype, device=self._mesh.device)
+        group, tag = self._directions.group(copy), self._tag(copy)
+        work = dist.irecv(wire(content), copy.source, group=group, tag=tag)
+        self._arrivals.setdefault(parcel, _Arrival()).parts.append((copy.target_box, content, work))
+        self._missing[parcel, copy.source] -= 1
+
+    def _tag(self, copy: Copy) -> int:
+        """The number of the message between these ranks in this direction: the same on both sides."""
+        key = (copy.source, copy.target)
+        self._num_messages[key] = self._num_messages.get(key, -1) + 1
+        return self._num_messages[key]
+
+
+def _is_over(work: Work) -> bool:
+    asked = getattr(work, "is_completed", None)
+    return bool(asked()) if asked is not None else False

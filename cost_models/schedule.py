@@ -1,0 +1,40 @@
+"""Pipeline schedules: who runs what in which order, whether that can run, and how long and in how many bytes it does.
+
+    orders(...)                  the actions of each position, for a schedule by name      schedules/generate.py
+    orders_text, parse_orders    the same as text, for a generated program's schedule.txt  schedules/actions.py
+    check(orders)                raises unless they can be executed to the end             schedules/check.py
+    simulate(orders, times)      event by event, with unequal stages and transfers         schedules/timeline.py
+    ideal_seconds, in_flight     closed forms                                              schedules/closed_form.py
+    chrome_trace(timeline)       for chrome://tracing and Perfetto                         schedules/timeline.py
+
+A position is the group of ranks that runs one stage, or several (chunks). Stages are numbered in model order.
+"""
+
+from cost_models.schedules.actions import Action, Kind, Orders, orders_text, parse_orders
+from cost_models.schedules.check import check
+from cost_models.schedules.closed_form import ideal_seconds, in_flight
+from cost_models.schedules.generate import SCHEDULES, num_chunks, orders, placement
+from cost_models.schedules.stage_times import StageTimes
+from cost_models.schedules.sweep import Edges
+from cost_models.schedules.timeline import Event, Timeline, chrome_trace, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Edges",
+    "Event",
+    "Kind",
+    "Orders",
+    "StageTimes",
+    "Timeline",
+    "check",
+    "chrome_trace",
+    "ideal_seconds",
+    "in_flight",
+    "num_chunks",
+    "orders",
+    "orders_text",
+    "parse_orders",
+    "placement",
+    "simulate",
+]

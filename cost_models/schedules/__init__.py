@@ -1,0 +1,1 @@
+"""The parts of ``cost_models.schedule``, which is the module to import."""

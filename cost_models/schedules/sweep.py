@@ -1,0 +1,184 @@
+"""Runs orders on paper: each position in its own order, each action as soon as its inputs have arrived.
+
+With end(a) the end of action a, prev(a) the action before it on its position and d(a) its seconds,
+
+    start(a) = max(end(prev(a)), arrival of each input of a),      end(a) = start(a) + d(a)
+
+A forward's inputs are the forwards of the stages that send to it, a B's or I's are the B or I of the stages that it
+sent to; W has none beyond the I before it. A message from one position to another leaves when the action that produced
+it has ended and the link is free: a link is one direction between two positions, carries one message at a time in the
+order of production (those of one action in the order of `edges`), and works beside the computation. Only its source
+feeds a link, in the order of its line, so these equations have one solution however the positions are visited; if they
+have none, positions wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cost_models.schedules.actions import Action, Orders
+
+Edges: TypeAlias = Sequence[tuple[int, int]]
+"""(source stage, target stage) of tensors that go forward, and whose gradients come back."""
+
+UNKNOWN = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What orders are about. positions: the position of each stage."""
+
+    num_micro_batches: int
+    positions: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.positions)
+
+
+def checked_edges(edges: Edges | None, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """`edges`, or those between consecutive stages. Raises ValueError unless they go forward and differ."""
+    if edges is None:
+        return tuple((stage, stage + 1) for stage in range(num_stages - 1))
+    for source, target in edges:
+        if not 0 <= source < target < num_stages:
+            raise ValueError(f"edge ({source}, {target}) does not go from a stage to a later one of {num_stages}")
+    if len(set(edges)) != len(edges):
+        raise ValueError(f"an edge is given twice: {tuple(edges)}")
+    return tuple(edges)
+
+
+class _Edge:
+    """The messages of one edge in one direction: when they arrive, and which position waits for which of them."""
+
+    __slots__ = ("arrival", "free", "link", "peer", "seconds", "waiting")
+
+    def __init__(self, peer: int, link: int, seconds: float, free: list[float], num_micro_batches: int) -> None:
+        self.peer = peer  # the stage that produces
+        self.link = link  # index into free; -1 within a position
+        self.seconds = seconds
+        self.free = free
+        self.arrival = [UNKNOWN] * num_micro_batches
+        self.waiting: dict[int, int] = {}
+
+    def send(self, micro: int, end: float) -> None:
+        if self.link >= 0:
+            begin = self.free[self.link]
+            end = (begin if begin > end else end) + self.seconds
+            self.free[self.link] = end
+        self.arrival[micro] = end
+
+
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """Per stage: what a forward or a backward waits for, and what it sends."""
+
+    forward_inputs: list[list[_Edge]]
+    forward_outputs: list[list[_Edge]]
+    backward_inputs: list[list[_Edge]]
+    backward_outputs: list[list[_Edge]]
+
+
+def _wire(shape: Shape, edges: Edges, transfers: Sequence[float]) -> _Wiring:
+    num_stages = shape.num_stages
+    wiring = _Wiring(_lists(num_stages), _lists(num_stages), _lists(num_stages), _lists(num_stages))
+    links: dict[tuple[int, int], int] = {}
+    free: list[float] = []
+
+    def edge(source: int, target: int, seconds: float) -> _Edge:
+        pair = shape.positions[source], shape.positions[target]
+        link = -1
+        if pair[0] != pair[1]:
+            link = links.setdefault(pair, len(links))
+            if link == len(free):
+                free.append(0.0)
+        return _Edge(source, link, seconds, free, shape.num_micro_batches)
+
+    for (source, target), seconds in zip(edges, transfers, strict=True):
+        forward = edge(source, target, seconds)
+        wiring.forward_outputs[source].append(forward)
+        wiring.forward_inputs[target].append(forward)
+        backward = edge(target, source, seconds)
+        wiring.backward_outputs[target].append(backward)
+        wiring.backward_inputs[source].append(backward)
+    return wiring
+
+
+def _lists(num_stages: int) -> list[list[_Edge]]:
+    return [[] for _ in range(num_stages)]
+
+
+def sweep(
+    orders: Orders, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of each action, per position.
+
+    seconds: per kind, of each stage. transfers: seconds of each edge, not counted within a position. The orders must
+    have passed `check`'s structure. Raises ValueError that names the actions if positions wait for one another.
+    """
+    wiring = _wire(shape, edges, transfers)
+    nothing = _lists(shape.num_stages)
+    per_kind = {
+        "F": (seconds["F"], wiring.forward_inputs, wiring.forward_outputs),
+        "B": (seconds["B"], wiring.backward_inputs, wiring.backward_outputs),
+        "I": (seconds["I"], wiring.backward_inputs, wiring.backward_outputs),
+        "W": (seconds["W"], nothing, nothing),
+    }
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
+    runnable = list(range(len(orders)))
+    while runnable:
+        position = runnable.pop()
+        line, line_starts, line_ends = orders[position], starts[position], ends[position]
+        clock = line_ends[-1] if line_ends else 0.0
+        for index in range(len(line_ends), len(line)):
+            action = line[index]
+            stage, micro = action.stage, action.micro
+            durations, inputs, outputs = per_kind[action.kind]
+            missing = None
+            for edge in inputs[stage]:
+                arrival = edge.arrival[micro]
+                if arrival > clock:
+                    clock = arrival
+                elif arrival < 0:
+                    missing = edge
+                    break
+            if missing is not None:
+                # The clock may have moved on to another input's arrival: it is read again from line_ends.
+                missing.waiting[micro] = position
+                break
+            line_starts.append(clock)
+            clock += durations[stage]
+            line_ends.append(clock)
+            for edge in outputs[stage]:
+                edge.send(micro, clock)
+                if micro in edge.waiting:
+                    runnable.append(edge.waiting.pop(micro))
+    if any(len(line_ends) < len(line) for line_ends, line in zip(ends, orders, strict=True)):
+        raise ValueError(_deadlock(orders, shape, wiring, [len(line_ends) for line_ends in ends]))
+    return starts, ends
+
+
+def _deadlock(orders: Orders, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
+    """Follows who waits for whom until a position comes again."""
+    position = next(index for index, line in enumerate(orders) if heads[index] < len(line))
+    chain: list[tuple[int, str]] = []
+    while all(position != seen for seen, _ in chain):
+        action = orders[position][heads[position]]
+        forward = action.kind == "F"
+        inputs = wiring.forward_inputs if forward else wiring.backward_inputs
+        peer = next(edge.peer for edge in inputs[action.stage] if edge.arrival[action.micro] < 0)
+        other = shape.positions[peer]
+        wanted = _find(orders[other][heads[other] :], "F" if forward else "BI", peer, action.micro)
+        next_action = orders[other][heads[other]]
+        wait = f"position {position} waits at {action} for {wanted}, which position {other} reaches only after"
+        chain.append((position, f"{wait} {next_action}"))
+        position = other
+    first = next(index for index, (seen, _) in enumerate(chain) if seen == position)
+    return "deadlock: " + "; ".join(text for _, text in chain[first:])
+
+
+def _find(line: Sequence[Action], kinds: str, stage: int, micro: int) -> Action:
+    return next(item for item in line if item.kind in kinds and item.stage == stage and item.micro == micro)

@@ -1,0 +1,148 @@
+"""Brute force over cuts, submeshes and points: the oracle that tests compare ``inter_op`` with.
+
+Shares nothing with it but the types of ``pipeline_problem``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from search.pipeline_problem import (
+    PipelineInfeasibleError,
+    PipelineProblem,
+    PipelineSolution,
+    Point,
+    StageChoice,
+    StageNeed,
+    Submesh,
+)
+
+MAX_BLOCKS = 8
+
+Span = tuple[int, int, Submesh]
+Run = tuple[float, float, float, tuple[Point, ...]]
+
+
+def solve(problem: PipelineProblem) -> PipelineSolution:
+    """Try every pipeline.
+
+    Points are tried per block; per stage only equal (fill, steady, step) triples are merged, nothing is bounded.
+
+    Raises:
+        ValueError: more than ``MAX_BLOCKS`` blocks.
+        PipelineInfeasibleError: as ``inter_op.solve_pipeline``.
+    """
+    if len(problem.blocks) > MAX_BLOCKS:
+        raise ValueError(f"exhaustive search refuses {len(problem.blocks)} blocks, more than {MAX_BLOCKS}")
+    best: PipelineSolution | None = None
+    least: tuple[float, tuple[StageNeed, ...]] | None = None
+    cache: dict[tuple[Span, float], tuple[list[Run], float]] = {}
+    for spans in _pipelines(problem):
+        runs, needs = [], []
+        for i, (first, last, submesh) in enumerate(spans):
+            extra = sum(t.fixed_bytes for t in problem.tied if _in(spans[i], t.second) and not _in(spans[i], t.first))
+            in_flight = problem.in_flight(len(spans), i)
+            key = (spans[i], in_flight)
+            if key not in cache:
+                cache[key] = _stage(problem, first, last, submesh, in_flight, extra)
+            runs.append(cache[key][0])
+            needs.append(StageNeed(first, last, submesh.name, cache[key][1], submesh.memory_bytes))
+        excess = max(need.needed_bytes - need.memory_bytes for need in needs)
+        if excess == float("inf"):
+            continue
+        if least is None or excess < least[0]:
+            least = excess, tuple(needs)
+        for chosen in itertools.product(*runs):
+            objective = _objective(problem, spans, chosen)
+            if best is None or objective < best.objective:
+                stages = tuple(_choice(problem, span, run[3]) for span, run in zip(spans, chosen, strict=True))
+                best = PipelineSolution(objective, stages)
+    if best is None:
+        raise PipelineInfeasibleError(least[1] if least is not None else ())
+    return best
+
+
+def _in(span: Span, block: int) -> bool:
+    return span[0] <= block <= span[1]
+
+
+def _pipelines(problem: PipelineProblem) -> Iterator[tuple[Span, ...]]:
+    """Every cut with every assignment of submeshes that uses the devices as asked and keeps tied blocks alike."""
+    num_blocks = len(problem.blocks)
+    for p in range(1, num_blocks + 1):
+        if problem.num_stages is not None and p not in problem.num_stages:
+            continue
+        if problem.max_stages is not None and p > problem.max_stages:
+            continue
+        for submeshes in itertools.product(problem.submeshes, repeat=p):
+            used: Counter[str] = Counter()
+            for submesh in submeshes:
+                used[submesh.group] += submesh.num_devices
+            free = [devices - used[group] for group, devices in problem.groups.items()]
+            if min(free) < 0 or (problem.use_all and max(free) > 0):
+                continue
+            for cut in itertools.combinations(range(1, num_blocks), p - 1):
+                bounds = (0, *cut, num_blocks)
+                spans = tuple((bounds[i], bounds[i + 1] - 1, submeshes[i]) for i in range(p))
+                if all(_alike(spans, tie.first, tie.second) for tie in problem.tied):
+                    yield spans
+
+
+def _alike(spans: Sequence[Span], first: int, second: int) -> bool:
+    names = {span[2].name for span in spans if _in(span, first) or _in(span, second)}
+    return len(names) == 1
+
+
+def _stage(
+    problem: PipelineProblem, first: int, last: int, submesh: Submesh, in_flight: float, extra_bytes: float
+) -> tuple[list[Run], float]:
+    """The ways to run a stage that fit, equal triples once; and the bytes of the leanest way."""
+    menus = [problem.points.get((kind, submesh.name), ()) for kind in problem.blocks[first : last + 1]]
+    found: dict[tuple[float, float, float], Run] = {}
+    least = float("inf")
+    for points in itertools.product(*menus):
+        if problem.one_family:
+            families = {(problem.blocks[first + k], point.family) for k, point in enumerate(points)}
+            if len(families) > len({kind for kind, _ in families}):
+                continue
+        needed = sum(point.fixed_bytes + in_flight * point.micro_bytes for point in points) + extra_bytes
+        needed += max(point.transient_bytes for point in points)
+        least = min(least, needed)
+        if needed > submesh.memory_bytes * (1 + 1e-12):
+            continue
+        fill, steady, step = (
+            sum(getattr(point, name) for point in points) for name in ("fill_seconds", "steady_seconds", "step_seconds")
+        )
+        found.setdefault((fill, steady, step), (fill, steady, step, points))
+    return list(found.values()), least
+
+
+def _objective(problem: PipelineProblem, spans: Sequence[Span], chosen: Sequence[Run]) -> float:
+    """Seconds per step."""
+    fill = sum(run[0] for run in chosen)
+    steady = [run[1] for run in chosen]
+    step = [run[2] for run in chosen]
+    for i in range(1, len(spans)):
+        per_byte = (problem.transfer_seconds or {}).get((spans[i - 1][2].name, spans[i][2].name), 0.0)
+        seconds = 2 * per_byte * (problem.border_bytes[spans[i][0]] if problem.border_bytes else 0.0)
+        fill += seconds
+        if problem.transfer_is_exposed:
+            steady[i - 1] += seconds
+            steady[i] += seconds
+    for tie in problem.tied:
+        ends = {i for i, span in enumerate(spans) if _in(span, tie.first) or _in(span, tie.second)}
+        if len(ends) == 2:
+            for i in ends:
+                step[i] += tie.step_seconds
+    return fill + (problem.num_micro_batches - 1) * max(steady) + max(step)
+
+
+def _choice(problem: PipelineProblem, span: Span, points: tuple[Point, ...]) -> StageChoice:
+    kinds = problem.blocks[span[0] : span[1] + 1]
+    counts = []
+    for kind in dict.fromkeys(kinds):
+        taken = Counter(point.label for name, point in zip(kinds, points, strict=True) if name == kind)
+        counts.append((kind, tuple(taken.items())))
+    return StageChoice(span[0], span[1], span[2].name, tuple(counts))

@@ -1,0 +1,377 @@
+"""Cut a chain of blocks into pipeline stages on submeshes, and choose how each stage runs its blocks. Exact.
+
+The problem. Blocks 0 ... N - 1 are cut into p consecutive non-empty stages. Stage s holds an interval of blocks, runs
+on submesh h_s and takes x_s,c,j blocks of class c with point j. With m micro-batches:
+
+    minimise    sum_s fill_s + sum_borders transfer + (m - 1) max_s steady_s + max_s step_s
+
+    fill_s   = sum x fill_j                                       fill and drain of the pipeline
+    steady_s = sum x steady_j + transfers of its borders, if they keep it busy
+    step_s   = sum x step_j + ties that leave the stage
+
+    subject to, for every stage,
+        sum_j x_s,c,j = number of its blocks of class c,    x whole
+        sum x (fixed_j + F(p, s) micro_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
+        points of one class from one family, if asked
+    and sum_s devices(h_s) = devices of the group (or <=), tied blocks in one stage or on submeshes of one name.
+
+F(p, s) is the number of micro-batches in flight: min(m, p - s) for 1F1B. One crossing of a border takes
+transfer_seconds x border_bytes; a micro-batch crosses it forward and backward, so a border adds twice that to the fill
+and, where transfers are exposed, to the steady time of both its stages.
+
+How it is solved. For thresholds T, U let G(T, U) be the least fill of pipelines with every steady_s <= T and every
+step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and U grow, so that a rectangle
+[T0, T1] x [U0, U1] of thresholds holds nothing below G(T1, U1) + (m - 1) T0 + U0 (``_explore``). Rectangles are cut at
+the times that the solution of their upper corner has, clipped to what can still beat the best pipeline known, and
+halved. T0 starts from the least bottleneck any pipeline has (``_least_bottleneck``).
+
+- G(T, U) is a dynamic program over the blocks, backwards, so that s and F(p, s) are known (``stage_chain``).
+- It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``); stages on
+  the path found are then computed exactly, until a path is exact throughout, hence optimal, or too expensive
+  (``_least_fill``).
+- A stage alone is a knapsack with counts per class and point, solved exactly (``stage_knapsack``). Equal layers are
+  counted, and a stage is known by what it is made of, not by where it lies.
+- Each tie is tried with each submesh name that both of its blocks may have (``_placements``), each number of stages by
+  itself; all of them share the best pipeline known.
+
+Sources, and where this differs:
+
+- Alpa (Zheng et al., OSDI 2022, arXiv:2201.12023), section 5.1: sum_s t_s + (m - 1) max t_s, a dynamic program inside
+  an enumeration of t_max with early stop at a gap. Here there are two maxima, as gradient synchronisation and optimiser
+  are paid once per step by the slowest stage; thresholds are explored by bounds, without a gap; and the points of a
+  stage are chosen inside, where Alpa fixes one intra-op plan per stage and mesh and recomputes everything.
+- Galvatron (Miao et al., VLDB 2023, arXiv:2211.13878): per-layer strategies in a stage by dynamic programming over
+  quantised memory, stage borders by adjusting a guess. Here memory is not quantised and borders are exact. What
+  Galvatron's program has and this does not: costs between strategies of neighbouring layers (a block's points have to
+  agree on the layout at its borders).
+- Mist (Zhu et al., EuroSys 2025, arXiv:2503.19050): sampled Pareto frontiers of (steady, first/last extra) per stage
+  with recompute and offload counted per stage, and a mixed integer program over stages. Here one stage mixes points
+  freely, nothing is sampled, and no general solver is needed, which costs tens of milliseconds instead of seconds.
+- nnScaler (Lin et al., OSDI 2024), section 4: pipelines of arbitrary schedules within a constrained space, costs by
+  micro-batch count. Here the schedule enters by F(p, s) and fill_j alone; the caller tries schedules one by one.
+
+Exactness. The objective is optimal to a relative 1e-9 (``GAP``), memory holds to ``problem.USAGE_TOLERANCE``. There is
+no randomness: equal problems give equal pipelines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from search.core import Mask
+from search.pipeline_lean import infeasible
+from search.pipeline_problem import (
+    InFlight,
+    PipelineInfeasibleError,
+    PipelineProblem,
+    PipelineSolution,
+    Point,
+    StageChoice,
+    StageNeed,
+    Submesh,
+    Tied,
+    all_forward_all_backward,
+    in_flight_table,
+    one_forward_one_backward,
+)
+from search.problem import Array
+from search.stage_chain import Chain, Cut, Kind, Library
+from search.stage_costs import Entry
+
+__all__ = [
+    "InFlight",
+    "NothingBelowCutoffError",
+    "PipelineInfeasibleError",
+    "PipelineProblem",
+    "PipelineSolution",
+    "Point",
+    "StageChoice",
+    "StageNeed",
+    "Submesh",
+    "Tied",
+    "all_forward_all_backward",
+    "in_flight_table",
+    "lower_bound",
+    "one_forward_one_backward",
+    "solve_pipeline",
+]
+
+GAP = 1e-9
+"""Relative difference of objectives that is not explored further."""
+
+MAX_ROUNDS = 20
+"""Rounds of tightening in ``lower_bound``."""
+
+BELOW = 1.0 - 1e-11
+"""Factor that makes a threshold exclude a time that it equals."""
+
+
+@dataclass(slots=True)
+class _Best:
+    """The best pipeline known: its objective, or the caller's cutoff."""
+
+    objective: float
+    solution: PipelineSolution | None = None
+    slack: float = GAP
+
+    def excludes(self, bound: float) -> bool:
+        """Whether nothing with this lower bound needs to be looked at."""
+        return bound >= self.objective - self.slack * abs(self.objective)
+
+
+def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf"), gap: float = GAP) -> PipelineSolution:
+    """The pipeline with the least objective.
+
+    Args:
+        problem: what to solve.
+        cutoff: seconds; only a pipeline below it is wanted. A known objective of another problem saves most of the
+            time.
+        gap: relative distance from the optimum at which to stop; the default means optimal.
+
+    Raises:
+        PipelineInfeasibleError: no pipeline fits.
+        NothingBelowCutoffError: pipelines may fit, but none below the cutoff.
+    """
+    library: Library = {}
+    best = _Best(cutoff, slack=max(gap, GAP))
+    for allowed in _placements(problem):
+        for p in _numbers_of_stages(problem):
+            _explore(Chain(problem, p, allowed, library), best)
+    if best.solution is not None:
+        return best.solution
+    pairs = itertools.product(_placements(problem), _numbers_of_stages(problem))
+    error = infeasible(Chain(problem, p, allowed, library) for allowed, p in pairs)
+    if error is None:
+        raise NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
+    raise error
+
+
+class NothingBelowCutoffError(ValueError):
+    """Every pipeline costs at least the cutoff."""
+
+
+def lower_bound(problem: PipelineProblem) -> float:
+    """Seconds that no pipeline of the problem beats; inf when it is proven that none fits.
+
+    The stages' knapsacks are relaxed to fractions (any mix of points, mixed transients at their least), and the three
+    parts of the objective are bounded apart: the least bottleneck, the least fill and the least largest step time, each
+    by the dynamic program over the cuts. Costs a few dynamic programs.
+    """
+    library: Library = {}
+    least = float("inf")
+    for allowed in _placements(problem):
+        for p in _numbers_of_stages(problem):
+            chain = Chain(problem, p, allowed, library)
+            steady, step = _tightened(chain, 1), _tightened(chain, 2)
+            if np.isfinite(steady) and np.isfinite(step):
+                least = min(least, _tightened(chain, 0) + (problem.num_micro_batches - 1) * steady + step)
+    return least
+
+
+def _placements(problem: PipelineProblem) -> Iterator[Mask]:
+    """[H, N] which submeshes may hold which block: for every choice of one submesh per set of tied blocks."""
+    parent = list(range(len(problem.blocks)))
+
+    def root(block: int) -> int:
+        return block if parent[block] == block else root(parent[block])
+
+    for tie in problem.tied:
+        parent[root(tie.first)] = root(tie.second)
+    sets: dict[int, set[int]] = {}
+    for tie in problem.tied:
+        sets.setdefault(root(tie.first), set()).update((tie.first, tie.second))
+    free = np.array(
+        [[bool(problem.points.get((kind, s.name))) for kind in problem.blocks] for s in problem.submeshes],
+        dtype=np.bool_,
+    ).reshape(len(problem.submeshes), len(problem.blocks))
+    for choice in itertools.product(range(len(problem.submeshes)), repeat=len(sets)):
+        allowed = free.copy()
+        for h, blocks in zip(choice, sets.values(), strict=True):
+            others = np.arange(len(problem.submeshes)) != h
+            allowed[np.ix_(others, sorted(blocks))] = False
+        if allowed.any(axis=0).all():
+            yield allowed
+
+
+def _numbers_of_stages(problem: PipelineProblem) -> tuple[int, ...]:
+    """The allowed numbers of stages that can use the devices as asked, going by the total of all groups."""
+    sizes = [submesh.num_devices for submesh in problem.submeshes]
+    total = sum(problem.groups.values())
+    return tuple(
+        p
+        for p in problem.allowed_num_stages()
+        if sizes and p * min(sizes) <= total and (not problem.use_all or p * max(sizes) >= total)
+    )
+
+
+def _ceilings(chain: Chain) -> tuple[float, float]:
+    """Steady and step times that no stage exceeds."""
+    problem = chain.problem
+    steady = step = 0.0
+    for kind in set(problem.blocks):
+        points = [point for submesh in problem.submeshes for point in problem.points.get((kind, submesh.name), ())]
+        count = problem.blocks.count(kind)
+        steady += count * max((point.steady_seconds for point in points), default=0.0)
+        step += count * max((point.step_seconds for point in points), default=0.0)
+    busy = max((float(cost.busy.max(initial=0.0)) for cost in chain.costs.values()), default=0.0)
+    return 2 * (steady + busy) + 1.0, 2 * (step + sum(tie.step_seconds for tie in problem.tied)) + 1.0
+
+
+def _least_bottleneck(chain: Chain) -> float:
+    """The least largest steady time of any pipeline that fits into memory; inf if none does."""
+    exact: dict[tuple[Kind, int, int], float] = {}
+    most = float("inf")
+    while True:
+        tables = {kind: cost.least_time(1) for kind, cost in chain.costs.items()}
+        for (kind, f, shape), value in exact.items():
+            tables[kind][f, shape] = value
+        for table in tables.values():
+            table[table > most] = np.inf
+        value, cuts = chain.solve(tables, bottleneck=True)
+        unknown = [cut for cut in cuts if (cut.kind, cut.f, cut.shape) not in exact]
+        if not unknown:
+            return value
+        for cut in unknown:
+            key = (cut.kind, cut.f, cut.shape)
+            if key not in exact:
+                exact[key] = chain.costs[cut.kind].exact_steady(cut.f, cut.shape)
+        most = min(most, max(exact[(cut.kind, cut.f, cut.shape)] for cut in cuts))
+
+
+def _relaxed_bottleneck(chain: Chain, row: int) -> float:
+    """A lower bound of the least largest steady (row 1) or step (row 2) time."""
+    return chain.solve({kind: cost.least_time(row) for kind, cost in chain.costs.items()}, bottleneck=True)[0]
+
+
+def _relaxed_fill(chain: Chain, limits: tuple[float, float]) -> float:
+    """A lower bound of the least fill."""
+    tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
+    return chain.solve(tables, bottleneck=False)[0]
+
+
+def _tightened(chain: Chain, row: int) -> float:
+    """A lower bound of the fill (row 0) or the largest steady or step time, near that of the stages' relaxations."""
+    limits = _ceilings(chain)
+    value = -float("inf")
+    for _ in range(MAX_ROUNDS):
+        if row:
+            tables = {kind: cost.least_time(row) for kind, cost in chain.costs.items()}
+        else:
+            tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
+        new, cuts = chain.solve(tables, bottleneck=row > 0)
+        if not cuts or new <= value + 1e-6 * abs(value):
+            return max(new, value)
+        value = new
+        for cut in cuts:
+            chain.costs[cut.kind].tighten(cut.f, cut.shape, row, limits)
+    return value
+
+
+def _least_fill(
+    chain: Chain, steady_limit: float, step_limit: float, most: float
+) -> tuple[float, tuple[tuple[Cut, Entry], ...]]:
+    """G(T, U) and a pipeline that has it; (a lower bound, ()) once that reaches ``most``."""
+    while True:
+        tables: dict[Kind, Array] = {}
+        exact = {}
+        for kind, cost in chain.costs.items():
+            tables[kind], exact[kind] = cost.least_fill(steady_limit, step_limit)
+        value, cuts = chain.solve(tables, bottleneck=False)
+        if not cuts or value >= most:
+            return value, ()
+        unknown = dict.fromkeys((cut.kind, cut.f, cut.shape) for cut in cuts if exact[cut.kind][cut.f, cut.shape] < 0)
+        if not unknown:
+            entries = [chain.costs[cut.kind].entries[exact[cut.kind][cut.f, cut.shape]] for cut in cuts]
+            return value, tuple(zip(cuts, entries, strict=True))
+        for kind, f, shape in unknown:
+            # A stage this much above its bound makes the path it lies on, hence every path through it, reach `most`.
+            own = float(tables[kind][f, shape])
+            room = most - value + 1e-9 * abs(value)
+            chain.costs[kind].refine(f, shape, steady_limit, step_limit, own + room)
+
+
+def _explore(chain: Chain, best: _Best) -> None:
+    """Branch and bound over rectangles of thresholds; leaves the best pipeline in ``best``."""
+    per_steady = chain.problem.num_micro_batches - 1
+    steady_low = _relaxed_bottleneck(chain, 1)
+    step_low = _relaxed_bottleneck(chain, 2)
+    if not np.isfinite(steady_low) or not np.isfinite(step_low):
+        return
+    steady_high, step_high = _ceilings(chain)
+    least = _relaxed_fill(chain, (steady_high, step_high))
+    if best.excludes(least + per_steady * steady_low + step_low):
+        return
+    steady_low = _least_bottleneck(chain)
+    if not np.isfinite(steady_low) or best.excludes(least + per_steady * steady_low + step_low):
+        return
+    _, path = _least_fill(chain, steady_low, step_high, best.objective - per_steady * steady_low - step_low)
+    _offer(chain, path, best)
+    order = itertools.count()
+    whole = (steady_low, steady_high, step_low, step_high)
+    queue = [(least + per_steady * steady_low + step_low, next(order), least, whole)]
+    while queue:
+        bound, _, below, rectangle = heapq.heappop(queue)
+        if best.excludes(bound):
+            continue
+        t0, t1, u0, u1 = _clip(rectangle, below, per_steady, best.objective)
+        fixed = per_steady * t0 + u0
+        value, path = _least_fill(chain, t1, u1, best.objective - fixed)
+        if not path:
+            continue
+        _offer(chain, path, best)
+        steady, step = max(entry.steady for _, entry in path), max(entry.step for _, entry in path)
+        parts: list[tuple[float, float, float, float]] = []
+        if steady * BELOW > t0:
+            middle = (t0 + steady) / 2
+            parts += [(t0, middle, u0, u1), (middle, steady * BELOW, u0, u1)]
+        if step * BELOW > u0:
+            middle = (u0 + step) / 2
+            low = max(steady, t0)
+            parts += [(low, t1, u0, middle), (low, t1, middle, step * BELOW)]
+        for part in parts:
+            bound = value + per_steady * part[0] + part[2]
+            if part[0] <= part[1] and part[2] <= part[3] and not best.excludes(bound):
+                heapq.heappush(queue, (bound, next(order), value, part))
+
+
+def _clip(
+    rectangle: tuple[float, float, float, float], fill: float, per_steady: int, objective: float
+) -> tuple[float, float, float, float]:
+    """The rectangle without thresholds that cannot beat ``objective``, given a lower bound of the fill."""
+    t0, t1, u0, u1 = rectangle
+    room = objective - fill - per_steady * t0 - u0
+    if not np.isfinite(room):
+        return rectangle
+    if per_steady:
+        t1 = min(t1, t0 + room / per_steady)
+    return t0, t1, u0, min(u1, u0 + room)
+
+
+def _offer(chain: Chain, path: Sequence[tuple[Cut, Entry]], best: _Best) -> None:
+    """Keep a pipeline (empty: none) if it is the best so far."""
+    if not path:
+        return
+    problem = chain.problem
+    fill = sum(entry.fill for _, entry in path)
+    for (before, _), (after, _) in itertools.pairwise(path):
+        names = problem.submeshes[before.submesh].name, problem.submeshes[after.submesh].name
+        fill += problem.border_seconds(after.start, *names)
+    steady, step = max(entry.steady for _, entry in path), max(entry.step for _, entry in path)
+    objective = fill + (problem.num_micro_batches - 1) * steady + step
+    if objective >= best.objective:
+        return
+    stages = []
+    for cut, entry in path:
+        assert entry.labels is not None
+        cost = chain.costs[cut.kind]
+        counts = []
+        for kind in dict.fromkeys(chain.problem.blocks[cut.start : cut.end]):
+            c = cost.classes.index(kind)
+            counts.append((kind, tuple((label, n) for (owner, label), n in entry.labels.items() if owner == c)))
+        stages.append(StageChoice(cut.start, cut.end - 1, cost.submesh.name, tuple(counts)))
+    best.objective, best.solution = objective, PipelineSolution(objective, tuple(stages))

@@ -1,0 +1,239 @@
+"""The input and the output of the inter-op search: blocks, submeshes, and the ways to run a block on a submesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from search.problem import USAGE_TOLERANCE, InfeasibleError
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to run one block of a class on one submesh: a ZeRO stage, a recompute mode, offload ...
+
+    Args:
+        label: comes back in the solution; unique among the points of one class on one submesh.
+        forward_seconds, backward_seconds: of one micro-batch; the search reads neither, callers and reports do.
+        fill_seconds: what the block adds to the pipeline's fill and drain (f + b for 1F1B, f + i - w for ZB-H1).
+        steady_seconds: time per micro-batch that the stage is busy with the block.
+        step_seconds: once per step: what is not hidden of the gradient synchronisation, the optimiser.
+        fixed_bytes: weights, gradients, optimiser state.
+        micro_bytes: per micro-batch in flight at the block's stage.
+        transient_bytes: only while the block runs; a stage needs the largest of its blocks.
+        family: with ``PipelineProblem.one_family``, the blocks of one class in one stage share one family.
+
+    Raises:
+        ValueError: a figure is not finite, or a time or size other than ``fill_seconds`` is negative.
+    """
+
+    label: str
+    forward_seconds: float
+    backward_seconds: float
+    fill_seconds: float
+    steady_seconds: float
+    step_seconds: float
+    fixed_bytes: float
+    micro_bytes: float
+    transient_bytes: float
+    family: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.fill_seconds):
+            raise ValueError(f"point {self.label!r}: fill_seconds is {self.fill_seconds}")
+        for name in ("steady_seconds", "step_seconds", "fixed_bytes", "micro_bytes", "transient_bytes"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"point {self.label!r}: {name} must be finite and >= 0, it is {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Submesh:
+    """A shape that a stage may occupy: ``num_devices`` devices of one group, ``memory_bytes`` on each of them."""
+
+    name: str
+    group: str
+    num_devices: int
+    memory_bytes: float
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ValueError(f"submesh {self.name!r} has {self.num_devices} devices")
+
+    @property
+    def largest_allowed(self) -> float:
+        """The memory plus the rounding slack ``USAGE_TOLERANCE``, in bytes."""
+        return self.memory_bytes + USAGE_TOLERANCE * abs(self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """Two blocks that share a parameter.
+
+    In different stages they must be on submeshes of one name; the stage of ``second`` then holds ``fixed_bytes`` more
+    and both stages take ``step_seconds`` more per step (the sum of the two gradients).
+    """
+
+    first: int
+    second: int
+    fixed_bytes: float
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.first == self.second or min(self.fixed_bytes, self.step_seconds) < 0:
+            raise ValueError(f"{self}: the blocks must differ and no figure may be negative")
+
+
+InFlight = Callable[[int, int], float]
+"""in_flight(p, i): micro-batches whose activations stage i of p holds at its peak."""
+
+
+def one_forward_one_backward(num_micro_batches: int) -> InFlight:
+    """min(m, p - i): 1F1B (PipeDream-Flush, Narayanan et al. 2021, section 2.2)."""
+    return lambda p, i: min(num_micro_batches, p - i)
+
+
+def all_forward_all_backward(num_micro_batches: int) -> InFlight:
+    """m everywhere: GPipe (Huang et al. 2019, section 2.3)."""
+    return lambda p, i: num_micro_batches
+
+
+def in_flight_table(table: Mapping[int, Sequence[float]]) -> InFlight:
+    """``table[p][i]``, for instance measured on a simulated schedule."""
+    return lambda p, i: table[p][i]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineProblem:
+    """A chain of blocks to be cut into stages; ``inter_op`` has the objective and the constraints.
+
+    Args:
+        blocks: class name of each block, in execution order.
+        submeshes: what a stage may occupy; names are unique.
+        groups: devices that each group has.
+        points: ways to run a class on a submesh, by (class, submesh name); absent or empty: it cannot run there.
+        in_flight: micro-batches in flight, by number of stages and stage.
+        num_micro_batches: m >= 1, per step.
+        border_bytes: bytes that cross the border between blocks i - 1 and i in one direction, per micro-batch, at
+            index i; entry 0 is not read. Empty means 0 everywhere.
+        transfer_seconds: seconds per byte between neighbouring stages, by (submesh name, next submesh name); absent
+            means 0.
+        transfer_is_exposed: whether transfers keep both neighbours busy.
+        tied: parameters shared by two blocks.
+        num_stages: allowed numbers of stages; None allows all.
+        max_stages: None means no further limit.
+        use_all: every device of every group must be used.
+        one_family: the blocks of one class in one stage take points of one family.
+
+    Raises:
+        ValueError: a name, index or number does not fit the others.
+    """
+
+    blocks: tuple[str, ...]
+    submeshes: tuple[Submesh, ...]
+    groups: Mapping[str, int]
+    points: Mapping[tuple[str, str], tuple[Point, ...]]
+    in_flight: InFlight
+    num_micro_batches: int
+    border_bytes: tuple[float, ...] = ()
+    transfer_seconds: Mapping[tuple[str, str], float] | None = None
+    transfer_is_exposed: bool = False
+    tied: tuple[Tied, ...] = ()
+    num_stages: Collection[int] | None = None
+    max_stages: int | None = None
+    use_all: bool = True
+    one_family: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.blocks or self.num_micro_batches < 1:
+            raise ValueError(f"{len(self.blocks)} blocks, {self.num_micro_batches} micro-batches: both must be >= 1")
+        names = [submesh.name for submesh in self.submeshes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"submesh names repeat: {names}")
+        for submesh in self.submeshes:
+            if submesh.group not in self.groups:
+                raise ValueError(f"submesh {submesh.name!r}: no group {submesh.group!r} among {sorted(self.groups)}")
+        if self.border_bytes and len(self.border_bytes) != len(self.blocks):
+            raise ValueError(f"{len(self.border_bytes)} border_bytes for {len(self.blocks)} blocks")
+        if any(value < 0 for value in (self.transfer_seconds or {}).values()) or any(b < 0 for b in self.border_bytes):
+            raise ValueError("transfer_seconds and border_bytes must be >= 0")
+        for tie in self.tied:
+            if not (0 <= tie.first < len(self.blocks) and 0 <= tie.second < len(self.blocks)):
+                raise ValueError(f"{tie}: there are {len(self.blocks)} blocks")
+        for (kind, name), points in self.points.items():
+            if len({point.label for point in points}) != len(points):
+                raise ValueError(f"points of {kind!r} on {name!r} repeat a label")
+
+    def border_seconds(self, border: int, before: str, after: str) -> float:
+        """Seconds that one micro-batch adds at a border: its activations forward and their gradients backward."""
+        if not self.border_bytes or self.transfer_seconds is None:
+            return 0.0
+        return 2.0 * self.transfer_seconds.get((before, after), 0.0) * self.border_bytes[border]
+
+    def allowed_num_stages(self) -> tuple[int, ...]:
+        """The numbers of stages that the arguments allow, ascending; devices are not looked at."""
+        most = min(len(self.blocks), self.max_stages if self.max_stages is not None else len(self.blocks))
+        return tuple(p for p in range(1, most + 1) if self.num_stages is None or p in self.num_stages)
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """Blocks ``first`` to ``last`` (inclusive) on one submesh.
+
+    ``counts``: per class in order of appearance: how many of its blocks take which point, by label; counts are > 0.
+    """
+
+    first: int
+    last: int
+    submesh: str
+    counts: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSolution:
+    """What a planner returns: seconds per step, and the stages in order."""
+
+    objective: float
+    stages: tuple[StageChoice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeed:
+    """Bytes that blocks ``first`` to ``last`` need at least on a submesh, and what the submesh has."""
+
+    first: int
+    last: int
+    submesh: str
+    needed_bytes: float
+    memory_bytes: float
+
+
+class PipelineInfeasibleError(InfeasibleError):
+    """No pipeline fits.
+
+    Attributes:
+        needs: of the pipeline whose worst stage is over its memory by the fewest bytes, what each stage needs with its
+            leanest points; empty when no cut into stages uses the devices as asked, whatever the memory.
+        smallest_excess: bytes by which that worst stage is over its memory; NaN when ``needs`` is empty.
+    """
+
+    def __init__(self, needs: Sequence[StageNeed]) -> None:
+        self.needs = tuple(needs)
+        if not needs:
+            self.smallest_excess = float("nan")
+            super().__init__(
+                "no cut into stages uses the devices as asked: check num_stages, the submesh sizes against the groups, "
+                "and that every class has points on some submesh (tied blocks: on one submesh name)"
+            )
+            return
+        worst = max(needs, key=lambda need: need.needed_bytes - need.memory_bytes)
+        self.smallest_excess = worst.needed_bytes - worst.memory_bytes
+        super().__init__(
+            f"no pipeline fits into memory: in the best of them blocks {worst.first} to {worst.last} need "
+            f"{worst.needed_bytes:.12g} bytes on submesh {worst.submesh!r}, which has {worst.memory_bytes:.12g}, "
+            f"{self.smallest_excess:.6g} too few",
+            budget=f"memory of {worst.submesh}",
+            limit=worst.memory_bytes,
+            smallest_usage=worst.needed_bytes,
+        )

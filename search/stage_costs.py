@@ -1,0 +1,387 @@
+"""What a stage costs, by what it is made of: bounds for all stages at once, exact figures on demand.
+
+A stage's cost depends on its *shape* (how many blocks of each class, the seconds its borders keep it busy, what ties
+add), its submesh and the micro-batches in flight, not on which interval it is. Per ``Kind`` of stage (a submesh, and
+its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with shape legend S shapes, F distinct
+numbers of micro-batches in flight, P multiplier vectors, E exact entries, N blocks, L the longest stage:
+
+- ``shape_of`` [N, L]: the shape of the stage that starts at a block and has a length, -1 where there is none.
+- A pool of multipliers (s, l_memory, l_steady, l_step), s = 1, or 0 for a proof of infeasibility. Each gives
+
+      L(T, U) = sum_c n_c min_j [s fill_j + l . (memory_j(F), steady_j, step_j)] - l . (memory, T, U)
+
+  for every shape and F at once (``_base``): a lower bound of the least fill within T and U, or, for s = 0 and
+  L > 0, a proof that nothing fits. (Lagrangian duality; the multipliers come from the exact computations.)
+- Entries: the least fill within (T, U), with the steady and step time it has. An entry computed for (T', U') is a lower
+  bound for every T <= T', U <= U', and exact while its own times are within T and U.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from search.pipeline_problem import PipelineProblem, Point, Submesh
+from search.problem import Array
+from search.stage_knapsack import SLACK, Found, cheapest
+from search.stage_lp import FEASIBILITY_TOLERANCE, Indices, bound, relax
+from search.stage_multisets import MAX_WAYS, combine, multisets, num_ways, totals
+
+Labels = dict[tuple[int, str], int]
+"""How many blocks of a class (by number) take a point (by label)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Menu:
+    """Options of a stage, dominated ones left out: ``figures`` [5, K] fill, memory, steady, step, and their owners."""
+
+    figures: Array
+    starts: Indices
+    owners: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """The least fill within (steady_limit, step_limit); ``labels`` None: nothing costs less than ``fill``."""
+
+    fill: float
+    steady: float
+    step: float
+    labels: Labels | None
+
+
+class StageCosts:
+    """Costs of the stages on one submesh between given neighbours.
+
+    Args:
+        submesh: of the stage.
+        busy: [N + 1] seconds that a border before each block keeps the stage busy if it is its first border, and
+            likewise (second array) its last; zero at 0 and N.
+        in_flight: distinct numbers of micro-batches in flight.
+        longest: the longest stage.
+    """
+
+    def __init__(
+        self, problem: PipelineProblem, submesh: Submesh, busy: tuple[Array, Array], in_flight: Array, longest: int
+    ) -> None:
+        self.problem, self.submesh, self.in_flight = problem, submesh, in_flight
+        self.classes = tuple(dict.fromkeys(problem.blocks))
+        self.points = tuple(problem.points.get((kind, submesh.name), ()) for kind in self.classes)
+        self._find_shapes(busy, longest)
+        figures = [[_figures(point) for point in points] for points in self.points]
+        self._figures = [np.array(rows, dtype=np.float64).reshape(-1, 6) for rows in figures]
+        leanest = np.array([min((p.transient_bytes for p in points), default=0.0) for points in self.points])
+        self.transient = np.where(self.counts > 0, leanest, 0.0).max(axis=1)
+        self.base = np.zeros((0, len(in_flight), len(self.counts)))
+        self.pool = np.zeros((0, 4))
+        self.entries: list[Entry] = []
+        self.where = np.zeros((0, 2), dtype=np.int64)
+        self.numbers = np.zeros((0, 5))
+        self._ways: dict[int, tuple[Indices, Array, Array] | None] = {}
+        self._looked_at: set[tuple[int, float, float]] = set()
+        self._menus: dict[tuple[object, ...], Menu | None] = {}
+        for multipliers in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
+            self.add_multipliers(np.array(multipliers, dtype=np.float64))
+
+    def _find_shapes(self, busy: tuple[Array, Array], longest: int) -> None:
+        """``shape_of``, and per shape ``counts`` [S, classes], ``busy``, ``extra_bytes``, ``extra_step`` [S]."""
+        problem, num_blocks = self.problem, len(self.problem.blocks)
+        start = np.repeat(np.arange(num_blocks), longest)
+        end = start + np.tile(np.arange(1, longest + 1), num_blocks)
+        inside = np.flatnonzero(end <= num_blocks)
+        start, end = start[inside], end[inside]
+        columns: list[Array] = []
+        valid = np.ones(len(start), dtype=np.bool_)
+        for kind, points in zip(self.classes, self.points, strict=True):
+            total = np.append(0, np.cumsum([name == kind for name in problem.blocks]))
+            columns.append((total[end] - total[start]).astype(np.float64))
+            valid &= (columns[-1] == 0) | bool(points)
+        extra_bytes, extra_step = np.zeros(len(start)), np.zeros(len(start))
+        for tie in problem.tied:
+            has_first = (start <= tie.first) & (tie.first < end)
+            has_second = (start <= tie.second) & (tie.second < end)
+            extra_bytes += tie.fixed_bytes * (has_second & ~has_first)
+            extra_step += tie.step_seconds * (has_second != has_first)
+        columns += [busy[0][start] + busy[1][end], extra_bytes, extra_step]
+        code = np.zeros(len(start), dtype=np.int64)
+        for column in columns:
+            values, inverse = np.unique(column, return_inverse=True)
+            # Folded anew each time, so that the code stays below the number of intervals squared.
+            code = np.unique(code * len(values) + inverse.reshape(-1), return_inverse=True)[1].reshape(-1)
+        _, first, inverse = np.unique(code[valid], return_index=True, return_inverse=True)
+        chosen = np.flatnonzero(valid)[first]
+        self.shape_of = np.full((num_blocks, longest), -1, dtype=np.int64)
+        self.shape_of.reshape(-1)[inside[valid]] = inverse.reshape(-1)
+        table = np.array([column[chosen] for column in columns])
+        self.counts = table[: len(self.classes)].T.astype(np.int64).reshape(-1, len(self.classes))
+        self.busy, self.extra_bytes, self.extra_step = table[len(self.classes) :]
+
+    def add_multipliers(self, multipliers: Array) -> None:
+        """Add (s, l_memory, l_steady, l_step) to the pool."""
+        self.pool = np.concatenate([self.pool, multipliers[None]])
+        self.base = np.concatenate([self.base, self._base(multipliers)[None]])
+
+    def _base(self, multipliers: Array) -> Array:
+        """[F, S]: L(0, 0) of one multiplier vector."""
+        s, memory, steady, step = multipliers
+        total = memory * (self.transient + self.extra_bytes - self.submesh.largest_allowed)
+        total = total + steady * self.busy + step * self.extra_step
+        result = np.tile(total, (len(self.in_flight), 1))
+        for c, figures in enumerate(self._figures):
+            if len(figures):
+                own = s * figures[:, 0] + steady * figures[:, 1] + step * figures[:, 2] + memory * figures[:, 3]
+                each = (own + memory * self.in_flight[:, None] * figures[:, 4]).min(axis=1)
+                result += each[:, None] * self.counts[:, c]
+        return result
+
+    def least_fill(self, steady_limit: float, step_limit: float) -> tuple[Array, Indices]:
+        """[F, S] lower bounds of the fill within finite limits, and where they are exact the entry (else -1)."""
+        limits = self.pool[:, 2] * steady_limit + self.pool[:, 3] * step_limit
+        values = self.base - limits[:, None, None]
+        is_ray = self.pool[:, 0] == 0
+        size = limits + self.pool[:, 1] * abs(self.submesh.largest_allowed)
+        proof = values[is_ray] > FEASIBILITY_TOLERANCE * size[is_ray][:, None, None]
+        result: Array = values[~is_ray].max(axis=0)
+        result[proof.any(axis=0)] = np.inf
+        exact = np.full(result.shape, -1, dtype=np.int64)
+        if self.entries:
+            fill, steady, step, most_steady, most_step = self.numbers.T
+            valid = np.flatnonzero((most_steady >= steady_limit) & (most_step >= step_limit))
+            np.maximum.at(result, tuple(self.where[valid].T), fill[valid])
+            fits = (steady[valid] <= steady_limit * (1 + SLACK)) & (step[valid] <= step_limit * (1 + SLACK))
+            valid = valid[fits]
+            exact[tuple(self.where[valid].T)] = valid
+            result[tuple(self.where[valid].T)] = fill[valid]
+        return result, exact
+
+    def least_time(self, row: int) -> Array:
+        """[F, S] lower bounds of the steady (row 1) or step (row 2) time, whatever the other is; inf: cannot fit."""
+        own, other = self.pool[:, 1 + row], self.pool[:, 4 - row]
+        use = (self.pool[:, 0] == 0) & (own > 0) & (other == 0)
+        result: Array = np.maximum((self.base[use] / own[use][:, None, None]).max(axis=0), 0.0)
+        alone = (self.pool[:, [0, 2, 3]] == 0).all(axis=1)
+        size = FEASIBILITY_TOLERANCE * self.pool[alone, 1] * abs(self.submesh.largest_allowed)
+        result[(self.base[alone] > size[:, None, None]).any(axis=0)] = np.inf
+        return result
+
+    def refine(self, f: int, shape: int, steady_limit: float, step_limit: float, cutoff: float) -> None:
+        """Compute the least fill exactly and keep it; a fill of ``cutoff`` or more is only noted to be that."""
+        limits = np.array([0.0, steady_limit * (1 + SLACK), step_limit * (1 + SLACK)])
+        ways = self._all_ways(shape)
+        if ways is not None:
+            self._refine_small(ways, shape, steady_limit, step_limit)
+            return
+        best: Entry = Entry(cutoff, np.inf, np.inf, None)
+        for menu, found in self._solutions(f, shape, 0, limits, cutoff):
+            self._learn(f, shape, found, steady_limit, step_limit)
+            if found.counts is not None and found.cost < best.fill:
+                best = self._entry(menu, found, shape)
+        self._keep([best], [f], shape, steady_limit, step_limit)
+
+    def _keep(self, entries: list[Entry], f: Sequence[int], shape: int, steady_limit: float, step_limit: float) -> None:
+        """Note entries of one shape."""
+        self.entries += entries
+        self.where = np.concatenate([self.where, [[one, shape] for one in f]])
+        numbers = [[entry.fill, entry.steady, entry.step, steady_limit, step_limit] for entry in entries]
+        self.numbers = np.concatenate([self.numbers, numbers])
+
+    def _all_ways(self, shape: int) -> tuple[Indices, Array, Array] | None:
+        """Counts [Q, K], totals [6, Q] and memory [F, Q] of all ways to run a shape; None if they are too many."""
+        if shape not in self._ways:
+            sizes = [int(n) for n in self.counts[shape]]
+            present = [c for c, n in enumerate(sizes) if n]
+            if num_ways(sizes, [len(points) for points in self.points]) > MAX_WAYS:
+                self._ways[shape] = None
+            else:
+                families = [[point.family for point in points] for points in self.points]
+                parts = [multisets(sizes[c], families[c], self.problem.one_family) for c in present]
+                counts = combine(parts)
+                found = totals(counts, np.concatenate([self._figures[c] for c in present]))
+                memory = found[3] + self.in_flight[:, None] * found[4] + found[5] + self.extra_bytes[shape]
+                memory = np.where(memory <= self.submesh.largest_allowed, 0.0, np.inf)
+                self._ways[shape] = counts, found, memory
+        return self._ways[shape]
+
+    def _refine_small(
+        self, ways: tuple[Indices, Array, Array], shape: int, steady_limit: float, step_limit: float
+    ) -> None:
+        """``refine`` by looking at all ways, for every number of micro-batches in flight at once."""
+        if (shape, steady_limit, step_limit) in self._looked_at:
+            return
+        self._looked_at.add((shape, steady_limit, step_limit))
+        counts, found, memory = ways
+        steady, step = found[1] + self.busy[shape], found[2] + self.extra_step[shape]
+        fits = (steady <= steady_limit * (1 + SLACK)) & (step <= step_limit * (1 + SLACK))
+        fill = memory + np.where(fits, found[0], np.inf)
+        present = [c for c, n in enumerate(self.counts[shape]) if n]
+        owners = [(c, point.label) for c in present for point in self.points[c]]
+        entries, labels = [], {}
+        for f, way in enumerate(fill.argmin(axis=1)):
+            if np.isinf(fill[f, way]):
+                entries.append(Entry(np.inf, np.inf, np.inf, None))
+                continue
+            if way not in labels:
+                labels[way] = {owner: int(n) for owner, n in zip(owners, counts[way], strict=True) if n}
+            entries.append(Entry(float(fill[f, way]), float(steady[way]), float(step[way]), labels[way]))
+        self._keep(entries, range(len(entries)), shape, steady_limit, step_limit)
+
+    def exact_steady(self, f: int, shape: int) -> float:
+        """The least steady time, whatever the step time is; inf if nothing fits."""
+        extra = float(self.busy[shape])
+        ways = self._all_ways(shape)
+        if ways is not None:
+            return float((ways[1][1] + ways[2][f]).min()) + extra
+        best = float("inf")
+        for _, found in self._solutions(f, shape, 2, np.full(3, np.inf), best):
+            if found.multipliers[0] > 0:
+                weights = np.array([0.0, found.multipliers[0], 0.0 if found.is_ray else 1.0, 0.0])
+                self._offer(f, shape, weights, 0.0, 0.0)
+            best = min(best, found.cost + extra)
+        return best
+
+    def tighten(self, f: int, shape: int, row: int, limits: tuple[float, float]) -> None:
+        """Add the multipliers of a stage's relaxation that bound its fill (row 0), steady or step time (1, 2).
+
+        Transients at their least and families apart are relaxed too.
+        """
+        present = tuple(int(c) for c in np.flatnonzero(self.counts[shape]))
+        least = float(self.transient[shape])
+        menu = self._menu(f, present, (None,) * len(present), float("inf"))
+        if menu is None:
+            return
+        rows = menu.figures[1:4]
+        room = self.submesh.largest_allowed - float(self.extra_bytes[shape]) - least
+        most = np.array([room, limits[0] - self.busy[shape], limits[1] - self.extra_step[shape]])
+        use = np.array([True, row == 0, row == 0]) & (most >= 0)
+        multipliers = np.zeros(4)
+        cost = menu.figures[(0, 2, 3)[row]]
+        sizes = self.counts[shape][list(present)]
+        multipliers[1:][use], feasible = relax(cost, rows[use], most[use], menu.starts, sizes)
+        if feasible:
+            multipliers[row if row == 0 else row + 1] = 1.0
+        self._offer(f, shape, multipliers, *limits)
+
+    def _entry(self, menu: Menu, found: Found, shape: int) -> Entry:
+        assert found.counts is not None
+        steady, step = menu.figures[2:4] @ found.counts
+        labels = {menu.owners[j]: int(n) for j, n in enumerate(found.counts) if n}
+        return Entry(found.cost, float(steady + self.busy[shape]), float(step + self.extra_step[shape]), labels)
+
+    def _learn(self, f: int, shape: int, found: Found, steady_limit: float, step_limit: float) -> None:
+        """Put the multipliers of an exact computation into the pool if they say something new about its stage."""
+        if found.multipliers.any():
+            weights = np.append(0.0 if found.is_ray else 1.0, found.multipliers)
+            self._offer(f, shape, weights, steady_limit, step_limit)
+
+    def _offer(self, f: int, shape: int, weights: Array, steady_limit: float, step_limit: float) -> None:
+        """Add multipliers unless a vector of the pool bounds the stage as well."""
+        finite = [limit if np.isfinite(limit) else 0.0 for limit in (steady_limit, step_limit)]
+        if weights[0] > 0:
+            known = self.base[:, f, shape] - self.pool[:, 2] * finite[0] - self.pool[:, 3] * finite[1]
+            known = known[self.pool[:, 0] > 0]
+            new = self._base(weights)[f, shape] - weights[2] * finite[0] - weights[3] * finite[1]
+            if new <= known.max() + 1e-6 * abs(known.max()):
+                return
+        elif (np.abs(self.pool - weights) <= 1e-6 * np.abs(weights)).all(axis=1).any():
+            return
+        self.add_multipliers(weights)
+
+    def _solutions(
+        self, f: int, shape: int, objective: int, limits: Array, cutoff: float
+    ) -> Iterator[tuple[Menu, Found]]:
+        """Solve for each cap on the transient and each choice of families; later ones must beat earlier ones."""
+        present = tuple(int(c) for c in np.flatnonzero(self.counts[shape]))
+        sizes = self.counts[shape][list(present)]
+        room = self.submesh.largest_allowed - float(self.extra_bytes[shape])
+        tried: list[Found] = []
+        for families, cap in self._variants(present, sizes):
+            menu = self._menu(f, present, families, cap)
+            if menu is None:
+                continue
+            rows = menu.figures[1:4]
+            extra = np.array([room - cap, limits[1] - self.busy[shape], limits[2] - self.extra_step[shape]])
+            cost = menu.figures[objective]
+            if any(_excludes(old, cost, rows, extra, menu.starts, sizes, cutoff) for old in tried):
+                continue
+            found = cheapest(cost, rows, extra, menu.starts, sizes, cutoff)
+            tried.append(found)
+            cutoff = min(cutoff, found.cost)
+            yield menu, found
+
+    def _variants(self, present: tuple[int, ...], sizes: Indices) -> Iterator[tuple[tuple[str | None, ...], float]]:
+        """Choices of a family per class (None: any) with caps on the transient, larger caps first."""
+        choices: list[tuple[str | None, ...]] = []
+        for c, size in zip(present, sizes, strict=True):
+            every = tuple(dict.fromkeys(point.family for point in self.points[c]))
+            # One block alone is always of one family.
+            choices.append(every if self.problem.one_family and size > 1 else (None,))
+        for families in itertools.product(*choices):
+            sets = [
+                [p.transient_bytes for p in self.points[c] if family is None or p.family == family]
+                for c, family in zip(present, families, strict=True)
+            ]
+            least = max(min(values) for values in sets)
+            for cap in sorted({value for values in sets for value in values if value >= least}, reverse=True):
+                yield families, cap
+
+    def _menu(self, f: int, present: tuple[int, ...], families: tuple[str | None, ...], cap: float) -> Menu | None:
+        """The options under a cap, without dominated ones; None if a class has none."""
+        key = (f, present, families, cap)
+        if key not in self._menus:
+            self._menus[key] = self._new_menu(f, present, families, cap)
+        return self._menus[key]
+
+    def _new_menu(self, f: int, present: tuple[int, ...], families: tuple[str | None, ...], cap: float) -> Menu | None:
+        parts: list[Array] = []
+        owners: list[tuple[int, str]] = []
+        starts: list[int] = []
+        for c, family in zip(present, families, strict=True):
+            points = self.points[c]
+            allowed = [
+                j for j, p in enumerate(points) if p.transient_bytes <= cap and (family is None or p.family == family)
+            ]
+            if not allowed:
+                return None
+            own = self._figures[c][allowed]
+            memory = own[:, 3] + self.in_flight[f] * own[:, 4]
+            figures = np.stack([own[:, 0], memory, own[:, 1], own[:, 2]])
+            kept = _undominated(figures)
+            starts.append(len(owners))
+            owners += [(c, points[allowed[j]].label) for j in kept]
+            parts.append(figures[:, kept])
+        return Menu(np.concatenate(parts, axis=1), np.array(starts), tuple(owners))
+
+
+def _excludes(
+    old: Found, cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indices, cutoff: float
+) -> bool:
+    """Whether the multipliers of another computation already show that nothing here costs less than the cutoff."""
+    use = old.multipliers > 0
+    priced = cost * (0.0 if old.is_ray else 1.0)
+    value = bound(priced, rows[use], limits[use], starts, sizes, old.multipliers[use])
+    if old.is_ray:
+        return value > FEASIBILITY_TOLERANCE * float(old.multipliers[use] @ np.abs(limits[use]))
+    return value >= cutoff
+
+
+def _figures(point: Point) -> tuple[float, ...]:
+    return (
+        point.fill_seconds,
+        point.steady_seconds,
+        point.step_seconds,
+        point.fixed_bytes,
+        point.micro_bytes,
+        point.transient_bytes,
+    )
+
+
+def _undominated(figures: Array) -> list[int]:
+    """Columns that no other column beats or, with a lower index, equals in every row."""
+    no_worse = (figures[:, :, None] <= figures[:, None, :]).all(axis=0)
+    equal = no_worse & no_worse.T
+    index = np.arange(figures.shape[1])
+    beaten = (no_worse & ~equal) | (equal & (index[:, None] < index[None, :]))
+    return [int(j) for j in index[~beaten.any(axis=0)]]

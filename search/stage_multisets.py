@@ -1,0 +1,55 @@
+"""Every way to run a small stage, as arrays: for stages of so few blocks that counting them all is the fastest.
+
+Shape legend: Q ways (one count per point and class), C classes, K points of all classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from search.problem import Array
+from search.stage_lp import Indices
+
+MAX_WAYS = 4096
+"""More ways than this are left to ``stage_knapsack``."""
+
+
+def num_ways(sizes: Sequence[int], num_points: Sequence[int]) -> int:
+    """Q without regard to families: the product of the multiset coefficients."""
+    return math.prod(math.comb(n + k - 1, n) for n, k in zip(sizes, num_points, strict=True) if n)
+
+
+def multisets(size: int, families: Sequence[str], one_family: bool) -> Indices:
+    """[Q, k] counts of k points (with these families) that place ``size`` blocks of one class."""
+    allowed = [list(range(len(families)))]
+    if one_family:
+        allowed = [[j for j, own in enumerate(families) if own == family] for family in dict.fromkeys(families)]
+    rows = [list(row) for part in allowed for row in itertools.combinations_with_replacement(part, size)]
+    counts = np.zeros((len(rows), len(families)), dtype=np.int64)
+    if size:
+        np.add.at(counts, (np.repeat(np.arange(len(rows)), size), np.array(rows).reshape(-1)), 1)
+    return counts
+
+
+def combine(parts: Sequence[Indices]) -> Indices:
+    """[Q, K]: every combination of the ways of each class, points side by side."""
+    result = parts[0]
+    for part in parts[1:]:
+        result = np.hstack([np.repeat(result, len(part), axis=0), np.tile(part, (len(result), 1))])
+    return result
+
+
+def totals(counts: Indices, figures: Array) -> Array:
+    """[6, Q]: fill, steady, step, fixed and micro bytes summed, the transient's largest.
+
+    Args:
+        counts: [Q, K].
+        figures: [K, 6] of the points.
+    """
+    sums = counts @ figures[:, :5]
+    largest = np.where(counts > 0, figures[:, 5], 0.0).max(axis=1)
+    return np.concatenate([sums.T, largest[None]])

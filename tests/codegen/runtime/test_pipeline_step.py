@@ -1,0 +1,159 @@
+"""Pipelines on real gloo processes against plain torch on one: loss, gradients, norm, parameters after three steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from codegen.runtime.pipeline import Pipeline
+from codegen.runtime.step import Step
+from cost_models.schedules.actions import orders_text
+from cost_models.schedules.generate import orders, placement
+from tests.codegen.runtime.mlp_program import make_optimizer
+from tests.codegen.runtime.pipeline_program import (
+    SEED,
+    EagerTraining,
+    eager_loss,
+    make_pipeline,
+    whole_batch,
+    whole_state,
+)
+from tests.codegen.runtime.ranks import run_ranks
+
+ROWS, NUM_STEPS = 16, 3
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+
+
+def make_step(
+    pipeline: Pipeline,
+    schedule: tuple[str, ...],
+    micro: int,
+    kind: str = "adamw",
+    norm: float | None = None,
+    **options: Any,
+) -> Step:
+    step = Step(
+        pipeline,
+        pipeline.create_mesh(),
+        optimizer_factory=partial(make_optimizer, kind),
+        num_micro_batches=micro,
+        schedule=schedule,
+        max_grad_norm=norm,
+        seed=SEED,
+        **options,
+    )
+    step.load(whole_state(bool(pipeline.tied)))
+    return step
+
+
+def lines(name: str, num_positions: int, micro: int) -> tuple[str, ...]:
+    return tuple(orders_text(orders(name, num_positions, micro)).splitlines())
+
+
+def check_training(
+    rank: int, name: str, num_positions: int, micro: int, kind: str = "adamw", norm: float | None = None, **options: Any
+) -> None:
+    """options: of make_pipeline."""
+    tolerance = options.pop("tolerance", 1e-12)
+    precision = options.pop("precision", "fp32")
+    case = f"{name}, {num_positions} positions, {micro} micro-batches, {kind}, clipping {norm}, {options}"
+    pipeline = make_pipeline(placement(name, num_positions), ROWS // micro, **options)
+    schedule = lines(name, num_positions, micro)
+    step = make_step(pipeline, schedule, micro, kind, norm, precision=precision)
+    eager = EagerTraining(kind, norm, bool(pipeline.tied))
+    own_line = schedule[pipeline.position_of(rank)].split()
+
+    def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        error = (actual.double() - expected.detach()).norm() / (expected.detach().norm() + 1e-3)
+        assert error < tolerance, f"{case}: {what} is off by {error:.1e}"
+
+    for index in range(NUM_STEPS):
+        batch = whole_batch(ROWS, seed=index)
+        with torch.no_grad():
+            # The stages' generated code asks for dropout whatever the mode.
+            expected = eager_loss(eager.state, batch, index)
+        assert_near(step.evaluate(step.local_batch(batch)), expected, f"loss without gradients of step {index}")
+        assert step.executed == [action for action in own_line if action[0] == "F"]
+        loss = step.forward_backward(step.local_batch(batch))
+        assert step.executed == own_line
+        expected, expected_gradients = eager.step(batch)
+        assert_near(loss, expected, f"loss of step {index}")
+        gradients = step.gradients()
+        assert gradients.keys() == expected_gradients.keys()
+        for each, gradient in expected_gradients.items():
+            assert_near(gradients[each], gradient, f"gradient {each} of step {index}")
+        step.update()
+        if norm is not None:
+            assert step.grad_norm is not None
+            assert_near(step.grad_norm, eager.grad_norm, f"gradient norm of step {index}")
+    assert step.num_samples == NUM_STEPS * ROWS
+    state, at_zero = step.full_state_dict(), step.full_state_dict(rank0_only=True)
+    assert state.keys() == {*eager.state, "head.weight"}
+    assert at_zero.keys() == (state.keys() if rank == 0 else set())
+    for each, value in eager.state.items():
+        assert_near(state[each], value, f"{each} after training")
+        assert rank > 0 or torch.equal(at_zero[each], state[each])
+
+
+def two_ranks(rank: int, world_size: int) -> None:
+    for name in SCHEDULES:
+        check_training(rank, name, 2, 4)
+        check_training(rank, name, 2, 2, "sgd", 0.05)
+    check_training(rank, "zero-bubble", 2, 4, recompute="full")
+    check_training(rank, "1f1b", 2, 4, recompute="selective")
+    check_training(rank, "1f1b", 2, 1)
+    # All on one position, several stages; and fp32 and bf16.
+    check_training(rank, "1f1b", 2, 4, dtype="float32", tolerance=1e-4, kind="sgd")
+    check_training(rank, "zero-bubble-v", 2, 4, dtype="float32", tolerance=0.1, kind="sgd", precision="bf16")
+
+
+@pytest.mark.distributed
+def test_two_positions_train_like_one_process() -> None:
+    run_ranks(two_ranks, 2)
+
+
+def four_positions(rank: int, world_size: int) -> None:
+    for name in SCHEDULES:
+        check_training(rank, name, 4, 8, "sgd", 0.05)
+        check_training(rank, name, 4, 2)
+
+
+@pytest.mark.distributed
+def test_four_positions_train_like_one_process() -> None:
+    run_ranks(four_positions, 4)
+
+
+def two_by_two(rank: int, world_size: int) -> None:
+    dp, tp = {"axes": ("dp",), "sizes": (2,)}, {"axes": ("tp",), "sizes": (2,)}
+    for zero in (0, 1, 2, 3):
+        check_training(rank, "1f1b", 2, 4, "adamw", 0.05, zero=zero, **dp)
+        check_training(rank, "zero-bubble", 2, 4, "sgd", 0.05, zero=zero, **dp)
+        check_training(rank, "zero-bubble-v", 2, 2, "adamw", None, zero=zero, **dp)
+    check_training(rank, "interleaved", 2, 4, zero=3, recompute="full", **dp)
+    check_training(rank, "zero-bubble", 2, 4, zero=3, recompute="full", **dp)
+    check_training(rank, "1f1b", 2, 4, "sgd", 0.05, **tp)
+    check_training(rank, "zero-bubble-v", 2, 4, "sgd", 0.05, border="S(1)", **tp)
+
+
+@pytest.mark.distributed
+def test_positions_of_two_ranks_train_like_one_process() -> None:
+    run_ranks(two_by_two, 4)
+
+
+def unequal(rank: int, world_size: int) -> None:
+    for meshes in (((("dp",), (2,)), ((), ())), (((), ()), (("dp",), (2,))), ((("dp",), (2,)), (("tp",), (1,)))):
+        check_training(rank, "1f1b", 2, 4, "adamw", 0.05, is_tied=False, meshes=meshes)
+        check_training(rank, "zero-bubble", 2, 4, "adamw", 0.05, is_tied=False, meshes=meshes, zero=2)
+
+
+@pytest.mark.distributed
+def test_positions_of_unequal_meshes_train_like_one_process() -> None:
+    run_ranks(unequal, 3)
+
+
+def test_all_stages_on_one_process() -> None:
+    check_training(0, "interleaved", 1, 4, "sgd", 0.05)
+    check_training(0, "zero-bubble-v", 1, 4)

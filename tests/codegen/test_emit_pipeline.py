@@ -1,0 +1,297 @@
+"""The files of a pipeline: how they look, and that their stages, one after the other, are the user's model."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import autopar
+from autopar.batch import local_batch
+from autopar.folder import copy_package
+from autopar.launch import run_ranks
+from autopar.lower import Staging, lower, lower_stages
+from autopar.request import Candidate
+from autopar.trace import name_inputs
+from codegen.emit import emit_model
+from codegen.main import emit_main
+from codegen.pipeline_source import emit_pipeline
+from codegen.program import PipelineProgram
+from codegen.runtime.reference import SameDropout
+from examples.models import EXAMPLES, Example
+from tests.autopar.interpret import tensors_of
+
+IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
+DP2_TP2 = {"dp": 2, "tp": 2, "zero": 0}
+GPT2 = {"layers": 4, "dropout": 0.1}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x)) * scale)
+
+
+class Skips(nn.Module):
+    """Two runs of one class of layers, dropout between them, a skip over both, and a learned scale for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+        self.down = nn.ModuleList(Block(0.2) for _ in range(2))
+        self.up = nn.ModuleList(Block(0.2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x = self.first(x)
+        scale = self.scale.exp()
+        for block in self.down:
+            x = block(x, scale)
+        x = nn.functional.dropout(x, 0.3, self.training) + kept.tanh()
+        for block in self.up:
+            x = block(x, scale)
+        return x + kept
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@cache
+def example(name: str, layers: int, dropout: float = 0.0) -> Example:
+    if name == "t5":
+        return t5(layers, dropout)
+    if name == "skips":
+        return Example(Skips(), {"x": torch.randn(8, 8), "target": torch.randn(8, 8)}, mean_square)
+    return EXAMPLES[name](layers=layers, **({"dropout": dropout} if dropout else {}))
+
+
+def t5(layers: int, dropout: float) -> Example:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_decoder_layers=layers, num_heads=4,
+        dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    ids, labels = torch.randint(1, 96, (8, 16)), torch.randint(1, 96, (8, 12))
+    labels[:3, 7:] = -100
+    mask = torch.ones_like(ids)
+    mask[:, 13:] = 0
+    model = transformers.T5ForConditionalGeneration(config)
+    return Example(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+@cache
+def planned(name: str, layers: int, dropout: float, mesh: tuple[tuple[str, int], ...]) -> Candidate:
+    """The plan of one position."""
+    one = example(name, layers, dropout)
+    options = {"example_inputs": one.inputs, "loss_fn": one.loss_fn, "constraints": dict(mesh)}
+    num_ranks = math.prod(size for axis, size in mesh if axis != "zero")
+    return autopar.compile(one.model, IDEAL if num_ranks == 4 else f"{num_ranks} a100-80g", **options).best
+
+
+def pipeline_of(
+    name: str,
+    cut: tuple[int, ...],
+    positions: tuple[int, ...] | None = None,
+    layers: int = 4,
+    dropout: float = 0.0,
+    mesh: Mapping[str, int] = DP2_TP2,
+    **staging: Any,
+) -> PipelineProgram:
+    best = planned(name, layers, dropout, tuple(mesh.items()))
+    positions = positions or tuple(range(len(cut)))
+    lines = tuple(
+        " ".join(f"F{s}.0" for s, p in enumerate(positions) if p == position)
+        + " "
+        + " ".join(f"B{s}.0" for s, p in reversed(list(enumerate(positions))) if p == position)
+        for position in range(max(positions) + 1)
+    )
+    staged = Staging(cut, positions, "1f1b", lines, **staging)
+    return lower_stages(best.graph, best.operators, best.plan, best.choices, staged)
+
+
+def join(texts: Mapping[str, str]) -> str:
+    return "\n".join(f"{'=' * 20} {name}\n{text}" for name, text in texts.items())
+
+
+# --- how they look ----------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_in_two_stages(golden: Any) -> None:
+    recompute = ({"GPT2Block": (("full", 1), ("none", 1))}, {})
+    pipeline = pipeline_of("gpt2", (0, 3), dropout=0.1, recompute=recompute)
+    texts = {**emit_pipeline(pipeline), "main.py": emit_main(pipeline)}
+    for name in texts:
+        if name.endswith(".py"):
+            ast.parse(texts[name])
+    golden("programs/gpt2_pp2_dp2_tp2.txt", join(texts))
+
+
+def test_llama_in_three_stages_for_zero_bubble(golden: Any) -> None:
+    mesh = {"dp": 2, "tp": 2, "zero": 2}
+    pipeline = pipeline_of("llama", (0, 3, 5), layers=6, mesh=mesh, defers_weights=True)
+    texts = emit_pipeline(pipeline)
+    golden("programs/llama_pp3_dp2_tp2.txt", join(texts))
+    for text in (texts["stage_0.py"], texts["stage_1.py"], texts["stage_2.py"]):
+        assert "F.linear(" not in text and "deferred.linear(" in text
+
+
+def test_equal_stages_share_a_file(golden: Any) -> None:
+    modes = {"LlamaDecoderLayer": (("full", 2),)}
+    pipeline = pipeline_of(
+        "llama", (0, 3, 5, 7, 8), (0, 1, 2, 0, 1), layers=8, recompute=(modes, {}, modes, {}, {})
+    )
+    texts = emit_pipeline(pipeline)
+    assert list(texts) == ["stage_0.py", "stage_1.py", "stage_4.py", "pipeline.py", "schedule.txt"]
+    assert texts["schedule.txt"].splitlines() == ["F0.0 F3.0 B3.0 B0.0", "F1.0 F4.0 B4.0 B1.0", "F2.0 B2.0"]
+    golden("programs/llama_pp3_shared.txt", texts["pipeline.py"])
+
+
+def test_recompute_and_offload_of_a_program_without_stages() -> None:
+    best = planned("gpt2", 4, 0.0, tuple(DP2_TP2.items()))
+    modes = {"GPT2Block": (("full", 3), ("none", 1))}
+    program = lower(
+        best.graph, best.operators, best.plan, best.choices, recompute=modes,
+        offload={"GPT2Block": (("host", 4),)}, offload_optimizer="host",
+    )  # fmt: skip
+    text = emit_model(program)
+    assert '    RECOMPUTE = {\n        GPT2Block: ("full",) * 3 + ("none",),\n    }\n' in text
+    assert "    OFFLOAD = {\n        GPT2Block: (True,) * 4,\n    }\n" in text
+    assert 'offload_optimizer="host"' in emit_main(program)
+
+
+def test_a_position_reads_only_what_its_stages_read() -> None:
+    one = example("gpt2", 4, 0.0)
+    pipeline = pipeline_of("gpt2", (0, 2, 4), (0, 1, 0))
+    parts = [local_batch(pipeline, name_inputs(one.model, one.inputs, None), rank) for rank in range(8)]
+    assert [sorted(part) for part in parts] == [["input_ids", "labels"]] * 4 + [[]] * 4
+    assert torch.equal(torch.cat((parts[0]["labels"], parts[2]["labels"])), one.inputs["labels"])
+    assert pipeline.num_ranks == 8 and pipeline.mesh_text == "pp2 x dp2 x tp2"
+
+
+# --- what they compute ------------------------------------------------------------------------------------------------
+
+CHAINS = [
+    ("gpt2", (0, 3), 4, 0.1),
+    ("gpt2", (0, 1, 2, 4), 4, 0.1),
+    ("llama", (0, 2, 3, 4), 4, 0.0),
+    ("bert", (0, 2, 4), 4, 0.1),
+    ("vit", (0, 3), 4, 0.0),
+    ("t5", (0, 2, 3, 4, 5), 3, 0.0),
+    ("t5", (0, 3, 4), 3, 0.1),
+    ("skips", (0,), 5, 0.2),
+    ("skips", (0, 2, 3, 5), 5, 0.2),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "cut", "layers", "dropout"), CHAINS)
+def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tmp_path) -> None:
+    one = example(name, layers, dropout)
+    pipeline = pipeline_of(name, cut, layers=layers, dropout=dropout, defers_weights=name == "llama")
+    package = write(pipeline, tmp_path / f"{name}_{len(cut)}")
+    with SameDropout(seed=0, step=0):
+        want = one.loss()
+    names = [n for n, _ in one.model.named_parameters()]
+    gradients = torch.autograd.grad(want, list(one.model.parameters()), allow_unused=True)
+    state = {n: t.detach() for n, t in one.model.state_dict(keep_vars=True).items()}
+    state |= {n: t for n, t in one.model.named_buffers()}
+    batch = name_inputs(one.model, one.inputs, one.loss_fn)
+    results = run_ranks(_chain, (package, pipeline, state, batch), 4)
+    for loss, found in results:
+        assert abs(loss - want.item()) <= 1e-5 * abs(want.item())
+        for each, expected in zip(names, gradients, strict=True):
+            if expected is not None and expected.norm() > 1e-4:
+                assert (torch.from_numpy(found[each]) - expected).norm() <= 1e-4 * expected.norm(), each
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "dropout", "cut", "positions"), [
+    ("gpt2", 0.1, (0, 3), (0, 1)),
+    ("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1)),  # two stages share a file, and so the name of what they send
+])  # fmt: skip
+def test_main_trains_under_torchrun(name, dropout, cut, positions, tmp_path) -> None:
+    """The loss of its first step is the eager model's on the same random batch; the second step's differs."""
+    one = example(name, 4, dropout)
+    pipeline = pipeline_of(name, cut, positions, dropout=dropout, mesh={"dp": 2, "zero": 2})
+    folder = write(pipeline, tmp_path / "my-run")
+    (folder / "main.py").write_text(emit_main(pipeline))
+    state = {n: tensor.detach().clone() for n, tensor in tensors_of(one.model).items()}
+    save_file(state, folder / "weights.safetensors")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(folder / "main.py")]
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 200, "check": False}
+    done = subprocess.run([*command, "--steps", "2"], cwd=tmp_path, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.stdout))
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(96, (8, 16), generator=generator) for name in ("input_ids", "labels")}
+    with SameDropout(seed=0, step=0), torch.no_grad():
+        want = one.model(**batch).loss.item()
+    assert first == pytest.approx(want, abs=1e-4) and second != first
+
+
+def write(pipeline: PipelineProgram, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name, text in emit_pipeline(pipeline).items():
+        (folder / name).write_text(text)
+    copy_package("codegen.runtime", folder / "runtime")
+    return folder
+
+
+def _chain(folder: Path, pipeline: PipelineProgram, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+    """All stages on these ranks in turn: the loss, and the whole gradients. Nothing of the run time's own pipeline."""
+    sys.path.insert(0, str(folder.parent))
+    runtime = importlib.import_module(f"{folder.name}.runtime.parameters")
+    mesh_module = importlib.import_module(f"{folder.name}.runtime.mesh")
+    stages = importlib.import_module(f"{folder.name}.pipeline").PIPELINE.stages
+    mesh = mesh_module.Mesh.create(pipeline.any.axes, pipeline.any.axis_sizes, "cpu")
+    sent: list[dict[str, Tensor]] = []
+    leaves = []
+    for stage in stages:
+        module = stage.root()(mesh)
+        for slot in module.slots():
+            leaf = nn.Parameter(runtime.shard(state[slot.name], slot.spec, mesh))
+            leaves.append((slot, leaf))
+            for owner, attribute in slot.places:
+                setattr(owner, attribute, leaf)
+        for name, spec, value in module.buffer_slots():
+            value.copy_(runtime.shard(state[name], spec, mesh))
+        inputs = {n: runtime.shard(batch[n], spec, mesh) for n, spec in module.INPUTS.items()}
+        received = {n: next(held[n] for held in reversed(sent) if n in held) for n in module.RECEIVES}
+        targets = {"num_targets": module.count_targets(**inputs)} if module.counts_targets else {}
+        mesh.finish()
+        for name, spec in module.RECEIVES.items():
+            assert tuple(received[name].shape) == spec.local_shape(mesh)
+        results = module(**received, **inputs, **targets)
+        results = results if isinstance(results, tuple) else (results,)
+        sent.append(dict(zip(module.SENDS, results, strict=True)) if module.SENDS else {"": results[0]})
+    loss = sent[-1][""]
+    mesh.finish()
+    loss.backward()
+    gradients: dict[str, Tensor] = {}
+    for slot, leaf in leaves:
+        local = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for axis, text in slot.spec.placements.items():
+            local = mesh.axis(axis).sum_over(local) if text == "Rp" else local
+        whole = runtime.unshard(local, slot.spec, mesh)
+        gradients[slot.name] = gradients.get(slot.name, 0) + whole
+    return loss.item(), {n: gradient.detach().numpy() for n, gradient in gradients.items()}

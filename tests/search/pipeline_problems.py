@@ -1,0 +1,167 @@
+"""Random pipeline problems, small and full-sized, that several tests share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.inter_op import PipelineProblem, Point, Submesh, Tied, in_flight_table, one_forward_one_backward
+
+
+def random_points(rng: np.random.Generator, whole: bool) -> tuple[Point, ...]:
+    """One to three points; ``whole`` numbers make many ties."""
+
+    def figure(most: int) -> float:
+        return float(rng.integers(0, most)) if whole else float(rng.random() * most)
+
+    points = []
+    trades = rng.random() < 0.6
+    for j in range(int(rng.integers(1, 4))):
+        fill = figure(8) - (1.0 if rng.random() < 0.1 else 0.0)
+        steady = fill if rng.random() < 0.4 and fill >= 0 else figure(8)
+        family = "ab"[int(rng.integers(2))]
+        transient = float(rng.integers(0, 6))
+        # Time for memory, as recompute and sharding do, or unrelated.
+        lean = 1 - fill / 8 if trades else float(rng.random())
+        fixed, micro = float(round(12 * lean)), float(round(5 * lean * rng.random()))
+        points.append(Point(f"p{j}", 0.0, 0.0, fill, steady, figure(8), fixed, micro, transient, family))
+    return tuple(points)
+
+
+def small_problem(seed: int) -> PipelineProblem:
+    """At most 6 blocks of 3 classes, 3 submeshes, 2 groups, 3 points; tight memory, ties, transfers."""
+    rng = np.random.default_rng(seed)
+    whole = bool(rng.random() < 0.5)
+    num_blocks = int(rng.choice([1, 2, 3, 4, 5, 6, 6]))
+    if rng.random() < 0.7:
+        blocks = ("head", *("layer",) * (num_blocks - 1))[:num_blocks]
+    else:
+        blocks = tuple("abc"[int(c)] for c in rng.integers(0, 3, size=num_blocks))
+    groups = {f"g{k}": int(rng.integers(1, 5)) for k in range(int(rng.choice([1, 1, 2])))}
+    memory = int(rng.choice([20, 35, 60, 120]))
+    submeshes = tuple(
+        Submesh(
+            f"m{k}",
+            f"g{int(rng.integers(len(groups)))}",
+            int(rng.choice([1, 1, 2])),
+            float(rng.integers(memory // 2, memory + 1)),
+        )
+        for k in range(int(rng.integers(1, 4)))
+    )
+    points = {
+        (kind, mesh.name): random_points(rng, whole)
+        for kind in sorted(set(blocks))
+        for mesh in submeshes
+        if rng.random() < 0.96
+    }
+    tied = []
+    for _ in range(int(rng.choice([0, 0, 0, 1, 2])) if num_blocks > 1 else 0):
+        first, second = (int(b) for b in rng.choice(num_blocks, size=2, replace=False))
+        tied.append(Tied(first, second, float(rng.integers(0, 20)), float(rng.integers(0, 6))))
+    names = [mesh.name for mesh in submeshes]
+    seconds = {(a, b): float(rng.integers(0, 4)) / 2 for a in names for b in names if rng.random() < 0.8}
+    m = int(rng.integers(1, 9))
+    table = {p: [float(rng.integers(0, 2 * m)) / 2 for _ in range(p)] for p in range(1, num_blocks + 1)}
+    return PipelineProblem(
+        blocks,
+        submeshes,
+        groups,
+        points,
+        one_forward_one_backward(m) if rng.random() < 0.6 else in_flight_table(table),
+        m,
+        border_bytes=tuple(float(v) for v in rng.integers(0, 4, size=num_blocks)) if rng.random() < 0.7 else (),
+        transfer_seconds=seconds if rng.random() < 0.8 else None,
+        transfer_is_exposed=bool(rng.random() < 0.5),
+        tied=tuple(tied),
+        num_stages=None if rng.random() < 0.7 else tuple(int(p) for p in rng.integers(1, 6, size=2)),
+        max_stages=None if rng.random() < 0.8 else int(rng.integers(1, 5)),
+        use_all=bool(rng.random() < 0.4),
+        one_family=bool(rng.random() < 0.4),
+    )
+
+
+def layers_problem(seed: int) -> PipelineProblem:
+    """Four to six blocks, nearly all layers of one class, on equal submeshes whose memory forces points to mix."""
+    rng = np.random.default_rng(seed)
+    layers, stages = int(rng.integers(3, 6)), int(rng.integers(1, 4))
+    m = int(rng.choice([1, 2, 4, 16]))
+    points = []
+    for j in range(3):
+        seconds = 3.0 + j + float(rng.integers(0, 3)) / 4
+        memory = (12.0, 7.0, 2.0)[j] + float(rng.integers(0, 3))
+        micro, transient = float(rng.integers(0, 4 - j)), float(rng.integers(0, 3))
+        step, family = float(rng.integers(0, 5)), "aab"[int(rng.integers(3))]
+        points.append(Point(f"p{j}", 0.0, 0.0, seconds, seconds, step, memory, micro, transient, family))
+    per_stage = layers / stages
+    memory = float(round(per_stage * rng.uniform(2, 13))) + 4
+    return PipelineProblem(
+        ("head", *("layer",) * layers),
+        (Submesh("mesh", "all", 2, memory),),
+        {"all": 2 * stages},
+        {("head", "mesh"): (Point("only", 0.0, 0.0, 1.0, 1.0, 0.0, 2.0, 0.0, 0.0),), ("layer", "mesh"): tuple(points)},
+        one_forward_one_backward(m),
+        m,
+        tied=(Tied(0, layers, 1.0, 0.5),) if rng.random() < 0.3 else (),
+        one_family=bool(rng.random() < 0.3),
+    )
+
+
+def transformer_points(rng: np.random.Generator, scale: float, *, correlated: bool) -> tuple[Point, ...]:
+    """Ten points of a layer: three ZeRO stages times three recompute modes, and optimiser offload.
+
+    Not ``correlated``: random times, and memory roughly inverse to them.
+    """
+    points = []
+    if not correlated:
+        for j in range(10):
+            time = float(rng.random()) + 0.5
+            memory = (1.0 + 0.3 * float(rng.random())) / time
+            steady = time * (0.9 + 0.2 * float(rng.random()))
+            points.append(
+                Point(f"r{j}", 0, 0, scale * time, scale * steady, scale * rng.random(), 2 * memory, 0.3 * memory, 0.1)
+            )
+        return tuple(points)
+    for zero, (fixed, step, exposed) in enumerate(((4.0, 0.5, 0.0), (2.2, 0.45, 0.03), (0.6, 0.1, 0.35))):
+        for mode, (extra, micro) in enumerate(((0.0, 0.34), (0.12, 0.19), (1.0, 0.02))):
+            time = scale * (3 + exposed + extra + 0.01 * rng.random())
+            label = f"zero{zero + 1}-recompute{mode}"
+            transient = 0.3 if zero == 2 else 0.1
+            points.append(
+                Point(label, time / 3, time * 2 / 3, time, time, scale * step, fixed, micro, transient, f"zero{zero}")
+            )
+    points.append(Point("offload", 1, 2, scale * 4.05, scale * 4.05, scale * 2, 0.5, 0.02, 0.1, "offload"))
+    return tuple(points)
+
+
+def transformer(
+    seed: int,
+    *,
+    num_layers: int = 126,
+    num_stages: int = 8,
+    memory_share: float = 0.5,
+    correlated: bool = True,
+    one_family: bool = False,
+    num_micro_batches: int = 512,
+) -> PipelineProblem:
+    """Head, equal layers, tail on equal submeshes; ``memory_share`` 1 is ample, 0 hardly fits."""
+    rng = np.random.default_rng(seed)
+    points = {
+        ("head", "mesh"): transformer_points(rng, 0.3e-3, correlated=correlated),
+        ("layer", "mesh"): transformer_points(rng, 1e-3, correlated=correlated),
+        ("tail", "mesh"): transformer_points(rng, 0.8e-3, correlated=correlated),
+    }
+    per_stage = num_layers / num_stages + 1
+    in_flight = min(num_micro_batches, num_stages)
+    needs = [p.fixed_bytes + in_flight * p.micro_bytes for p in points[("layer", "mesh")]]
+    memory = per_stage * (min(needs) + memory_share * (max(needs) - min(needs))) + 1.0
+    return PipelineProblem(
+        ("head", *("layer",) * num_layers, "tail"),
+        (Submesh("mesh", "all", 8, memory),),
+        {"all": 8 * num_stages},
+        points,
+        one_forward_one_backward(num_micro_batches),
+        num_micro_batches,
+        border_bytes=(1.0,) * (num_layers + 2),
+        transfer_seconds={("mesh", "mesh"): 1e-5},
+        tied=(Tied(0, num_layers + 1, 0.5, 1e-4),),
+        one_family=one_family,
+    )

@@ -1,0 +1,140 @@
+"""Pipelines of real depth: uneven cuts in closed form, two stages enumerated whole, time, and the gap to the bound."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import pathlib
+import statistics
+import time
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from search import inter_op
+from search.inter_op import PipelineInfeasibleError, PipelineProblem, Point, Submesh
+
+
+def problems() -> ModuleType:
+    """The generators next to this file."""
+    path = pathlib.Path(__file__).with_name("pipeline_problems.py")
+    spec = importlib.util.spec_from_file_location("pipeline_problems", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PROBLEMS = problems()
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(96, 7), (96, 6), (126, 64), (5, 5), (1, 1)])
+def test_uneven_cuts_have_the_closed_form(layers: int, stages: int) -> None:
+    """One point: the slowest stage has ceil(layers / stages) layers, whatever the degree."""
+    problem = PipelineProblem(
+        ("layer",) * layers,
+        (Submesh("gpu", "all", 1, 1e9),),
+        {"all": stages},
+        {("layer", "gpu"): (Point("only", 1, 2, 3.0, 3.0, 0.25, 1.0, 1.0, 0.0),)},
+        inter_op.one_forward_one_backward(32),
+        32,
+    )
+    found = inter_op.solve_pipeline(problem)
+    most = -(-layers // stages)
+    assert found.objective == pytest.approx(3.0 * layers + 31 * 3.0 * most + 0.25 * most, rel=1e-12)
+    assert len(found.stages) == stages
+    bound = inter_op.lower_bound(problem)
+    assert bound <= found.objective * (1 + 1e-12) and bound >= 0.8 * found.objective
+
+
+def test_six_gpus_of_two_groups_share_ninety_six_layers() -> None:
+    """Four fast and two half as fast GPUs, one per stage, 96 layers: at most 20 layers on a fast, 10 on a slow one."""
+    fast, slow = Point("p", 1, 2, 3.0, 3.0, 0, 1, 0, 0), Point("p", 2, 4, 6.0, 6.0, 0, 1, 0, 0)
+    problem = PipelineProblem(
+        ("layer",) * 96,
+        (Submesh("a100", "a", 1, 1e9), Submesh("v100", "v", 1, 1e9)),
+        {"a": 4, "v": 2},
+        {("layer", "a100"): (fast,), ("layer", "v100"): (slow,)},
+        inter_op.one_forward_one_backward(1000),
+        1000,
+    )
+    found = inter_op.solve_pipeline(problem)
+    # 4 * 19 + 2 * 9 < 96, so 60 seconds; of those cuts the least fill has as many layers as possible on fast GPUs.
+    layers = {"a100": 0, "v100": 0}
+    for stage in found.stages:
+        layers[stage.submesh] += stage.last - stage.first + 1
+    assert layers == {"a100": 80, "v100": 16}
+    assert found.objective == pytest.approx(80 * 3 + 16 * 6 + 999 * 60)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
+    """18 equal layers on two stages: every cut, with every way to count four points on both sides."""
+    rng = np.random.default_rng(seed)
+    layers, m = 18, int(rng.choice([2, 8, 64]))
+    points = []
+    for j in range(4):
+        seconds = rng.random() + 0.5
+        memory = (1 + 0.2 * rng.random()) / seconds
+        figures = (seconds, seconds * (0.9 + 0.2 * rng.random()), rng.random())
+        points.append(Point(f"p{j}", 0, 0, *figures, np.ceil(20 * memory), np.ceil(4 * memory), float(rng.integers(9))))
+    limit = float(rng.choice([220, 260, 300]))
+    problem = PipelineProblem(
+        ("layer",) * layers,
+        (Submesh("gpu", "all", 4, limit),),
+        {"all": 8},
+        {("layer", "gpu"): tuple(points)},
+        inter_op.one_forward_one_backward(m),
+        m,
+    )
+    best = np.inf
+    for cut in range(1, layers):
+        sides = []
+        for size, flying in ((cut, min(m, 2)), (layers - cut, 1)):
+            ways = [np.diff((-1, *bars, size + 3)) - 1 for bars in itertools.combinations(range(size + 3), 3)]
+            counts = np.array(ways)
+            memory = counts @ np.array([p.fixed_bytes + flying * p.micro_bytes for p in points])
+            memory = memory + (np.where(counts > 0, [p.transient_bytes for p in points], 0)).max(axis=1)
+            kept = counts[memory <= limit]
+            sides.append(kept @ np.array([(p.fill_seconds, p.steady_seconds, p.step_seconds) for p in points]))
+        if all(len(side) for side in sides):
+            a, b = sides[0][:, None], sides[1][None]
+            slowest = np.maximum(a[..., 1], b[..., 1])
+            best = min(best, (a[..., 0] + b[..., 0] + (m - 1) * slowest + np.maximum(a[..., 2], b[..., 2])).min())
+    try:
+        found = inter_op.solve_pipeline(problem).objective
+    except PipelineInfeasibleError:
+        found = np.inf
+    assert found == pytest.approx(best, rel=1e-9)
+    assert inter_op.lower_bound(problem) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [2, 8, 64])
+def test_full_size_in_time_and_near_the_bound(num_stages: int) -> None:
+    """126 layers, head and tail, ten points, m = 512; some 30 to 120 ms each on one 2020s core, bounded generously."""
+    seconds = []
+    for correlated, share in itertools.product((True, False), (0.1, 0.4, 0.8)):
+        problem = PROBLEMS.transformer(1, num_stages=num_stages, memory_share=share, correlated=correlated)
+        start = time.process_time()
+        found = inter_op.solve_pipeline(problem)
+        seconds.append(time.process_time() - start)
+        bound = inter_op.lower_bound(problem)
+        assert bound <= found.objective * (1 + 1e-9)
+        # With two layers per stage a fraction of a layer is far from whole ones.
+        assert found.objective <= bound * (1.12 if num_stages == 64 else 1.05)
+    assert statistics.median(seconds) < 0.5 and max(seconds) < 2.0, seconds
+
+
+@pytest.mark.parametrize("one_family", [False, True])
+def test_less_memory_never_helps(one_family: bool) -> None:
+    """Objectives rise as the memory shrinks; forcing one family per stage never lowers them."""
+    objectives = []
+    for share in (1.5, 0.7, 0.4, 0.2, 0.1):
+        problem = PROBLEMS.transformer(3, num_layers=48, num_stages=6, memory_share=share, one_family=one_family)
+        objectives.append(inter_op.solve_pipeline(problem).objective)
+        if one_family:
+            free = PROBLEMS.transformer(3, num_layers=48, num_stages=6, memory_share=share)
+            assert inter_op.solve_pipeline(free).objective <= objectives[-1] * (1 + 1e-9)
+    assert all(less <= more * (1 + 1e-9) for less, more in itertools.pairwise(objectives))
+    assert objectives[-1] > objectives[0]
