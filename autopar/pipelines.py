@@ -23,7 +23,8 @@ from autopar.one_stage import Failure
 from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
 from autopar.price import Pricer, Stored, is_cpu
 from autopar.request import Request, pricer_for, usable_bytes
-from autopar.stage_costs import position_bytes, shared_costs, stage_cost
+from autopar.stage_costs import position_bytes as bytes_of_positions
+from autopar.stage_costs import shared_costs, stage_cost
 from search.inter_op import NothingBelowCutoffError, solve_pipeline
 from search.pipeline_problem import (
     InFlight,
@@ -102,7 +103,9 @@ class PipelineSearch:
     def schedules(self) -> tuple[str, ...]:
         """Those whose closed form is minimised, by the constraints."""
         pinned = self.request.constraints.schedule
-        return (pinned,) if pinned in ("gpipe", "1f1b", "zero-bubble") else SEARCHED_SCHEDULES
+        if pinned is None:
+            return SEARCHED_SCHEDULES
+        return (pinned,) if pinned in HOLDING else ()
 
     def run(self) -> Pipelines:
         """Layouts by their bounds, until none can be better than the best."""
@@ -146,7 +149,7 @@ class PipelineSearch:
     def _schedules(self, layout: Layout) -> tuple[str, ...]:
         """Zero bubble needs a second micro-batch to fill the bubble with."""
         if layout.num_positions == 1:
-            return ("1f1b",)
+            return () if self.request.constraints.schedule else ("1f1b",)
         if self.request.constraints.schedule is None and layout.num_micro_batches == 1:
             return ("1f1b",)
         return self.schedules
@@ -234,7 +237,7 @@ class PipelineSearch:
         axes, sizes = layout.mesh.axes, layout.mesh.sizes
         if layout.num_positions > 1:
             axes, sizes = ("pp", *axes), (layout.num_positions, *sizes)
-        kinds = max(self._position_bytes(layout, schedule, costs, solution), key=lambda k: sum(k.values()))
+        kinds = max(self.position_bytes(layout, schedule, costs, solution), key=lambda k: sum(k.values()))
         reserved = (self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes) - usable
         needed = sum(kinds.values()) + reserved
         return (Failure(needed, Mesh(axes, sizes), layout.num_micro_batches, kinds | {"workspace": reserved}),)
@@ -243,17 +246,18 @@ class PipelineSearch:
         self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
     ) -> float:
         """Of the fullest position, as the prediction will count it."""
-        return max(sum(kinds.values()) for kinds in self._position_bytes(layout, schedule, costs, solution))
+        return max(sum(kinds.values()) for kinds in self.position_bytes(layout, schedule, costs, solution))
 
-    def _position_bytes(
+    def position_bytes(
         self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
     ) -> list[dict[str, float]]:
+        """Bytes by kind of every position, as the prediction will count them."""
         pipeline = pipeline_of(solution, layout.num_positions, schedule, layout.offload)
         borders = (*self.borders(layout), 0.0)
         stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
         staged = [stage_cost(costs, self.blocks, stage, borders[stage.last]) for stage in stages]
         ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
-        return position_bytes(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
+        return bytes_of_positions(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
 
     def problem(
         self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], memory_bytes: float
@@ -283,6 +287,18 @@ class PipelineSearch:
             is_cpu(self.request.cluster),
             self.tied(layout),
             num_stages=(layout.num_positions,),
+        )
+
+    def transfer_seconds(self, layout: Layout, num_bytes: float) -> float:
+        """Of one message between neighbouring positions."""
+        return transfer_seconds(self.pricer(layout), layout.num_positions, num_bytes)
+
+    def promising(self) -> list[tuple[float, Layout]]:
+        """Layouts of several positions by their bounds, whatever their schedule."""
+        costed = ((each, self.costs(each)) for each in self.layouts if each.num_positions > 1 and self.base(each))
+        return sorted(
+            ((self.bound(layout, "1f1b", costs), layout) for layout, costs in costed),
+            key=lambda pair: (pair[0], pair[1].key),
         )
 
     def borders(self, layout: Layout) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from autopar.candidates import candidate_of
 from autopar.choices import Choices
+from autopar.chunked import refined
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.one_stage import OneStage, meshes, nothing_fits, search_one_stage
@@ -50,8 +51,9 @@ def search_plans(request: Request) -> SearchResult:
 
     Raises InfeasibleError with what the smallest plan needs.
     """
-    pipelines = PipelineSearch(request).run()
-    found = [candidate_of(each, request) for each in pipelines.found]
+    search = PipelineSearch(request)
+    pipelines = search.run()
+    found = [candidate_of(each, request) for each in (*pipelines.found, *refined(search, pipelines.found))]
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     one = _one_stage(request, found, fastest * (1 + TIE))
     found += one.candidates

@@ -201,6 +201,48 @@ def bert(
     return Example(model, {"input_ids": inputs, "attention_mask": real.long(), "labels": labels})
 
 
+def t5(
+    *,
+    layers: int = 2,
+    dropout: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    seq_len: int = 16,
+    target_len: int = 8,
+    vocab_size: int = 96,
+    width: int = 32,
+    num_heads: int = 4,
+    **config: Any,
+) -> Example:
+    """T5: an encoder and a decoder of `layers` blocks each, relative position biases, cross-attention, tied embeddings.
+
+    Half of the rows of the encoder's input are padded at their end.
+    """
+    settings = {
+        "vocab_size": vocab_size,
+        "d_model": width,
+        "d_kv": width // num_heads,
+        "d_ff": 4 * width,
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_heads": num_heads,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "dropout_rate": dropout,
+        "feed_forward_proj": "relu",
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+        "eos_token_id": 1,
+        "use_cache": False,
+    }
+    model = _transformers_model("T5ForConditionalGeneration", "T5Config", seed, settings | config)
+    tokens, _ = _tokens_and_labels(seed, batch_size, seq_len, vocab_size)
+    _, labels = _tokens_and_labels(seed + 1, batch_size, target_len, vocab_size)
+    real = torch.arange(seq_len) < seq_len - 3 * (torch.arange(batch_size)[:, None] % 2)
+    inputs = tokens.masked_fill(~real, 0)
+    return Example(model, {"input_ids": inputs, "attention_mask": real.long(), "labels": labels})
+
+
 def vit(
     *,
     layers: int = 2,
@@ -377,6 +419,7 @@ EXAMPLES: Mapping[str, Callable[..., Example]] = {
         qwen2,
         qwen3,
         bert,
+        t5,
         vit,
         nanogpt,
         transformer_encoder,

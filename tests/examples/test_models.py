@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from examples.models import EXAMPLES, IGNORED_LABEL, Example, llama_gqa, mlp, nanogpt, transformer_encoder
 
 NAMES = sorted(EXAMPLES)
-TIED = {"gpt2": "lm_head", "opt": "lm_head", "qwen2": "lm_head", "qwen3": "lm_head", "nanogpt": "head"}
+TIED = {"gpt2": "lm_head", "opt": "lm_head", "qwen2": "lm_head", "qwen3": "lm_head", "t5": "lm_head", "nanogpt": "head"}
 W, V, S = 32, 96, 16  # width, vocabulary, sequence of every default
 
 NORM, LINEAR_W = 2 * W, W * W + W  # LayerNorm; a linear W -> W with bias
@@ -31,6 +31,8 @@ EXPECTED_COUNTS = {
     "qwen2": (LLAMA_BLOCK + 3 * W, V * W + W),
     "qwen3": (LLAMA_BLOCK + 2 * (W // 4), V * W + W),
     "bert": (GPT_BLOCK, V * W + S * W + 2 * W + NORM + (LINEAR_W + NORM + V)),
+    # An encoder block and a decoder block, without biases; 8 buckets of 4 heads on both sides.
+    "t5": (12 * W * W + 2 * W + 16 * W * W + 3 * W, V * W + 2 * W + 2 * 8 * 4),
     "vit": (GPT_BLOCK, (3 * 4 * 4 * W + W) + W + S * W + NORM + (W * 12 + 12)),
     "nanogpt": (GPT_BLOCK, V * W + S * W + NORM),
     "transformer_encoder": (GPT_BLOCK, V * W + (W * 12 + 12)),

@@ -64,5 +64,5 @@ def save_and_load(rank: int, world_size: int, folder: str) -> None:
 def test_continues_under_other_pipelines(tmp_path: Path) -> None:
     run_ranks(save_and_load, 4, str(tmp_path))
     for name in LAYOUTS:
-        # One rank with all stages, then what it saves.
+        # One rank with all stages, and so with both copies of the tied weight.
         check_continuation(make(("interleaved", 1, {})), str(tmp_path / name), reference())
