@@ -230,6 +230,7 @@ def t5(
         "relative_attention_max_distance": 12,
         "dropout_rate": dropout,
         "feed_forward_proj": "relu",
+        "initializer_factor": 0.5,  # of standard deviation 1 for the embeddings, which leave no loss near chance
         "pad_token_id": 0,
         "decoder_start_token_id": 0,
         "eos_token_id": 1,

@@ -160,14 +160,21 @@ class Pipeline:
 
     def _check_names(self) -> None:
         holders: dict[str, int] = {}
+        inputs: dict[tuple[int, str], Param] = {}
         for index, stage in enumerate(self.stages):
             for name, _, _ in stage.parameters():
                 known = any(tied == name and index in stages for tied, stages in self.tied)
                 if name in holders and not known:
                     raise ValueError(f"stages {holders[name]} and {index} hold {name} and it is not in `tied`")
                 holders[name] = index
-            for name in stage.program.RECEIVES:
-                self._sender(name, index)
+            for name, spec in stage.program.RECEIVES.items():
+                sent = self.stages[self._sender(name, index)].program.SENDS[name]
+                if sent.dtype != spec.dtype:
+                    raise ValueError(f"{name!r} is sent as {sent.dtype}, stage {index} receives it as {spec.dtype}")
+            for name, spec in stage.program.INPUTS.items():
+                key = (stage.position, name)
+                if inputs.setdefault(key, spec) != spec:
+                    raise ValueError(f"stages of position {stage.position} take {name!r} in two layouts")
 
     # Tied weights -----------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,23 @@ def test_pipelines_that_cannot_be_are_refused() -> None:
         Pipeline(stages, meshes=((("dp",), (2,)), ((), ())), tied=(("w", (0, 1)),))
     with pytest.raises(ValueError, match="v is tied, but stage 0 has no parameter of that name"):
         Pipeline(stages, tied=(("w", (0, 1)), ("v", (0, 1))))
+    class Wrong(Receiver):
+        PARAMETERS = {}
+        RECEIVES = {"x": Param((4,), dtype="int64")}
+
+    with pytest.raises(ValueError, match="'x' is sent as torch.float32, stage 1 receives it as torch.int64"):
+        Pipeline((Stage(Sender, 0), Stage(Wrong, 1)))
+
+    class First(Sender):
+        INPUTS = {"ids": Param((4,))}
+
+    class Second(Wrong):
+        RECEIVES = {}
+        INPUTS = {"ids": Param((4,), dp="S(0)")}
+
+    Pipeline((Stage(First, 0), Stage(Second, 1)))
+    with pytest.raises(ValueError, match="stages of position 0 take 'ids' in two layouts"):
+        Pipeline((Stage(First, 0), Stage(Second, 0)))
     with pytest.raises(ValueError, match="needs 2 processes .* but 1 run"):
         Pipeline(stages, tied=(("w", (0, 1)),)).create_mesh()
 

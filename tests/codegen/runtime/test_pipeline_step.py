@@ -56,13 +56,13 @@ def lines(name: str, num_positions: int, micro: int) -> tuple[str, ...]:
 def check_training(
     rank: int, name: str, num_positions: int, micro: int, kind: str = "adamw", norm: float | None = None, **options: Any
 ) -> None:
-    """options: of make_pipeline."""
+    """options: of make_pipeline, and some of Step."""
     tolerance = options.pop("tolerance", 1e-12)
-    precision = options.pop("precision", "fp32")
-    case = f"{name}, {num_positions} positions, {micro} micro-batches, {kind}, clipping {norm}, {options}"
+    memory = {key: options.pop(key) for key in ("precision", "offload_optimizer") if key in options}
+    case = f"{name}, {num_positions} positions, {micro} micro-batches, {kind}, clipping {norm}, {options}, {memory}"
     pipeline = make_pipeline(placement(name, num_positions), ROWS // micro, **options)
     schedule = lines(name, num_positions, micro)
-    step = make_step(pipeline, schedule, micro, kind, norm, precision=precision)
+    step = make_step(pipeline, schedule, micro, kind, norm, **memory)
     eager = EagerTraining(kind, norm, bool(pipeline.tied))
     own_line = schedule[pipeline.position_of(rank)].split()
 
@@ -105,7 +105,7 @@ def two_ranks(rank: int, world_size: int) -> None:
     check_training(rank, "zero-bubble", 2, 4, recompute="full")
     check_training(rank, "1f1b", 2, 4, recompute="selective")
     check_training(rank, "1f1b", 2, 1)
-    # All on one position, several stages; and fp32 and bf16.
+    check_training(rank, "zero-bubble-v", 2, 4, norm=0.05, offload_optimizer="host")
     check_training(rank, "1f1b", 2, 4, dtype="float32", tolerance=1e-4, kind="sgd")
     check_training(rank, "zero-bubble-v", 2, 4, dtype="float32", tolerance=0.1, kind="sgd", precision="bf16")
 

@@ -1,0 +1,216 @@
+"""Pipelines of every kind on 4 and 8 gloo processes against the single-process model.
+
+    python -m benchmarks.verify_pipelines [--models gpt2,llama] [--quick] [--only interleaved] [--csv]
+
+Pinned are the layout (pp2, pp4, pp2 x tp2, pp2 x dp2, and pp2 x dp2 x tp2 on eight processes with ZeRO 1, 2 and 3), the
+schedule (all of autopar's), recomputation and where the optimiser's state lives. Models have four or eight layers, so
+that four positions, and two stages per position, have something to compute. Three steps of SGD with momentum each, and
+of AdamW where the state lives on the host; half of the cases with dropout and clipping. A case counts as good when loss,
+gradients and parameters are within 1e-5 of single-process training (fp32; the exceptions for round-off are in
+autopar/verify.py) and the plan that was made is the one that was pinned. Prints a row per case; exits 1 if any is not.
+`--csv` appends the rows to benchmarks/results/verify_pipelines.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.compiled import CompiledProgram
+from autopar.verify import VerifyReport, sgd_with_momentum, verify_program
+from cost_models.machine import Cluster
+from cost_models.schedule import SCHEDULES
+from examples.models import EXAMPLES
+
+ROOT = Path(__file__).resolve().parent.parent
+IDEAL = ROOT / "examples" / "clusters" / "ideal.toml"
+RESULTS = ROOT / "benchmarks" / "results" / "verify_pipelines.csv"
+TOLERANCE = 1e-5
+MODELS = ("gpt2", "opt", "qwen2", "llama", "bert", "t5")
+TWO_STAGES = ("interleaved", "zero-bubble-v")
+"""Schedules that give every position two stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One verification. constraints: what is pinned. full: dropout and clipping."""
+
+    model: str
+    constraints: Mapping[str, Any]
+    full: bool = False
+    optimizer: str = "sgd"
+    factory: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        pinned = self.constraints
+        return int(pinned.get("pp", 1) * pinned.get("dp", 1) * pinned.get("tp", 1))
+
+    @property
+    def text(self) -> str:
+        pinned = " ".join(f"{key}={value}" for key, value in self.constraints.items())
+        own = "".join(f" {key}={value}" for key, value in self.factory.items())
+        return f"{self.model}{own}: {pinned}; {self.optimizer}" + ("; dropout, clipping" if self.full else "")
+
+
+def cases(models: list[str], quick: bool) -> Iterator[Case]:
+    """The matrix: every layout and schedule once per model, and the switches on the layouts that they bear on."""
+    for model in models:
+        yield from _schedules(model, SCHEDULES if not quick else ("1f1b", *TWO_STAGES))
+        yield from _sharded(model, (1, 2, 3) if not quick else (3,))
+        yield from _memory(model, quick)
+
+
+def _schedules(model: str, schedules: tuple[str, ...]) -> Iterator[Case]:
+    for number, schedule in enumerate(schedules):
+        pinned: dict[str, Any] = {"schedule": schedule, "micro_batches": 4}
+        if schedule == "interleaved":
+            pinned["chunks"] = 2
+        layers = {"layers": 8 if schedule in TWO_STAGES else 4}
+        yield Case(model, {"pp": 4, "dp": 1, "tp": 1} | pinned, full=number % 2 == 0, factory=layers)
+        yield Case(model, {"pp": 2, "dp": 1, "tp": 2} | pinned, full=number % 2 == 1, factory={"layers": 4})
+        zero = {"zero": number % 4}
+        yield Case(model, {"pp": 2, "dp": 2, "tp": 1} | zero | pinned, full=number % 2 == 0, factory={"layers": 4})
+    yield Case(model, {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2}, factory={"layers": 4})
+
+
+def _sharded(model: str, stages: tuple[int, ...]) -> Iterator[Case]:
+    """Everything at once, on eight processes."""
+    for zero in stages:
+        for schedule in ("1f1b", "zero-bubble", "interleaved"):
+            pinned: dict[str, Any] = {"pp": 2, "dp": 2, "tp": 2, "zero": zero, "schedule": schedule, "micro_batches": 4}
+            if schedule == "interleaved":
+                pinned["chunks"] = 2
+            yield Case(model, pinned, full=zero != 2, factory={"layers": 4})
+
+
+def _memory(model: str, quick: bool) -> Iterator[Case]:
+    """Recomputation and offload, on pipelines and without."""
+    pipeline = {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "micro_batches": 2}
+    for recompute in ("none", "selective", "full"):
+        for schedule in ("1f1b", "zero-bubble"):
+            pinned = pipeline | {"recompute": recompute, "schedule": schedule}
+            yield Case(model, pinned, full=True, factory={"layers": 4})
+    if not quick:
+        for recompute in ("selective", "full"):
+            plain = {"pp": 1, "dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, "recompute": recompute}
+            yield Case(model, plain, full=True, factory={"layers": 4})
+    for optimizer in ("sgd", "adamw"):
+        pinned = pipeline | {"offload": "optimizer", "recompute": "full"}
+        yield Case(model, pinned, full=optimizer == "sgd", optimizer=optimizer, factory={"layers": 4})
+
+
+def compiled(case: Case, cluster: Cluster) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
+    """The program of a case and its batch."""
+    example = EXAMPLES[case.model](dropout=0.1 if case.full else 0.0, batch_size=8, **case.factory)
+    program = autopar.compile(
+        example.model,
+        cluster,
+        example_inputs=example.inputs,
+        loss_fn=example.loss_fn,
+        optimizer=torch.optim.AdamW if case.optimizer == "adamw" else sgd_with_momentum,
+        constraints=case.constraints,
+    )
+    return program, example.inputs
+
+
+def not_as_pinned(case: Case, program: CompiledProgram) -> str:
+    """What of the plan is not what was pinned; "" where all is."""
+    plan, pinned = program.plan, case.constraints
+    modes = {
+        mode for stage in plan.pipeline.stages for runs in stage.recompute.values() for mode, number in runs if number
+    } or {"none"}
+    found = {
+        "pp": plan.pipeline.num_positions,
+        "dp": plan.mesh.size("dp"),
+        "tp": plan.mesh.size("tp"),
+        "micro_batches": plan.num_micro_batches,
+        "schedule": plan.pipeline.schedule,
+        "chunks": plan.pipeline.num_chunks,
+        "recompute": ", ".join(sorted(modes)),
+        "offload": plan.pipeline.offload,
+    }
+    wrong = [f"{key} is {found[key]}" for key in found.keys() & pinned.keys() if found[key] != pinned[key]]
+    zeros = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()}
+    if "zero" in pinned and max(zeros) != pinned["zero"]:
+        wrong.append(f"zero is {max(zeros)}")
+    return "; ".join(sorted(wrong))
+
+
+def run(case: Case, cluster: Cluster) -> tuple[str, VerifyReport | None]:
+    """(what is wrong, the errors); a plan that is not as pinned is not run."""
+    program, inputs = compiled(case, cluster)
+    wrong = not_as_pinned(case, program)
+    if wrong:
+        return wrong, None
+    report = verify_program(program, inputs, max_grad_norm=0.5 if case.full else None)
+    return "" if report.ok(TOLERANCE) else "beyond the tolerance", report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--only", default="", help="cases whose text contains this")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--csv", action="store_true")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    rows: list[list[Any]] = []
+    chosen = [c for c in cases(options.models.split(","), options.quick) if options.only in c.text]
+    for case in chosen:
+        started = time.perf_counter()
+        try:
+            wrong, report = run(case, cluster_of(case.num_ranks))
+        except Exception as error:  # one row; the others must still run
+            wrong, report = f"{type(error).__name__}: {str(error)[-300:]}", None
+        errors = (report.loss, report.largest_gradient, report.largest_parameter) if report else (float("nan"),) * 3
+        own = [report.floors[n] for n, e in report.parameters.items() if e > TOLERANCE] if report else []
+        floor = max(own, default=0.0)
+        rows.append([case.text, case.num_ranks, not wrong, *(f"{e:.2e}" for e in errors), f"{floor:.2e}", wrong])
+        print(
+            f"{'BAD' if wrong else 'ok '} {case.text:<100} loss {errors[0]:.1e} gradient {errors[1]:.1e} "
+            f"parameter {errors[2]:.1e}  {time.perf_counter() - started:.1f} s" + (f"\n    {wrong}" if wrong else ""),
+            flush=True,
+        )
+    failed = sum(not row[2] for row in rows)
+    worst = [max((float(r[i]) for r in rows if r[i] != "nan"), default=0.0) for i in (3, 4, 5)]
+    print(
+        f"\n{len(rows)} cases, {failed} not good; "
+        f"worst loss {worst[0]:.2e}, gradient {worst[1]:.2e}, parameter {worst[2]:.2e}"
+    )
+    if options.csv:
+        _write(rows)
+    return 1 if failed else 0
+
+
+def cluster_of(num_ranks: int) -> Cluster:
+    """The cluster on which sharding always pays, with this many devices."""
+    return replace(Cluster.from_toml(IDEAL), devices_per_node=num_ranks)
+
+
+def _write(rows: list[list[Any]]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            head = ["date", "torch", "case", "processes", "ok", "loss_error", "gradient_error", "parameter_error"]
+            writer.writerow([*head, "reference_error", "note"])
+        for row in rows:
+            writer.writerow([datetime.date.today().isoformat(), torch.__version__, *row])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
