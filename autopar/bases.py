@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.block_costs import BlockCost, activity_costs
 from autopar.choices import Choices
-from autopar.mesh import Mesh
+from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Rp
 from autopar.price import Pricer, Stored
 from autopar.request import Request, decode, pricer_for
@@ -33,11 +34,16 @@ TYPICAL_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Decisions on a mesh of at most two data-parallel ranks, and what they cost per micro-batch without parameters."""
+    """Decisions for a mesh, and what they cost per micro-batch without parameters.
+
+    costed: a mesh of which one rank does the same as one of `mesh`, with decisions and rows for all its ranks.
+    """
 
     mesh: Mesh
     choices: Choices
     costs: Mapping[str, BlockCost]
+    costed: Mesh
+    costed_choices: Choices
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
         """The stored parameters with a ZeRO stage wherever one is possible."""
@@ -62,30 +68,41 @@ class Bases:
     request: Request
     typical_rows: int | None = None
     _choices: dict[Key, Choices | None] = field(default_factory=dict)
-    _bases: dict[Key, Base | None] = field(default_factory=dict)
+    _bases: dict[tuple[Mesh, int, float], Base | None] = field(default_factory=dict)
+    _costs: dict[tuple[Mesh, int, float], dict[str, BlockCost]] = field(default_factory=dict)
     _spaces: dict[tuple[int, bool, int], Space] = field(default_factory=dict)
     _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
 
-    def base(self, tp: int, has_dp: bool, rows: int, price: float) -> Base | None:
-        """For `tp` ranks that share `rows` rows of a micro-batch; None where the constraints leave nothing."""
-        key = (tp, has_dp, rows, price)
+    def base(self, mesh: Mesh, rows: int, price: float) -> Base | None:
+        """For a mesh whose tensor-parallel ranks share `rows` rows of a micro-batch; None where the constraints leave
+        nothing."""
+        key = (mesh, rows, price)
         if key not in self._bases:
             self._bases[key] = self._make(*key)
         return self._bases[key]
 
-    def _make(self, tp: int, has_dp: bool, rows: int, price: float) -> Base | None:
-        typical = self.typical_rows
+    def _make(self, mesh: Mesh, rows: int, price: float) -> Base | None:
+        tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
         fits_dp = 2 * tp <= self.request.cluster.num_devices
-        choices = self.choices(tp, has_dp or (typical is not None and fits_dp), typical or rows, price)
+        solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
+        choices = self.choices(tp, solved_with_data, self.typical_rows or rows, price)
         if choices is None:
             return None
-        mesh = named_mesh(2 if has_dp else 1, tp)
-        if _num_axes(choices) > len(mesh.axes):
-            choices = without_first_axis(choices)
-        whole = rows * mesh.size("dp")
-        costs = activity_costs(self.request.trace.estimate(whole), self.operators(whole), self.pricer(mesh), choices)
-        return Base(mesh, choices, costs)
+        axes = named_mesh(2 if solved_with_data else 1, tp).axes
+        # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
+        costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp)
+        costed_choices = on_axes(choices, axes, costed.axes)
+        key = (costed, rows, price)
+        if key not in self._costs:
+            whole = rows * costed.num_data_ranks
+            graph = self.request.trace.estimate(whole)
+            self._costs[key] = activity_costs(graph, self.operators(whole), self.pricer(costed), costed_choices)
+        return Base(mesh, on_axes(choices, axes, mesh.axes), self._costs[key], costed, costed_choices)
+
+    def priced_for(self, request: Request) -> Bases:
+        """The same decisions for another cluster: only what they cost is found anew."""
+        return Bases(request, self.typical_rows, dict(self._choices), _operators=dict(self._operators))
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
         """Of the graph at `rows` rows over all ranks."""
@@ -111,7 +128,7 @@ class Bases:
         key = (tp, has_dp, rows)
         if key not in self._spaces:
             mesh = named_mesh(2 if has_dp else 1, tp)
-            whole = rows * mesh.size("dp")
+            whole = rows * mesh.num_data_ranks
             limits = replace(self.request.constraints, zero=0 if has_dp else None)
             graph = self.request.trace.estimate(whole)
             self._spaces[key] = build_space(graph, self.operators(whole), self.pricer(mesh), limits, None)
@@ -123,19 +140,21 @@ class Bases:
         return decode(space, solve(_charged(space.problem, seconds_per_byte)).choices)
 
 
-def _num_axes(choices: Choices) -> int:
-    return len(next(iter(choices.operators.values())).axes)
+def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
+    """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
+    each, and an axis that is left out had one rank."""
+    source = [axes.index("dp" if axis in DATA_AXES else axis) for axis in wanted]
 
+    def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in source)
 
-def without_first_axis(choices: Choices) -> Choices:
-    """The same decisions on a mesh that lacks the first axis."""
     return Choices(
         {
-            key: Option(o.axes[1:], tuple(p[1:] for p in o.inputs), tuple(p[1:] for p in o.outputs))
+            key: Option(pick(o.axes), tuple(pick(p) for p in o.inputs), tuple(pick(p) for p in o.outputs))
             for key, o in choices.operators.items()
         },
-        {key: placements[1:] for key, placements in choices.tensors.items()},
-        {key: Stored(s.placements[1:], 0) for key, s in choices.parameters.items()},
+        {key: pick(placements) for key, placements in choices.tensors.items()},
+        {key: Stored(pick(s.placements), 0) for key, s in choices.parameters.items()},
     )
 
 
@@ -145,7 +164,8 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
     return replace(problem, variables=variables)
 
 
-def named_mesh(dp: int, tp: int) -> Mesh:
-    """dp x tp without axes of one rank."""
-    named = [(a, n) for a, n in (("dp", dp), ("tp", tp)) if n > 1]
+def named_mesh(dp: int, tp: int, ddp: int = 1, tp_first: bool = False) -> Mesh:
+    """ddp x dp x tp without axes of one rank; tp_first: neighbours differ in dp, and tp joins distant ranks."""
+    data = [("ddp", ddp), ("dp", dp)]
+    named = [(a, n) for a, n in ([("tp", tp), *data] if tp_first else [*data, ("tp", tp)]) if n > 1]
     return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))

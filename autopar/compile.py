@@ -16,7 +16,7 @@ from autopar.choices import expand
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.constraints import Constraints
-from autopar.errors import ConstraintError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planner import SearchResult, price_plan, search_plans
@@ -66,12 +66,45 @@ def compile(  # noqa: A001
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
     """
-    if precision not in ("fp32", "bf16"):
-        raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
     if kernels not in KERNEL_CHOICES:
         raise ConstraintError("kernels is not supported", values=repr(kernels), alternatives="auto, on or off")
-    cluster = as_cluster(cluster_spec)
     factory = optimizer or torch.optim.AdamW
+    request = request_of(
+        model,
+        cluster_spec,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        global_batch_size=global_batch_size,
+        optimizer=factory,
+        precision=precision,
+        constraints=constraints,
+    )
+    if plan is not None:
+        result = reprice(request, Plan.from_file(plan) if isinstance(plan, str) else plan)
+    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        result = _plan_on_rank_0(request)
+    else:
+        result = advised_search(request)
+    best, cluster = result.best, request.cluster
+    program = program_of(best, fused=kernels == "on" or (kernels == "auto" and not is_cpu(cluster)))
+    return CompiledProgram(model, cluster, factory, best, result, program, source_of(program), loss_fn, request)
+
+
+def request_of(
+    model: nn.Module,
+    cluster_spec: Cluster | str,
+    *,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    global_batch_size: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: str = "fp32",
+    constraints: Mapping[str, Any] | None = None,
+) -> Request:
+    """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
+    if precision not in ("fp32", "bf16"):
+        raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
+    cluster = as_cluster(cluster_spec)
     batch = name_inputs(model, example_inputs, loss_fn)
     rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -84,16 +117,17 @@ def compile(  # noqa: A001
     traced = BatchedTrace(trace_at)
     limits = Constraints.parse(constraints)
     limits.check(traced(rows))
-    request = Request(traced, cluster, rows, precision, training_of(factory, precision), limits)
-    if plan is not None:
-        result = reprice(request, Plan.from_file(plan) if isinstance(plan, str) else plan)
-    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        result = _plan_on_rank_0(request)
-    else:
-        result = search_plans(request)
-    best = result.best
-    program = program_of(best, fused=kernels == "on" or (kernels == "auto" and not is_cpu(cluster)))
-    return CompiledProgram(model, cluster, factory, best, result, program, source_of(program), loss_fn)
+    return Request(traced, cluster, rows, precision, training_of(optimizer or torch.optim.AdamW, precision), limits)
+
+
+def advised_search(request: Request) -> SearchResult:
+    """search_plans, whose error says what else would do where nothing fits."""
+    try:
+        return search_plans(request)
+    except InfeasibleError as error:
+        from autopar.explain.rescue import advised
+
+        raise advised(request, error) from None
 
 
 def reprice(request: Request, plan: Plan) -> SearchResult:
@@ -104,7 +138,7 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
             values=f"{plan.layout} for {request.cluster.num_devices} devices",
             alternatives="a cluster of that size, or a new plan",
         )
-    if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.size("dp")):
+    if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
         raise PlanError(
             "the plan's micro-batches do not divide its batch",
             values={
@@ -117,7 +151,7 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
     check_pipeline(plan, graph)
     choices = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, choices)
-    return SearchResult((candidate,), (), ())
+    return SearchResult((candidate,), (), (), is_given=True)
 
 
 def check_pipeline(plan: Plan, graph: Graph) -> None:
@@ -165,7 +199,7 @@ def _plan_on_rank_0(request: Request) -> SearchResult:
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            message = [search_plans(request).best.plan.to_yaml()]
+            message = [advised_search(request).best.plan.to_yaml()]
         except Exception as error:  # must reach the other ranks, which wait for a plan
             message = [error]
     dist.broadcast_object_list(message, src=0)

@@ -23,7 +23,7 @@ from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.plan import Plan
 from autopar.planner import SearchResult
-from autopar.request import Candidate
+from autopar.request import Candidate, Request
 from autopar.trace import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
@@ -38,6 +38,7 @@ class CompiledProgram:
     """A planned and generated program.
 
     best: the chosen candidate (plan, graph, choices). result: it and its runner-ups. source: the text of model.py.
+    request: what was planned for; it stays behind when the program is sent to another process.
     """
 
     model: nn.Module
@@ -48,6 +49,10 @@ class CompiledProgram:
     program: Program | PipelineProgram
     source: str
     loss_fn: Callable[..., torch.Tensor] | None = None
+    request: Request | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "request": None}
 
     @property
     def plan(self) -> Plan:
@@ -59,6 +64,15 @@ class CompiledProgram:
         from autopar.report import render_report
 
         return render_report(self)
+
+    def explain(self, seconds: float = 60.0) -> str:
+        """Why this plan: what binds it and what every other decision would cost, found by planning again.
+
+        seconds: after which no further question is asked. Raises PlanError on a program that came from another process.
+        """
+        from autopar.explain import explain, render_explanation
+
+        return render_explanation(explain(self, seconds=seconds))
 
     def save(self, directory: str | Path, *, weights: bool = True) -> Path:
         """Write the program as a folder that needs torch only; returns it.

@@ -3,6 +3,7 @@
 A plain dict:
 
     {"pp": 2, "dp": 2, "tp": 2,                           pipeline positions, degrees of mesh axes
+     "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
      "recompute": "full",                                 of every layer: none, selective or full
@@ -30,8 +31,8 @@ from autopar.price import Stored
 from autopar.strategies import Operator, Option, Scope, scopes_of
 from cost_models.schedule import SCHEDULES
 
-_AXES = ("pp", "dp", "tp")
-_SHARDING_AXES = ("dp", "tp")
+_AXES = ("pp", "ddp", "dp", "tp")
+_SHARDING_AXES = ("ddp", "dp", "tp")
 _SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,

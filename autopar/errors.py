@@ -60,7 +60,15 @@ class PlanError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """Nothing fits: no mesh for this number of devices, or no plan inside a budget."""
+    """Nothing fits: no mesh for this number of devices, or no plan inside a budget.
+
+    needed_bytes: a budget per rank that is enough, where one is known.
+    """
+
+    needed_bytes: int | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return *super().__reduce__(), {"needed_bytes": self.needed_bytes}
 
 
 class WorldSizeError(AutoparError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.bases import PRICES, named_mesh
@@ -11,6 +11,10 @@ from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.price import is_cpu
 from autopar.request import Request, divisors
+from cost_models.machine import Cluster
+
+GROUP_NODES = (1, 2, 4)
+"""ZeRO groups smaller than the data axis fill as many nodes."""
 
 TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
@@ -57,8 +61,35 @@ def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
             for zero in pinned:
                 for price in PRICES:
                     for offload in _offloads(request):
-                        mesh = named_mesh(dp, tp)
-                        yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
+                        for mesh in meshes_of(request, num_positions, dp, tp, zero or 0):
+                            yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
+
+
+def meshes_of(request: Request, num_positions: int, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
+    """How `dp` data-parallel and `tp` tensor-parallel ranks may lie on the nodes of a position.
+
+    ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
+    gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
+    tp joins neighbours, unless the links between nodes are faster than those inside.
+    """
+    cluster, pinned = request.cluster, request.constraints.degrees.get("ddp")
+    groups = [pinned] if pinned is not None else [1]
+    if pinned is None and zero and "dp" not in request.constraints.degrees:
+        ranks = [cluster.devices_per_node * nodes // tp for nodes in GROUP_NODES]
+        groups += [dp // size for size in ranks if 1 < size < dp and dp % size == 0]
+    is_inverted = inter_node_rate(cluster) > cluster.intra_node.achievable_bytes_per_second
+    spans_nodes = dp * tp > cluster.devices_per_node > 1
+    for ddp in dict.fromkeys(groups):
+        if dp % ddp == 0:
+            yield named_mesh(dp // ddp, tp, ddp)
+            if is_inverted and spans_nodes and 1 < tp < dp * tp:
+                yield named_mesh(dp // ddp, tp, ddp, tp_first=True)
+
+
+def inter_node_rate(cluster: Cluster) -> float:
+    """Bytes per second of one device over the links between nodes."""
+    link = cluster.inter_node
+    return link.achievable_bytes_per_second / (cluster.devices_per_node if link.shared_by_node else 1)
 
 
 def _offloads(request: Request) -> tuple[str, ...]:
@@ -79,7 +110,7 @@ def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
         for tp in divisors(devices // positions)
         if tp <= most or tp == degrees.get("tp")
     ]
-    wanted = [s for s in found if all(degrees.get(a, n) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
+    wanted = [s for s in found if _agrees(degrees, s)]
     if not wanted:
         pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
@@ -96,6 +127,14 @@ def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
             alternatives=f"a batch that is a multiple of {min(dp for _, dp, _ in wanted)}",
         )
     return legal
+
+
+def _agrees(degrees: Mapping[str, int], shape: tuple[int, int, int]) -> bool:
+    """Whether a (positions, data ranks, tp) has the pinned degrees."""
+    positions, data, tp = shape
+    ddp, dp = degrees.get("ddp", 1), degrees.get("dp")
+    is_data = data % ddp == 0 if dp is None else data == ddp * dp
+    return degrees.get("pp", positions) == positions and degrees.get("tp", tp) == tp and is_data
 
 
 def _text(shape: tuple[int, int, int]) -> str:

@@ -19,7 +19,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     """`with LiveBytes() as live:` counts storages that operators (forward, backward, optimiser) make on this thread.
 
     num_bytes: alive now. peak_bytes: the most since the start or the last `reset_peak`. Tensors made before are not
-    counted, nor is memory inside a communication library. Slows every operator by some ten microseconds.
+    counted, nor is memory inside a communication library. A storage that is seen at two sizes (gathered parameters are
+    freed and filled again) is measured anew at every operator from then on. Slows every operator by some ten
+    microseconds.
     """
 
     def __init__(self) -> None:
@@ -27,32 +29,49 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.num_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._resized: set[int] = set()
 
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
+        self._measure_resized()
         self.peak_bytes = self.num_bytes
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        before = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = {id(storage) for storage in given}
+        for storage in given:
+            if self._sizes.get(id(storage), storage.nbytes()) != storage.nbytes():
+                self._resized.add(id(storage))
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 storage = leaf.untyped_storage()
                 if id(storage) not in before:
                     self._count(storage)
+        self._measure_resized()
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = id(storage), storage.nbytes()
+        key = id(storage)
         if key in self._alive:
             return
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._alive[key]
-            self.num_bytes -= num_bytes
+            self._resized.discard(key)
+            self.num_bytes -= self._sizes.pop(key)
 
         self._alive[key] = weakref.ref(storage, freed)
-        self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._sizes[key] = storage.nbytes()
+        self.num_bytes += self._sizes[key]
+
+    def _measure_resized(self) -> None:
+        for key in self._resized:
+            storage = self._alive[key]()
+            if storage is not None:
+                self.num_bytes += storage.nbytes() - self._sizes[key]
+                self._sizes[key] = storage.nbytes()

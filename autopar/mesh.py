@@ -10,7 +10,11 @@ import math
 import re
 from dataclasses import dataclass
 
-AXIS_NAMES = ("pp", "dp", "cp", "ep", "tp")
+AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
+"""Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism."""
+
+DATA_AXES = ("ddp", "dp")
+"""Axes that shard the batch. ZeRO shards over `dp` alone; over `ddp` are copies of its shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,11 @@ class Mesh:
     def size(self, axis: str) -> int:
         """The axis' size; 1 for an axis that the mesh does not have."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that have different rows of the batch."""
+        return math.prod(self.size(axis) for axis in DATA_AXES)
 
     def stride(self, axis: str) -> int:
         """Distance between neighbouring ranks of one group of `axis`."""

@@ -36,6 +36,7 @@ RESERVED = frozenset(
         "torch",
         "F",
         "nn",
+        "ddp",
         "dp",
         "tp",
         "cp",

@@ -213,7 +213,7 @@ def nothing_fits(request: Request, failures: list[Failure], others: tuple[Failur
         return InfeasibleError("no plan exists under these constraints", values="; ".join(f.where for f in failures))
     needed = math.ceil(smallest.num_bytes)
     kinds = sorted(smallest.kinds.items(), key=lambda pair: -pair[1])
-    return InfeasibleError(
+    error = InfeasibleError(
         "no plan fits the memory of one rank",
         values={
             "memory per rank": bytes_text(request.constraints.memory_bytes or request.cluster.device.memory_bytes),
@@ -225,6 +225,8 @@ def nothing_fits(request: Request, failures: list[Failure], others: tuple[Failur
             "more devices, a smaller batch or sequence, or bf16 precision",
         ],
     )
+    error.needed_bytes = needed
+    return error
 
 
 def _tightened(failure: Failure, request: Request) -> Failure:

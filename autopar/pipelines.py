@@ -83,11 +83,15 @@ class Pipelines:
 
 @dataclass
 class PipelineSearch:
-    """All that layouts of one request share: bases, blocks, prices of parameters."""
+    """All that layouts of one request share: bases, blocks, prices of parameters.
+
+    shared_bases: of another request that differs only in what bases do not depend on (see bases.py).
+    """
 
     request: Request
-    _stored: dict[tuple[int, int, int, float, str], dict[str, StoredCost]] = field(default_factory=dict)
-    _borders: dict[tuple[int, bool, int, float], tuple[float, ...]] = field(default_factory=dict)
+    shared_bases: Bases | None = None
+    _stored: dict[tuple[Mesh, int, float, str], dict[str, StoredCost]] = field(default_factory=dict)
+    _borders: dict[tuple[Mesh, int, float], tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph = self.request.trace(self.request.global_batch_size)
@@ -97,7 +101,7 @@ class PipelineSearch:
         self.shared = shared_parameters(self.graph)
         self.layouts = tuple(layouts(self.request, len(self.blocks)))
         kinds = {(each.mesh.size("tp"), each.rows) for each in self.layouts}
-        self.bases = Bases(self.request, None if len(kinds) <= EXACT_BASES else TYPICAL_ROWS)
+        self.bases = self.shared_bases or Bases(self.request, None if len(kinds) <= EXACT_BASES else TYPICAL_ROWS)
 
     @cached_property
     def schedules(self) -> tuple[str, ...]:
@@ -184,14 +188,14 @@ class PipelineSearch:
 
     def base(self, layout: Layout) -> Base | None:
         """The decisions that a layout's mesh shares with all meshes of its tensor-parallel degree."""
-        return self.bases.base(layout.mesh.size("tp"), "dp" in layout.mesh.axes, layout.rows, layout.price)
+        return self.bases.base(layout.mesh, layout.rows, layout.price)
 
     def costs(self, layout: Layout) -> dict[str, BlockCost]:
         """Every block with its parameters on this layout."""
         base = self.base(layout)
         assert base is not None
         mesh = layout.mesh
-        key = (mesh.size("dp"), mesh.size("tp"), layout.zero, layout.price, layout.offload)
+        key = (mesh, layout.zero, layout.price, layout.offload)
         if key not in self._stored:
             pricer = self.pricer(layout)
             self._stored[key] = stored_costs(self.graph, pricer, base.parameters(layout.zero), self.homes)
@@ -305,10 +309,10 @@ class PipelineSearch:
         """Bytes per micro-batch and rank at every border."""
         base = self.base(layout)
         assert base is not None
-        key = (layout.mesh.size("tp"), "dp" in layout.mesh.axes, layout.rows, layout.price)
+        key = (base.costed, layout.rows, layout.price)
         if key not in self._borders:
-            graph = self.request.trace.estimate(layout.rows * base.mesh.size("dp"))
-            self._borders[key] = border_bytes(graph, base.mesh, base.choices)
+            graph = self.request.trace.estimate(layout.rows * base.costed.num_data_ranks)
+            self._borders[key] = border_bytes(graph, base.costed, base.costed_choices)
         return self._borders[key]
 
     def tied(self, layout: Layout) -> tuple[Tied, ...]:

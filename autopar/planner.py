@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.bases import Bases
 from autopar.candidates import candidate_of
 from autopar.choices import Choices
 from autopar.chunked import refined
@@ -34,24 +35,25 @@ TIE = 1e-9
 class SearchResult:
     """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, layout) that could not win.
 
-    infeasible: what did not fit, in words.
+    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given.
     """
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[tuple[float, str], ...]
     infeasible: tuple[str, ...]
+    is_given: bool = False
 
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
 
 
-def search_plans(request: Request) -> SearchResult:
-    """The best plan of each layout that can still win, fastest first.
+def search_plans(request: Request, shared_bases: Bases | None = None) -> SearchResult:
+    """The best plan of each layout that can still win, fastest first. shared_bases: as in PipelineSearch.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
-    search = PipelineSearch(request)
+    search = PipelineSearch(request, shared_bases)
     pipelines = search.run()
     found = [candidate_of(each, request) for each in (*pipelines.found, *refined(search, pipelines.found))]
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
@@ -72,11 +74,12 @@ def search_plans(request: Request) -> SearchResult:
 def _one_stage(request: Request, found: list[Candidate], fastest: float) -> OneStage:
     """The exact search, where the constraints and the size of the cluster leave room for it."""
     limits = request.constraints
-    is_open = limits.degrees.get("pp", 1) == 1 and limits.recompute in (None, "none") and not limits.offload
+    one_stage = limits.degrees.get("pp", 1) == limits.degrees.get("ddp", 1) == 1
+    is_open = one_stage and limits.recompute in (None, "none") and not limits.offload
     if not is_open or limits.schedule is not None:
         return OneStage((), (), ())
     if request.cluster.num_devices > ONE_STAGE_DEVICES:
-        plain = [c.plan for c in found if c.plan.pipeline.is_plain]
+        plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
         if not plain:
             return OneStage((), (), ())
         best = min(plain, key=lambda plan: plan.prediction.step_seconds)
@@ -116,10 +119,13 @@ def _refuse_idle(best: Candidate, request: Request) -> None:
 
     Where it could be divided but communication would cost more (a tiny model), the plan stands and says so itself.
     """
+    plan = best.plan
+    if not plan.mesh.axes or plan.pipeline.num_positions > 1 or request.constraints.degrees:
+        return
     options = best.choices.operators.values()
     is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
     can_split = any(mesh.size("dp") > 1 for mesh in meshes(request))
-    if is_split or can_split or not best.plan.mesh.axes or request.constraints.degrees:
+    if is_split or can_split:
         return
     rows, devices = request.global_batch_size, request.cluster.num_devices
     raise InfeasibleError(

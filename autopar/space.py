@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.constraints import Constraints
 from autopar.graph import Graph, LayerRun, Ref, TensorMeta
-from autopar.mesh import Mesh
+from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Placement, Placements, R, Rp, S, divides
 from autopar.price import Pricer, Stored
 from autopar.reshard import steps
@@ -206,7 +206,7 @@ class _Builder:
         """A batch tensor can be cut anywhere for free: dp along the batch, other axes along any other dim."""
         per_axis = []
         for axis in self.pricer.mesh.axes:
-            dims = [batch_dim] if axis == "dp" else [d for d in range(len(meta.shape)) if d != batch_dim]
+            dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]
             per_axis.append([R, *(S(d) for d in dims if d is not None)])
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.pricer.mesh.sizes))
 

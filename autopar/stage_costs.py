@@ -89,10 +89,18 @@ def _top_transient(costs: Mapping[str, BlockCost], blocks: Sequence[str]) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A pipeline's prediction, with the simulated timeline that it comes from."""
+    """A pipeline's prediction, with the simulated timeline that it comes from.
+
+    stages: in model order; home: their positions. once: of each position, what it does once per step, seconds by kind.
+    memory: bytes by kind of one rank of each position.
+    """
 
     prediction: Prediction
     timeline: Timeline
+    stages: tuple[StageCost, ...]
+    home: tuple[int, ...]
+    once: tuple[Mapping[str, float], ...]
+    memory: tuple[Mapping[str, float], ...]
 
 
 def simulated(
@@ -124,7 +132,8 @@ def simulated(
         seconds[kind] += value
     memory = [kinds | workspace for kinds in position_bytes(stages, pipeline, num_micro_batches, shared)]
     fullest = max(memory, key=lambda kinds: sum(kinds.values()))
-    return Simulated(Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ()), timeline)
+    prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
+    return Simulated(prediction, timeline, tuple(stages), home, tuple(once for _, once in tables), tuple(memory))
 
 
 def shared_costs(

@@ -1,8 +1,8 @@
 """Rule x mesh -> the options of every operator.
 
-The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` shards the factor that runs over the
-batch, every other axis shards any other factor. Which factor is the batch's is found by following the batch dim of
-the inputs through the rules. Section counts (fused QKV, merged dims) travel the same way, from the operator that
+The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` and `ddp` shard the factor that runs
+over the batch, every other axis shards any other factor. Which factor is the batch's is found by following the batch
+dim of the inputs through the rules. Section counts (fused QKV, merged dims) travel the same way, from the operator that
 needs them to the ones that can provide them.
 """
 
@@ -14,13 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta
-from autopar.mesh import Mesh
+from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Placement, Placements, R, Rp, S, divides
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options, find_factor
 
-DATA_AXES = ("dp",)
 Sections = dict[str, tuple[int, ...]]
 
 

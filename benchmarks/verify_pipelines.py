@@ -4,10 +4,10 @@
 
 Pinned are the layout (pp2, pp4, pp2 x tp2, pp2 x dp2, and pp2 x dp2 x tp2 on eight processes with ZeRO 1, 2 and 3), the
 schedule (all of autopar's), recomputation and where the optimiser's state lives. Models have four or eight layers, so
-that four positions, and two stages per position, have something to compute. Three steps of SGD with momentum each, and
-of AdamW where the state lives on the host; half of the cases with dropout and clipping. A case counts as good when loss,
-gradients and parameters are within 1e-5 of single-process training (fp32; the exceptions for round-off are in
-autopar/verify.py) and the plan that was made is the one that was pinned. Prints a row per case; exits 1 if any is not.
+that four positions, and two stages per position, have something to compute. Three steps each of SGD with momentum, or
+AdamW; many cases with dropout and clipping. A case is good when loss, gradients and parameters are within 1e-5 of
+single-process training (fp32; autopar/verify.py has the exceptions for round-off) and the plan that was made is the one
+that was pinned. Prints a row per case; exits 1 if any is not good.
 `--csv` appends the rows to benchmarks/results/verify_pipelines.csv.
 """
 
@@ -111,6 +111,15 @@ def _memory(model: str, quick: bool) -> Iterator[Case]:
         yield Case(model, pinned, full=optimizer == "sgd", optimizer=optimizer, factory={"layers": 4})
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW with an epsilon far above fp32's round-off in gradients, of which the usual 1e-8 makes whole steps.
+
+    With that, four layers of GPT-2 on plain dp4 are off by 1e-4 of single-process training after three steps, and
+    single-process training by as much of fp64.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, weight_decay=0.1)
+
+
 def compiled(case: Case, cluster: Cluster) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
     """The program of a case and its batch."""
     example = EXAMPLES[case.model](dropout=0.1 if case.full else 0.0, batch_size=8, **case.factory)
@@ -119,7 +128,7 @@ def compiled(case: Case, cluster: Cluster) -> tuple[CompiledProgram, dict[str, t
         cluster,
         example_inputs=example.inputs,
         loss_fn=example.loss_fn,
-        optimizer=torch.optim.AdamW if case.optimizer == "adamw" else sgd_with_momentum,
+        optimizer=adamw if case.optimizer == "adamw" else sgd_with_momentum,
         constraints=case.constraints,
     )
     return program, example.inputs

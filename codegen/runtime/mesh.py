@@ -16,7 +16,7 @@ from torch import Tensor
 from . import collectives, reshard
 from .collectives import Group, Work
 
-AXIS_NAMES = ("pp", "dp", "cp", "ep", "tp")
+AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
 
 Shape = tuple[tuple[str, ...], tuple[int, ...]]

@@ -160,6 +160,11 @@ class Parcel:
         """How the receivers hold it."""
         return self.edge.sent if self.is_gradient else self.edge.received
 
+    @property
+    def held(self) -> Param:
+        """How the senders hold it."""
+        return self.edge.received if self.is_gradient else self.edge.sent
+
 
 Message = tuple[Parcel, Copy]
 
@@ -245,7 +250,14 @@ class Mail:
         return whole
 
     def send(self, parcel: Parcel, x: Tensor) -> None:
-        """This rank's boxes of its part x to whoever needs them; does not wait."""
+        """This rank's boxes of its part x to whoever needs them; does not wait.
+
+        Raises ValueError if x has another shape than the stage's table says.
+        """
+        expected = parcel.held.local_shape(self._mesh)
+        if x.shape != expected:
+            edge = parcel.edge
+            raise ValueError(f"stage {edge.source} sends {edge.name!r} of shape {tuple(x.shape)}, SENDS says {expected}")
         x = x.detach().to(parcel.edge.dtype)
         for copy in parcel.copies:
             if copy.source != self._rank:

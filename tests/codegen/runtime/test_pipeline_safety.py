@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from codegen.runtime.actions import Link, check_lines, parse_lines
 from codegen.runtime.parameters import Module, Param
 from codegen.runtime.pipeline import Pipeline, Stage
+from codegen.runtime.step import Step
 from cost_models.schedules.generate import SCHEDULES, placement
 from tests.codegen.runtime.pipeline_program import make_pipeline, whole_batch
 from tests.codegen.runtime.ranks import run_ranks
@@ -113,6 +114,23 @@ def test_pipelines_that_cannot_be_are_refused() -> None:
         Pipeline((Stage(First, 0), Stage(Second, 0)))
     with pytest.raises(ValueError, match="needs 2 processes .* but 1 run"):
         Pipeline(stages, tied=(("w", (0, 1)),)).create_mesh()
+
+
+def test_a_result_of_another_shape_is_refused() -> None:
+    class Sender(Module):
+        INPUTS = {"x": Param((4,))}
+        SENDS = {"y": Param((4,))}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[1:]
+
+    class Receiver(Module):
+        RECEIVES = {"y": Param((4,))}
+
+    pipeline = Pipeline((Stage(Sender, 0), Stage(Receiver, 0)))
+    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, schedule=("F0.0 F1.0 B1.0 B0.0",))
+    with pytest.raises(ValueError, match=r"stage 0 sends 'y' of shape \(3,\), SENDS says \(4,\)"):
+        step({"x": torch.zeros(4)})
 
 
 def disagree(rank: int, world_size: int) -> str:
