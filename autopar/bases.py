@@ -37,23 +37,31 @@ class Base:
     """Decisions for a mesh, and what they cost per micro-batch without parameters.
 
     costed: a mesh of which one rank does the same as one of `mesh`, with decisions and rows for all its ranks.
+    solved: the decisions as they were made, on the axes `solved_axes`.
     """
 
     mesh: Mesh
-    choices: Choices
     costs: Mapping[str, BlockCost]
     costed: Mesh
     costed_choices: Choices
+    solved: Choices
+    solved_axes: tuple[str, ...]
+
+    def choices(self, zero: int) -> Choices:
+        """All decisions on the mesh, with a ZeRO stage wherever one is possible."""
+        placed = on_axes(self.solved, self.solved_axes, self.mesh.axes)
+        return Choices(placed.operators, placed.tensors, self.parameters(zero))
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
         """The stored parameters with a ZeRO stage wherever one is possible."""
+        source = _sources(self.solved_axes, self.mesh.axes)
         on_dp = self.mesh.axes.index("dp") if "dp" in self.mesh.axes else None
-
-        def staged(stored: Stored) -> Stored:
-            can = on_dp is not None and stored.placements[on_dp] == Rp
-            return replace(stored, zero=zero if can else 0)
-
-        return {key: staged(stored) for key, stored in self.choices.parameters.items()}
+        found = {}
+        for key, stored in self.solved.parameters.items():
+            placements = tuple(stored.placements[i] for i in source)
+            can = on_dp is not None and placements[on_dp] == Rp
+            found[key] = Stored(placements, zero if can else 0)
+        return found
 
 
 Key = tuple[int, bool, int, float]
@@ -69,7 +77,7 @@ class Bases:
     typical_rows: int | None = None
     _choices: dict[Key, Choices | None] = field(default_factory=dict)
     _bases: dict[tuple[Mesh, int, float], Base | None] = field(default_factory=dict)
-    _costs: dict[tuple[Mesh, int, float], dict[str, BlockCost]] = field(default_factory=dict)
+    _costs: dict[tuple[Mesh, int, float], tuple[Choices, dict[str, BlockCost]]] = field(default_factory=dict)
     _spaces: dict[tuple[int, bool, int], Space] = field(default_factory=dict)
     _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
@@ -92,13 +100,15 @@ class Bases:
         axes = named_mesh(2 if solved_with_data else 1, tp).axes
         # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
         costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp)
-        costed_choices = on_axes(choices, axes, costed.axes)
         key = (costed, rows, price)
         if key not in self._costs:
             whole = rows * costed.num_data_ranks
             graph = self.request.trace.estimate(whole)
-            self._costs[key] = activity_costs(graph, self.operators(whole), self.pricer(costed), costed_choices)
-        return Base(mesh, on_axes(choices, axes, mesh.axes), self._costs[key], costed, costed_choices)
+            placed = on_axes(choices, axes, costed.axes)
+            costs = activity_costs(graph, self.operators(whole), self.pricer(costed), placed)
+            self._costs[key] = (placed, costs)
+        placed, costs = self._costs[key]
+        return Base(mesh, costs, costed, placed, choices, axes)
 
     def priced_for(self, request: Request) -> Bases:
         """The same decisions for another cluster: only what they cost is found anew."""
@@ -143,7 +153,9 @@ class Bases:
 def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
     """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
     each, and an axis that is left out had one rank."""
-    source = [axes.index("dp" if axis in DATA_AXES else axis) for axis in wanted]
+    if axes == wanted:
+        return choices
+    source = _sources(axes, wanted)
 
     def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(values[i] for i in source)
@@ -156,6 +168,11 @@ def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) ->
         {key: pick(placements) for key, placements in choices.tensors.items()},
         {key: Stored(pick(s.placements), 0) for key, s in choices.parameters.items()},
     )
+
+
+def _sources(axes: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
+    """For each wanted axis, the position in `axes` of the one whose decisions it takes."""
+    return [axes.index("dp" if axis in DATA_AXES else axis) for axis in wanted]
 
 
 def _charged(problem: Problem, seconds_per_byte: float) -> Problem:

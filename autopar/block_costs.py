@@ -60,15 +60,15 @@ class BlockCost:
 
     @property
     def forward_seconds(self) -> float:
-        return _exposed(self.forward)
+        return exposed(self.forward)
 
     @property
     def backward_seconds(self) -> float:
-        return _exposed(self.backward)
+        return exposed(self.backward)
 
     @property
     def step_seconds(self) -> float:
-        return _exposed(self.step)
+        return exposed(self.step)
 
     @property
     def fixed_bytes(self) -> float:
@@ -80,7 +80,8 @@ class BlockCost:
         return self.loose_bytes + 2 * self.largest_bytes + self.gathered_bytes
 
 
-def _exposed(seconds: Mapping[str, float]) -> float:
+def exposed(seconds: Mapping[str, float]) -> float:
+    """Seconds in which nothing else runs."""
     return sum(value for kind, value in seconds.items() if kind != HIDDEN)
 
 
@@ -136,15 +137,19 @@ class StoredCost:
 
 
 def stored_costs(
-    graph: Graph, pricer: Pricer, chosen: Mapping[tuple[str, str], Stored], homes: Mapping[str, str] | None = None
+    graph: Graph,
+    pricer: Pricer,
+    chosen: Mapping[tuple[str, str], Stored],
+    homes: Mapping[str, str] | None = None,
+    scopes: tuple[Scope, ...] | None = None,
 ) -> dict[str, StoredCost]:
     """Synchronisation, updates and storage of every block's parameters; they do not depend on the batch.
 
-    homes: block of each top-level parameter, by default that of its first use.
+    homes: block of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
     """
     home, hidden = homes or homes_of(graph), pricer.hidden_fraction
     found: dict[str, StoredCost] = defaultdict(StoredCost)
-    for scope in scopes_of(graph):
+    for scope in scopes or scopes_of(graph):
         own = {n: s for (owner, n), s in chosen.items() if owner == scope.name}
         unit = sum(scope.metas[Ref(n)].num_bytes for n in own if scope.metas[Ref(n)].requires_grad)
         for name, stored in own.items():

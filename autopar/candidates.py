@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.choices import Choices, compress
+from autopar.choices import compress
 from autopar.pipelines import Found, pipeline_of
 from autopar.plan import Plan
 from autopar.predict import predict
@@ -13,7 +13,7 @@ def candidate_of(found: Found, request: Request) -> Candidate:
     """The plan of a solved layout on the graph of its micro-batch, with the prediction of its simulation."""
     layout, base = found.layout, found.base
     graph, operators = operators_at(request, request.global_batch_size // layout.num_micro_batches)
-    choices = Choices(base.choices.operators, base.choices.tensors, base.parameters(layout.zero))
+    choices = base.choices(layout.zero)
     pipeline = pipeline_of(found.solution, layout.num_positions, found.schedule, layout.offload)
     pricer = pricer_for(request, layout.mesh, layout.num_micro_batches, layout.offload)
     plan = Plan(

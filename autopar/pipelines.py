@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.bases import Base, Bases
-from autopar.block_costs import BlockCost, Mode, StoredCost, chain, combined, homes_of, stored_costs
+from autopar.block_costs import BlockCost, Mode, StoredCost, chain, combined, exposed, homes_of, stored_costs
 from autopar.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
 from autopar.layouts import Layout, layouts
 from autopar.mesh import Mesh
@@ -25,6 +25,7 @@ from autopar.price import Pricer, Stored, is_cpu
 from autopar.request import Request, pricer_for, usable_bytes
 from autopar.stage_costs import position_bytes as bytes_of_positions
 from autopar.stage_costs import shared_costs, stage_cost
+from autopar.strategies import scopes_of
 from search.inter_op import NothingBelowCutoffError, solve_pipeline
 from search.pipeline_problem import (
     InFlight,
@@ -92,12 +93,15 @@ class PipelineSearch:
     shared_bases: Bases | None = None
     _stored: dict[tuple[Mesh, int, float, str], dict[str, StoredCost]] = field(default_factory=dict)
     _borders: dict[tuple[Mesh, int, float], tuple[float, ...]] = field(default_factory=dict)
+    _activity: dict[tuple[Mesh, int, float], dict[str, tuple[float, float]]] = field(default_factory=dict)
+    _synchronised: dict[tuple[Mesh, int, float, str], dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph = self.request.trace(self.request.global_batch_size)
         self.blocks = chain(self.graph)
         self.counts = Counter(self.blocks)
         self.homes = homes_of(self.graph)
+        self.scopes = scopes_of(self.graph)
         self.shared = shared_parameters(self.graph)
         self.layouts = tuple(layouts(self.request, len(self.blocks)))
         kinds = {(each.mesh.size("tp"), each.rows) for each in self.layouts}
@@ -146,9 +150,8 @@ class PipelineSearch:
             base = self.base(layout)
             if base is None:
                 continue
-            costs = self.costs(layout)
             for schedule in self._schedules(layout):
-                yield self.bound(layout, schedule, costs), number, layout, schedule
+                yield self.bound(layout, schedule), number, layout, schedule
 
     def _schedules(self, layout: Layout) -> tuple[str, ...]:
         """Zero bubble needs a second micro-batch to fill the bubble with."""
@@ -158,20 +161,40 @@ class PipelineSearch:
             return ("1f1b",)
         return self.schedules
 
-    def bound(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
+    def bound(self, layout: Layout, schedule: str) -> float:
         """Seconds that no cut of this layout can undercut: free memory, no transfers, stages of equal length."""
-        fill = steady = step = longest = 0.0
-        stretch = self.stretch(layout, schedule, costs)
+        activity, stored = self._totals(layout)
+        busy, weight, step, longest = 0.0, 0.0, 0.0, 0.0
         for name, count in self.counts.items():
-            one = point(costs[name], "none", Mode(0.0, 0.0, 0.0), schedule, stretch)
-            fill, steady, step = (
-                fill + count * one.fill_seconds,
-                steady + count * one.steady_seconds,
-                step + count * one.step_seconds,
-            )
-            longest = max(longest, one.steady_seconds)
-        positions = layout.num_positions
-        return fill + (layout.num_micro_batches - 1) * max(steady / positions, longest) + step / positions
+            micro, own_weight = activity[name]
+            per_micro, per_step = stored.get(name, (0.0, 0.0))
+            busy += (micro + per_micro) * count
+            weight += own_weight * count
+            step += per_step * count
+            longest = max(longest, micro + per_micro)
+        positions, repeats = layout.num_positions, layout.num_micro_batches - 1
+        fill, stretch = busy, 1.0
+        if schedule == "zero-bubble":
+            fill -= 2 * weight
+            stretch = stretched(weight, busy, layout.num_micro_batches)
+        return fill + repeats * stretch * max(busy / positions, longest) + step / positions
+
+    def _totals(self, layout: Layout) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
+        """By block: (seconds, seconds of weight gradients) per micro-batch without parameters; (seconds per
+        micro-batch, seconds per step) of parameters."""
+        base = self.base(layout)
+        assert base is not None
+        key = (base.costed, layout.rows, layout.price)
+        if key not in self._activity:
+            self._activity[key] = {
+                name: (cost.forward_seconds + cost.backward_seconds, cost.weight_seconds)
+                for name, cost in base.costs.items()
+            }
+        own = (layout.mesh, layout.zero, layout.price, layout.offload)
+        if own not in self._synchronised:
+            stored = self.stored(layout)
+            self._synchronised[own] = {n: (exposed(s.per_micro), exposed(s.per_step)) for n, s in stored.items()}
+        return self._activity[key], self._synchronised[own]
 
     def stretch(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
         """By what the bottleneck's time per micro-batch is multiplied under zero bubble.
@@ -184,7 +207,7 @@ class PipelineSearch:
             return 1.0
         weight = sum(costs[name].weight_seconds * count for name, count in self.counts.items())
         busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in self.counts.items())
-        return 1.0 + 2.0 * weight / busy / (layout.num_micro_batches - 1)
+        return stretched(weight, busy, layout.num_micro_batches)
 
     def base(self, layout: Layout) -> Base | None:
         """The decisions that a layout's mesh shares with all meshes of its tensor-parallel degree."""
@@ -194,12 +217,18 @@ class PipelineSearch:
         """Every block with its parameters on this layout."""
         base = self.base(layout)
         assert base is not None
-        mesh = layout.mesh
-        key = (mesh, layout.zero, layout.price, layout.offload)
+        return combined(base.costs, self.stored(layout))
+
+    def stored(self, layout: Layout) -> dict[str, StoredCost]:
+        """The parameters of every block on this layout."""
+        base = self.base(layout)
+        assert base is not None
+        key = (layout.mesh, layout.zero, layout.price, layout.offload)
         if key not in self._stored:
             pricer = self.pricer(layout)
-            self._stored[key] = stored_costs(self.graph, pricer, base.parameters(layout.zero), self.homes)
-        return combined(base.costs, self._stored[key])
+            parameters = base.parameters(layout.zero)
+            self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
+        return self._stored[key]
 
     def _parameters(self, layout: Layout) -> Mapping[tuple[str, str], Stored]:
         base = self.base(layout)
@@ -299,9 +328,9 @@ class PipelineSearch:
 
     def promising(self) -> list[tuple[float, Layout]]:
         """Layouts of several positions by their bounds, whatever their schedule."""
-        costed = ((each, self.costs(each)) for each in self.layouts if each.num_positions > 1 and self.base(each))
+        costed = (each for each in self.layouts if each.num_positions > 1 and self.base(each))
         return sorted(
-            ((self.bound(layout, "1f1b", costs), layout) for layout, costs in costed),
+            ((self.bound(layout, "1f1b"), layout) for layout in costed),
             key=lambda pair: (pair[0], pair[1].key),
         )
 
@@ -319,6 +348,11 @@ class PipelineSearch:
         """Parameters that two blocks read: a second copy, and the sum of both gradients, where they are apart."""
         ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
         return tuple(Tied(*self.shared[name], sum(sizes), seconds) for name, (sizes, seconds) in ties.items())
+
+
+def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
+    """1 + 2 w / (f + i + w) / (m - 1); 1 for one micro-batch."""
+    return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0
 
 
 def modes_of(cost: BlockCost, pinned: str | None = None) -> Mapping[str, Mode]:

@@ -72,7 +72,7 @@ class BatchedTrace:
 
 def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> Any:
     """The structure between (or beyond) `low`, traced with `low_rows`, and `high`. Raises NotAffineError."""
-    if low is high or (type(low) is type(high) and not _is_composite(low) and low == high):
+    if low is high or (type(low) is type(high) and low == high):
         return low
     if type(low) is not type(high):
         raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
@@ -89,7 +89,3 @@ def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> An
         if not remainder:
             return low + grown
     raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
-
-
-def _is_composite(value: Any) -> bool:
-    return isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))

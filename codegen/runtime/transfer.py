@@ -257,7 +257,8 @@ class Mail:
         expected = parcel.held.local_shape(self._mesh)
         if x.shape != expected:
             edge = parcel.edge
-            raise ValueError(f"stage {edge.source} sends {edge.name!r} of shape {tuple(x.shape)}, SENDS says {expected}")
+            shape = tuple(x.shape)
+            raise ValueError(f"stage {edge.source} sends {edge.name!r} of shape {shape}, SENDS says {expected}")
         x = x.detach().to(parcel.edge.dtype)
         for copy in parcel.copies:
             if copy.source != self._rank:

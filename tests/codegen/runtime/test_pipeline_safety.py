@@ -128,7 +128,8 @@ def test_a_result_of_another_shape_is_refused() -> None:
         RECEIVES = {"y": Param((4,))}
 
     pipeline = Pipeline((Stage(Sender, 0), Stage(Receiver, 0)))
-    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, schedule=("F0.0 F1.0 B1.0 B0.0",))
+    schedule = ("F0.0 F1.0 B1.0 B0.0",)
+    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, schedule=schedule)
     with pytest.raises(ValueError, match=r"stage 0 sends 'y' of shape \(3,\), SENDS says \(4,\)"):
         step({"x": torch.zeros(4)})
 

@@ -1,0 +1,130 @@
+"""The decisions of a plan, and the constraints that make one of them differently and leave the others open."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.constraints import Constraints
+from autopar.errors import ConstraintError
+from autopar.layouts import micro_batch_counts, shapes
+from autopar.plan import RECOMPUTE_MODES, Plan
+from autopar.price import is_cpu
+from autopar.request import Request
+from cost_models.schedule import SCHEDULES
+
+PINS = ("pp", "ddp", "dp", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")
+AXES = ("pp", "ddp", "dp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision made differently. dimension: a name of constraints; value: what it is set to, "" for not at all."""
+
+    dimension: str
+    value: str
+    constraints: Constraints
+
+
+def zero_stage(plan: Plan) -> int:
+    """The highest ZeRO stage of a parameter."""
+    return max((s.zero for scope in plan.scopes.values() for s in scope.parameters.values()), default=0)
+
+
+def recompute_modes(plan: Plan) -> Counter[str]:
+    """Layers by mode other than none."""
+    found: Counter[str] = Counter()
+    for stage in plan.pipeline.stages:
+        for runs in stage.recompute.values():
+            for mode, count in runs:
+                found[mode] += count if mode != "none" else 0
+    return +found
+
+
+def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
+    """Every decision of a plan, a step to each side, with the user's other pins kept."""
+    limits = request.constraints
+    for name in pins_of(limits):
+        yield Decision(name, "", without(limits, (name,)))
+    yield from _degrees(request, plan, num_blocks)
+    data_ranks = plan.mesh.num_data_ranks
+    for mode in RECOMPUTE_MODES:
+        modes = recompute_modes(plan)
+        if limits.recompute is None and (bool(modes) if mode == "none" else modes[mode] == 0):
+            yield Decision("recompute", mode, replace(limits, recompute=mode))
+    if limits.zero is None and data_ranks > 1:
+        for stage in range(4):
+            if stage != zero_stage(plan):
+                yield Decision("zero", str(stage), replace(limits, zero=stage))
+    if limits.schedule is None and plan.pipeline.num_positions > 1:
+        degrees = {**limits.degrees, "pp": plan.pipeline.num_positions}
+        for schedule in SCHEDULES:
+            if schedule != plan.pipeline.schedule:
+                yield Decision("schedule", schedule, replace(limits, schedule=schedule, degrees=degrees))
+    if limits.micro_batches is None:
+        counts = micro_batch_counts(request.global_batch_size // data_ranks, None)
+        # The count that a rank's rows allow depends on dp, which is therefore kept.
+        degrees = {**limits.degrees, **{axis: plan.mesh.size(axis) for axis in ("ddp", "dp") if axis in plan.mesh.axes}}
+        degrees.setdefault("dp", 1)
+        for count in neighbours(counts, plan.num_micro_batches):
+            yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
+    if limits.offload is None and not is_cpu(request.cluster):
+        other = "" if plan.pipeline.offload else "optimizer"
+        yield Decision("offload", other or "none", replace(limits, offload=other))
+
+
+def _degrees(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
+    """A step up and down on each axis that is not pinned."""
+    limits = request.constraints
+    try:
+        legal = shapes(request, num_blocks)
+    except ConstraintError:
+        return
+    chosen = (plan.pipeline.num_positions, plan.mesh.num_data_ranks, plan.mesh.size("tp"))
+    for index, axis in enumerate(("pp", "dp", "tp")):
+        if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
+            for size in neighbours(sorted({shape[index] for shape in legal}), chosen[index]):
+                yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
+
+
+def neighbours(values: Sequence[int], chosen: int) -> list[int]:
+    """The next smaller and the next larger of ascending values."""
+    return [v for v in values if v < chosen][-1:] + [v for v in values if v > chosen][:1]
+
+
+def pins_of(limits: Constraints) -> list[str]:
+    """Names of the single decisions that a user pinned, and of the tables of placements."""
+    found = [name for name in PINS if name in limits.degrees or getattr(limits, name, None) is not None]
+    tables = ("parameters", "activations", "forbid_parameters", "forbid_activations")
+    return found + [name for name in tables if getattr(limits, name)]
+
+
+def pin_text(limits: Constraints, name: str) -> str:
+    """`tp=2`, or the table's name."""
+    if name in limits.degrees:
+        return f"{name}={limits.degrees[name]}"
+    value = getattr(limits, name)
+    return name if isinstance(value, tuple) else f"{name}={value or 'none'}"
+
+
+def without(limits: Constraints, names: Sequence[str]) -> Constraints:
+    """The constraints less some pins."""
+    degrees = {axis: n for axis, n in limits.degrees.items() if axis not in names}
+    cleared: dict[str, Any] = {
+        name: () if isinstance(getattr(limits, name), tuple) else None for name in names if name not in AXES
+    }
+    return replace(limits, degrees=degrees, **cleared)
+
+
+def is_made(plan: Plan, decision: Decision) -> bool:
+    """Whether a plan really has what was asked for; not every model can have every mode and stage."""
+    value = decision.value
+    if decision.dimension == "recompute":
+        return bool(recompute_modes(plan)[value]) if value != "none" else not recompute_modes(plan)
+    if decision.dimension == "zero":
+        return zero_stage(plan) == int(value or zero_stage(plan))
+    if decision.dimension == "schedule":
+        return plan.pipeline.schedule == value or not value
+    return True

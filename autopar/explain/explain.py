@@ -1,0 +1,150 @@
+"""The explanation of a plan: what-ifs and alternatives, each planned again on the traces and bases of the first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from autopar.bases import Bases
+from autopar.block_costs import chain
+from autopar.compiled import CompiledProgram
+from autopar.errors import AutoparError, InfeasibleError, PlanError
+from autopar.explain.conditions import Condition, conditions
+from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text, recompute_modes, zero_stage
+from autopar.explain.explanation import Alternative, Explanation, WhatIf
+from autopar.explain.verdict import time_words, verdict_words
+from autopar.pipelines import PipelineSearch
+from autopar.plan import Plan
+from autopar.planner import search_plans
+from autopar.predict import predict
+from autopar.report.costs import plan_words, why_slower
+from autopar.request import Candidate, Request, pricer_for
+from autopar.units import bytes_text, seconds_text
+
+TIE = 1e-6
+"""Step times that differ by less than this share are called equal."""
+
+
+def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Explanation:
+    """Why the plan of a compiled program, or the one that would be chosen for a request.
+
+    seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
+    is answered. Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
+    """
+    if isinstance(source, CompiledProgram) and source.request is None:
+        raise PlanError("the program came from another process, without what it was planned for")
+    request = source if isinstance(source, Request) else source.request
+    assert request is not None
+    limit, bases = time.monotonic() + seconds, PipelineSearch(request).bases
+    if isinstance(source, CompiledProgram) and not source.result.is_given:
+        searched = explained = source.best
+    else:
+        searched = search_plans(request, bases).best
+        explained = source.best if isinstance(source, CompiledProgram) else searched
+    return _Questions(request, bases, searched, limit).answer(explained)
+
+
+@dataclass
+class _Questions:
+    """What is asked of one request. searched: its best plan; bases: solved for it, and shared by all questions."""
+
+    request: Request
+    bases: Bases
+    searched: Candidate
+    limit: float
+    not_tried: list[str] = field(default_factory=list)
+
+    def answer(self, best: Candidate) -> Explanation:
+        plan = best.plan
+        num_blocks = len(chain(best.graph))
+        asked = list(other_decisions(self.request, plan, num_blocks))
+        what_ifs = [w for c in conditions(self.request) if (w := self.what_if(best, c)) is not None]
+        alternatives = [a for d in asked if (a := self.alternative(plan, d)) is not None]
+        capacity = float(self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes)
+        return Explanation(
+            plan,
+            capacity,
+            self.searched.plan,
+            tuple(verdict_words(plan, capacity, what_ifs)),
+            tuple(time_words(plan)),
+            tuple(what_ifs),
+            tuple(alternatives),
+            tuple(self.not_tried),
+        )
+
+    def what_if(self, best: Candidate, condition: Condition) -> WhatIf | None:
+        """The explained plan, and the best one, under a changed condition."""
+        same = _same_plan_seconds(best, condition)
+        rows, resource, words = condition.request.global_batch_size, condition.resource, condition.words
+        if time.monotonic() > self.limit:
+            self.not_tried.append(words)
+            return None if same is None else WhatIf(resource, words, rows, same, None, problem="not planned anew")
+        bases = self.bases if condition.has_same_prices else self.bases.priced_for(condition.request)
+        try:
+            plan = search_plans(condition.request, bases).best.plan
+        except AutoparError as error:
+            return WhatIf(resource, words, rows, same, None, problem=error.constraint)
+        return WhatIf(resource, words, rows, same, plan.prediction.step_seconds, full_words(plan))
+
+    def alternative(self, plan: Plan, decision: Decision) -> Alternative | None:
+        """The best plan with one decision made differently; None where no plan has it."""
+        name = decision.dimension
+        value = decision.value or f"without {pin_text(self.request.constraints, name)}"
+        if time.monotonic() > self.limit:
+            self.not_tried.append(f"{name} {value}")
+            return None
+        try:
+            found = search_plans(replace(self.request, constraints=decision.constraints), self.bases).best.plan
+        except AutoparError as error:
+            return Alternative(name, value, "", None, None, self._refusal(error))
+        if not is_made(found, decision):
+            return None
+        prediction = found.prediction
+        words = full_words(found)
+        return Alternative(
+            name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan)
+        )
+
+    def _refusal(self, error: AutoparError) -> str:
+        capacity = self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes
+        if isinstance(error, InfeasibleError) and error.needed_bytes is not None:
+            excess = bytes_text(max(error.needed_bytes - capacity, 0))
+            return f"does not fit: it needs {bytes_text(error.needed_bytes)} per rank, {excess} more than there is"
+        return error.constraint
+
+
+def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:
+    """A step of the plan as it is, priced under the condition; None where it cannot run as it is."""
+    if not condition.is_comparable:
+        return None
+    plan = best.plan
+    pricer = pricer_for(condition.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
+    return predict(best.graph, best.operators, pricer, best.choices, plan.pipeline).step_seconds
+
+
+def full_words(plan: Plan) -> str:
+    """`pp2 x dp2, 4 micro-batches, 1f1b, ZeRO-1, 3 layers recomputed`: the decisions that are made once for a plan."""
+    return ", ".join([plan_words(plan), *_further(plan)])
+
+
+def _further(plan: Plan) -> Iterator[str]:
+    if plan.pipeline.schedule:
+        yield plan.pipeline.schedule
+    if zero_stage(plan):
+        yield f"ZeRO-{zero_stage(plan)}"
+    modes = recompute_modes(plan)
+    yield from (f"{mode} recomputation of {count} layer{'s' if count > 1 else ''}" for mode, count in modes.items())
+    if plan.pipeline.offload:
+        yield f"{plan.pipeline.offload} on the host"
+
+
+def _difference(plan: Plan, best: Plan) -> str:
+    """Why a plan is slower than the explained one, in the kinds of time that are larger."""
+    mine, its = plan.prediction.step_seconds, best.prediction.step_seconds
+    if abs(mine - its) <= TIE * its:
+        less = best.prediction.peak_bytes - plan.prediction.peak_bytes
+        return "as fast" + (f", and {bytes_text(-less)} more memory" if less < 0 else "")
+    if mine < its:
+        return f"faster by {seconds_text(its - mine)}"
+    return f"+{seconds_text(mine - its)}: {why_slower(plan, best)}"

@@ -1,0 +1,100 @@
+"""What would make an infeasible request feasible: one pin less, or more nodes of the same kind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.bases import Bases
+from autopar.candidates import candidate_of
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.explain.decisions import pin_text, pins_of, without
+from autopar.pipelines import PipelineSearch
+from autopar.plan import Plan
+from autopar.report.costs import plan_words
+from autopar.request import Request
+from autopar.units import seconds_text
+
+SECONDS = 5.0
+"""After which no further way is tried."""
+
+MOST_NODES = 64
+"""Times the given number of nodes, up to which more are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the request under which a plan exists."""
+
+    words: str
+    plan: Plan
+
+
+def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) -> InfeasibleError:
+    """The error with what would do, where that is found in `seconds`, after the budget that it names."""
+    if error.needed_bytes is None:
+        return error
+    limit = time.monotonic() + seconds
+    try:
+        bases = PipelineSearch(request).bases
+    except AutoparError:
+        return error
+    found = [r for r in (cheapest_pin(request, bases, limit), smallest_cluster(request, bases, limit)) if r]
+    texts = [f"{r.words}: {plan_words(r.plan)}, {seconds_text(r.plan.prediction.step_seconds)} a step" for r in found]
+    given = error.alternatives
+    known = [given] if isinstance(given, str) else list(given or ())
+    better = InfeasibleError(error.constraint, values=error.values, alternatives=[*known[:1], *texts, *known[1:]])
+    better.needed_bytes = error.needed_bytes
+    return better
+
+
+def cheapest_pin(request: Request, bases: Bases, limit: float) -> Remedy | None:
+    """The single pin without which the fastest plan exists."""
+    limits, found = request.constraints, list[Remedy]()
+    for name in pins_of(limits):
+        if time.monotonic() < limit:
+            # Tables of placements bear on what bases decide; other pins do not.
+            shared = None if isinstance(getattr(limits, name, None), tuple) else bases
+            plan = plan_for(replace(request, constraints=without(limits, (name,))), shared)
+            found += [Remedy(f"without {pin_text(limits, name)}", plan)] if plan is not None else []
+    return min(found, key=lambda r: r.plan.prediction.step_seconds, default=None)
+
+
+def smallest_cluster(request: Request, bases: Bases, limit: float) -> Remedy | None:
+    """The fewest nodes of the same kind that hold a plan, found by doubling and then between the last two."""
+    nodes, low, remedy = request.cluster.num_nodes, request.cluster.num_nodes, None
+    count = 2 * nodes
+    while remedy is None and count <= MOST_NODES * nodes and time.monotonic() < limit:
+        remedy = _with_nodes(request, count, bases)
+        low, count = (low, count) if remedy else (count, 2 * count)
+    if remedy is None:
+        return None
+    for between in _between(low, count):
+        if time.monotonic() > limit:
+            break
+        smaller = _with_nodes(request, between, bases)
+        if smaller is not None:
+            return smaller
+    return remedy
+
+
+def _between(low: int, high: int) -> Iterator[int]:
+    """Ascending; of many, some."""
+    step = max((high - low) // 8, 1)
+    yield from range(low + step, high, step)
+
+
+def _with_nodes(request: Request, count: int, bases: Bases) -> Remedy | None:
+    cluster = replace(request.cluster, num_nodes=count)
+    plan = plan_for(replace(request, cluster=cluster), bases)
+    return None if plan is None else Remedy(f"{cluster} ({cluster.num_devices} devices)", plan)
+
+
+def plan_for(request: Request, bases: Bases | None) -> Plan | None:
+    """The best plan of the search over pipelines (one position is one of them), or None."""
+    try:
+        found = PipelineSearch(request, bases).run().found
+        return candidate_of(found[0], request).plan if found else None
+    except AutoparError:
+        return None
