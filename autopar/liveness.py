@@ -27,7 +27,7 @@ HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"
 BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div": 1}
 """Tensors of the input's size that the backward makes beside its result: pow: n x^(n-1); rsqrt: y^3, -g/2."""
 
-DROPOUT_PAIRS = {"cpu": 1 << 14, "gpu": 1 << 24}
+DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
 CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
 """Elements of a chunk of temporaries (dropout.py `_fill_keep`: 24 bytes a pair; cross_entropy.py: fp32)."""
 
@@ -41,7 +41,8 @@ class Liveness:
     loose: results that nothing keeps, held until the forward returns. forward: at the forward's end and peak.
     again: of a forward that runs again in backward, as far as the last tensor that is kept. backward: at the
     backward's peak; waiting: the same if gradients of parameters stay; split: if those of linear layers are put off,
-    which then hold deferred bytes until they are made. weight: the largest gradient of a parameter.
+    which then hold deferred bytes until they are made. weight: the largest gradient of a parameter. entering, leaving:
+    gradients of what the block reads and of what it makes.
     """
 
     loose: float = 0.0
@@ -52,6 +53,8 @@ class Liveness:
     split: float = 0.0
     deferred: float = 0.0
     weight: float = 0.0
+    entering: float = 0.0
+    leaving: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +180,12 @@ class Walk:
     def measure(self) -> Liveness:
         """All figures."""
         loose, peak, again = self._forward()
-        backward, _ = self._backward()
-        waiting, _ = self._backward(waits=True)
-        split, deferred = self._backward(defers=True)
+        backward, _, entering = self._backward()
+        waiting, _, _ = self._backward(waits=True)
+        split, deferred, _ = self._backward(defers=True)
         weight = max((size for n in self.nodes for size in self._weights(n)), default=0.0)
-        return Liveness(loose, peak, again, backward, waiting, split, deferred, weight)
+        leaving = sum(self._bytes(self.scope.metas[r], p) for r, p in self.ends if self.scope.metas[r].requires_grad)
+        return Liveness(loose, peak, again, backward, waiting, split, deferred, weight, entering, leaving)
 
     def _forward(self) -> tuple[float, float, float]:
         """(loose, peak, peak of a second forward), beside nothing."""
@@ -222,7 +226,7 @@ class Walk:
 
     def _forward_temporary(self, event: Node | _Move) -> float:
         if isinstance(event, _Move):
-            return self._copies(event, "S", "P")
+            return self._copies(event)
         name, option = base_name(event.op), self.options[event.name]
         local = num_local(event.outputs[0], option.outputs[0], self.pricer.mesh)
         if name == "dropout":
@@ -247,7 +251,7 @@ class Walk:
         elements = min(num_local(meta, option.inputs[0], self.pricer.mesh), CROSS_ENTROPY_ELEMENTS[self.kind])
         return 4.0 * elements * ((meta.dtype.itemsize < 4) + (self.kind == "gpu")) * self.scale
 
-    def _copies(self, move: _Move, *kinds: str) -> float:
+    def _copies(self, move: _Move) -> float:
         """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""
         meta = self.scope.metas[move.ref]
         whole = 0.0
@@ -255,14 +259,15 @@ class Walk:
             dims = [p.dim for p in (step.source, step.target) if p.is_shard]
             if (step.forward or step.backward) and any(dims):
                 whole = max(whole, meta.num_bytes * step.fraction)
-        return whole * self.scale if kinds else 0.0
+        return whole * self.scale
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def _backward(self, waits: bool = False, defers: bool = False) -> tuple[float, float]:
-        """(peak, what is left without the gradients of the block's inputs). waits: parameters' gradients stay."""
+    def _backward(self, waits: bool = False, defers: bool = False) -> tuple[float, float, float]:
+        """(peak, what is put off, gradients of the block's inputs). waits: parameters' gradients stay."""
         gradients = _Gradients()
-        kept, put_off, left = self.kept_bytes, set[Key](), 0.0
+        kept, left = self.kept_bytes, 0.0
+        put_off, tasks = set[Key](), set[int]()
         for ref, placements in self.ends:
             if self.scope.metas[ref].requires_grad:
                 gradients.add((ref, placements), gradients.new(self._bytes(self.scope.metas[ref], placements)))
@@ -289,6 +294,7 @@ class Walk:
                 put_off.add((self.base.get(event.inputs[0], event.inputs[0]), option.inputs[0]))
                 for number in present:
                     gradients.hold(number)
+                    tasks.add(number)
             for key, number in found:
                 gradients.add(key, number)
             for key in outs:
@@ -299,9 +305,8 @@ class Walk:
                     left += size
                 else:
                     kept -= size
-        entering = {number for number in gradients.of.values()}
-        held = sum(gradients.sizes[n] for n, count in gradients.holders.items() if count and n not in entering)
-        return peak, held + left
+        entering = sum(gradients.sizes[number] for number in set(gradients.of.values()))
+        return peak, left + sum(gradients.sizes[number] for number in tasks), entering
 
     def _move_backward(self, move: _Move, gradients: _Gradients) -> float:
         number = gradients.of.pop((move.ref, move.target), None)
@@ -311,7 +316,7 @@ class Walk:
             made = number
         else:
             made = gradients.new(self._bytes(self.scope.metas[move.ref], move.source))
-        peak = gradients.total + self._copies(move, "S", "P")
+        peak = gradients.total + self._copies(move)
         if move.ref.node in self.parameters:
             gradients.hold(made)
             gradients.drop(made)

@@ -164,7 +164,8 @@ def labels_text(labels: tuple[str, ...], mesh: Mesh) -> str:
     return " ".join(f"{axis}={label}" for axis, label in zip(mesh.axes, labels, strict=True))
 
 
-def _stored_text(stored: Stored, mesh: Mesh) -> str:
+def stored_text(stored: Stored, mesh: Mesh) -> str:
+    """`dp=Rp tp=S(0) zero=1`."""
     zero = f" zero={stored.zero}" if stored.zero else ""
     return placements_text(stored.placements, mesh) + zero
 
@@ -173,7 +174,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
     def scope_data(scope: ScopePlan) -> dict[str, Any]:
         return {
             "inputs": {n: placements_text(p, plan.mesh) for n, p in scope.inputs.items()},
-            "parameters": {n: _stored_text(s, plan.mesh) for n, s in scope.parameters.items()},
+            "parameters": {n: stored_text(s, plan.mesh) for n, s in scope.parameters.items()},
             "calls": {n: labels_text(labels, plan.mesh) for n, labels in scope.calls.items()},
             "tensors": {n: placements_text(p, plan.mesh) for n, p in scope.tensors.items()},
         }

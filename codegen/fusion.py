@@ -217,10 +217,10 @@ def fuse(program: Program) -> Program:
 
 def _fuse_class(cls: ModuleClass, program: Program) -> ModuleClass:
     body = cls.body
+    flow = Flow.of(body, cls.outputs)
     for pattern in PATTERNS:
         position = 0
         while position < len(body):
-            flow = Flow.of(body, cls.outputs)
             found = _find(pattern, position, flow)
             if found is None:
                 position += 1
@@ -230,6 +230,7 @@ def _fuse_class(cls: ModuleClass, program: Program) -> ModuleClass:
             after = (*pattern.build(found.bound, last, program), *body[position + 1 :])
             before = tuple(s for i, s in enumerate(body[:position]) if i not in found.statements)
             body, position = before + after, len(before)
+            flow = Flow.of(body, cls.outputs)
     return replace(cls, body=body)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +13,9 @@ from autopar.compile import training_of
 from autopar.graph import Graph
 from autopar.report.costs import plan_words, runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
+from autopar.report.pipeline import pipeline_panels
 from autopar.report.sharding import activation_rows, parameter_rows
+from autopar.report.tables import plain_text, table_of
 from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows
 from autopar.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
@@ -30,11 +30,7 @@ BAR_WIDTH = 30
 
 def render_report(compiled: CompiledProgram, width: int = WIDTH) -> str:
     """The whole report as plain text of at most `width` columns."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    for panel in report_panels(compiled):
-        console.print(panel)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    return plain_text(report_panels(compiled), width)
 
 
 def report_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
@@ -43,6 +39,7 @@ def report_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
     names = name_dims(graph, compiled.best.operators)
     yield _header(compiled)
     yield Text("")
+    yield from pipeline_panels(compiled)
     for scope in sorted(scopes_of(graph), key=lambda s: bool(s.layer)):
         yield _sharding(compiled, scope, names)
         yield _transfers(compiled, scope, names)
@@ -56,7 +53,7 @@ def _header(compiled: CompiledProgram) -> RenderableType:
     plan = compiled.plan
     lines = [
         ("cluster", str(compiled.cluster)),
-        ("mesh", f"{plan.mesh}: " + _axes_text(compiled)),
+        ("mesh", f"{plan.layout}: " + _axes_text(compiled)),
         ("batch", _batch_text(compiled)),
         ("precision", plan.precision),
         ("predicted", _prediction_text(compiled)),
@@ -73,8 +70,11 @@ def _header(compiled: CompiledProgram) -> RenderableType:
 
 
 def _axes_text(compiled: CompiledProgram) -> str:
-    mesh, cluster = compiled.plan.mesh, compiled.cluster
+    mesh, cluster, positions = compiled.plan.mesh, compiled.cluster, compiled.plan.pipeline.num_positions
     parts = []
+    if positions > 1:
+        spans = mesh.num_ranks * positions > cluster.devices_per_node
+        parts.append(f"pp = {positions} positions {'across nodes' if spans else 'inside a node'}")
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         spans = mesh.stride(axis) * size > cluster.devices_per_node
         parts.append(f"{axis} = {size} ranks {'across nodes' if spans else 'inside a node'}")
@@ -83,23 +83,29 @@ def _axes_text(compiled: CompiledProgram) -> str:
 
 def _batch_text(compiled: CompiledProgram) -> str:
     plan = compiled.plan
-    rows = plan.global_batch_size // plan.num_micro_batches // plan.mesh.size("dp")
+    rows = plan.global_batch_size // plan.num_micro_batches // plan.mesh.num_data_ranks
     count = plan.num_micro_batches
     noun = "micro-batch" if count == 1 else "micro-batches"
     return f"{plan.global_batch_size} rows a step: {count} {noun} of {rows} rows per dp rank"
 
 
 def _prediction_text(compiled: CompiledProgram) -> str:
-    plan, capacity = compiled.plan, compiled.cluster.device.memory_bytes
+    plan, capacity = compiled.plan, capacity_bytes(compiled)
     seconds, peak = plan.prediction.step_seconds, plan.prediction.peak_bytes
     rate = f", {count_text(plan.global_batch_size / seconds)} rows/s" if seconds else ""
     return f"{seconds_text(seconds)} a step{rate}; {bytes_text(peak)} of {bytes_text(capacity)} per rank"
 
 
+def capacity_bytes(compiled: CompiledProgram) -> int:
+    """What a rank may use: the user's budget, or the device's memory."""
+    budget = compiled.request.constraints.memory_bytes if compiled.request else None
+    return budget or compiled.cluster.device.memory_bytes
+
+
 def _sharding(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:
     mesh, choices = compiled.plan.mesh, compiled.best.choices
     title = _scope_title(scope)
-    table = _table(title, ("", 12), ("what", 40), ("how it lies", 0))
+    table = table_of(title, ("", 12), ("what", 40), ("how it lies", 0))
     for index, row in enumerate(parameter_rows(scope, choices, mesh, names)):
         table.add_row("parameters" if index == 0 else "", row.what, row.how)
     for index, row in enumerate(activation_rows(scope, choices, mesh, names)):
@@ -132,7 +138,7 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
     rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
     if not rows:
         return Text(f"  {_scope_title(scope)}: nothing is sent\n")
-    table = _table("", ("what is sent", 0), ("each time", 34), ("times a step", 12, "right"))
+    table = table_of("", ("what is sent", 0), ("each time", 34), ("times a step", 12, "right"))
     for row in rows:
         table.add_row(row.words, row.traffic, str(row.count))
     return table
@@ -140,7 +146,7 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
 
 def _time(compiled: CompiledProgram) -> RenderableType:
     prediction = compiled.plan.prediction
-    table = _table("Predicted time of one step", ("", 42), ("exposed", 10, "right"), ("hidden", 10, "right"), ("", 0))
+    table = table_of("Predicted time of one step", ("", 42), ("exposed", 10, "right"), ("hidden", 10, "right"), ("", 0))
     total = prediction.step_seconds
     for row in time_rows(prediction.seconds):
         hidden = seconds_text(row.hidden) if row.hidden else ""
@@ -151,8 +157,8 @@ def _time(compiled: CompiledProgram) -> RenderableType:
 
 
 def _memory(compiled: CompiledProgram) -> RenderableType:
-    prediction, capacity = compiled.plan.prediction, compiled.cluster.device.memory_bytes
-    table = _table(
+    prediction, capacity = compiled.plan.prediction, capacity_bytes(compiled)
+    table = table_of(
         "Predicted memory of the fullest rank", ("", 42), ("bytes", 10, "right"), ("of capacity", 12, "right"), ("", 0)
     )
     for kind, size in sorted(prediction.num_bytes.items(), key=lambda pair: -pair[1]):
@@ -172,8 +178,9 @@ def _memory(compiled: CompiledProgram) -> RenderableType:
 def _runner_ups(compiled: CompiledProgram) -> RenderableType:
     rows = runner_ups(compiled.result)
     if not rows:
-        return Text("Other plans: none was tried (the plan was given, or only one mesh was allowed)\n")
-    table = _table(
+        given = "the plan was given" if compiled.result.is_given else "the constraints leave one layout"
+        return Text(f"Other plans: none was tried, {given}\n")
+    table = table_of(
         "Other plans, and why they lost", ("plan", 30), ("one step", 12, "right"), ("compared with the chosen one", 0)
     )
     best = compiled.plan
@@ -206,28 +213,6 @@ def _idle_axes(compiled: CompiledProgram) -> list[str]:
         for i, axis in enumerate(mesh.axes)
         if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))
     ]
-
-
-def _table(title: str, *columns: tuple[str, int] | tuple[str, int, str]) -> Table:
-    """A table without lines between rows; width 0 takes what is left."""
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        expand=True,
-        padding=(0, 1, 0, 0),
-    )
-    for header, width, *justify in columns:
-        is_right = bool(justify)
-        table.add_column(
-            header,
-            width=width or None,
-            ratio=None if width else 1,
-            justify="right" if is_right else "left",
-            overflow="fold",
-        )
-    return table
 
 
 def _bar(part: float, whole: float) -> str:

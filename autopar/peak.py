@@ -1,0 +1,155 @@
+"""The most that one rank holds of a stage's activations, gradients on their way and gathered parameters.
+
+A stage runs its blocks in order and back. While a block runs, everything that blocks before it keep is alive; while it
+runs backward, what later blocks kept is gone, but their gradients may wait in buckets for the rest of theirs
+(`codegen/runtime/zero.py`: a bucket is reduced when its last gradient is there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.liveness import Liveness
+from codegen.runtime.zero import BUCKET_BYTES
+
+IN_FLIGHT = 2
+"""Reductions under way whose lines are held (zero.py `_MAX_IN_FLIGHT`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A trained parameter's buffers on one rank. key: parameters of equal keys share buckets. num_bytes: by which
+    buckets are cut. waiting: of its gradient until its bucket is complete; line: in the buffer that is then reduced,
+    with where the sum arrives; gathered: of the whole parameter under ZeRO-3."""
+
+    key: tuple[object, ...]
+    num_bytes: float
+    waiting: float
+    line: float
+    gathered: float
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters. is_top: not a layer."""
+
+    kept: float
+    live: Liveness
+    slots: tuple[Slot, ...] = ()
+    is_top: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes at the peak of one forward, one backward, and one in two halves, of which the first leaves `deferred`
+    until the second (whose own peak beside it is `weight`)."""
+
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    split: float = 0.0
+    deferred: float = 0.0
+    weight: float = 0.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that are reduced together. missing: blocks that have yet to give theirs."""
+
+    waiting: dict[int, float] = field(default_factory=dict)
+    line: float = 0.0
+    num_bytes: float = 0.0
+
+
+def peaks(blocks: Sequence[Life], tied: Sequence[tuple[int, int, float]] = ()) -> Peaks:
+    """Of a stage's blocks in order. tied: (first, last block, bytes) of parameters that two blocks use: the gradient of
+    the last use is held until the first's is there."""
+    gathered = [0.0 if life.is_top else sum(slot.gathered for slot in life.slots) for life in blocks]
+    root = sum(slot.gathered for life in blocks if life.is_top for slot in life.slots)
+    forward = before = loose = 0.0
+    for index, life in enumerate(blocks):
+        ahead = sum(gathered[index : index + 2])
+        forward = max(forward, before + loose + life.live.forward + ahead + root)
+        before += life.kept
+        loose += life.live.loose if life.is_top else 0.0
+    forward = max(forward, before + loose + root)
+    held = [sum(b for first, last, b in tied if first <= i < last) for i in range(len(blocks))]
+    reductions = _reductions(blocks)
+    backward = split = 0.0
+    for index in reversed(range(len(blocks))):
+        life = blocks[index]
+        before -= life.kept
+        beside = before + held[index] + root + sum(gathered[max(index - 1, 0) : index + 1])
+        if life.is_top and index:
+            beside = before + held[index] + root + gathered[index - 1]
+        during, after, waits = reductions[index]
+        own = life.live.waiting if waits else life.live.backward
+        backward = max(backward, beside + own + during, beside + life.live.entering + after)
+        put_off = sum(later.live.deferred for later in blocks[index + 1 :])
+        split = max(split, beside + life.live.split + put_off + during, beside + life.live.entering + after + put_off)
+    return Peaks(
+        sum(life.kept for life in blocks),
+        forward,
+        backward,
+        split,
+        sum(life.live.deferred for life in blocks),
+        max((life.live.weight for life in blocks), default=0.0),
+    )
+
+
+def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
+    """Per block: bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether its
+    own gradients wait."""
+    buckets = _buckets(blocks)
+    lines: list[float] = []
+    found: list[tuple[float, float, bool]] = []
+    for index in reversed(range(len(blocks))):
+        earlier = sum(size for b in buckets for block, size in b.waiting.items() if block > index)
+        own = sum(b.waiting.get(index, 0.0) for b in buckets)
+        during = earlier + sum(lines)
+        after = during + own
+        for bucket in [b for b in buckets if min(b.waiting, default=index) >= index]:
+            after = max(after, earlier + own + sum(lines) + bucket.line)
+            earlier -= sum(size for block, size in bucket.waiting.items() if block > index)
+            own -= bucket.waiting.get(index, 0.0)
+            lines = [*lines, bucket.line][-IN_FLIGHT:] if bucket.line else lines
+            buckets.remove(bucket)
+        found.append((during, after, any(slot.waiting for slot in blocks[index].slots)))
+    return found[::-1]
+
+
+def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
+    """As zero.py makes them: from the last layer to the first, then what is outside of layers; ZeRO-3: per layer."""
+    layers = [i for i in reversed(range(len(blocks))) if not blocks[i].is_top]
+    tops = [i for i in range(len(blocks)) if blocks[i].is_top]
+    done: list[_Bucket] = []
+    open_: dict[tuple[object, ...], _Bucket] = {}
+    for index in (*layers, *tops):
+        for slot in blocks[index].slots:
+            is_unit = slot.gathered > 0
+            key = (*slot.key, -1 if blocks[index].is_top else index) if is_unit else slot.key
+            bucket = open_.setdefault(key, _Bucket())
+            bucket.waiting[index] = bucket.waiting.get(index, 0.0) + slot.waiting
+            bucket.line += slot.line
+            bucket.num_bytes += slot.num_bytes
+            if bucket.num_bytes >= BUCKET_BYTES and not is_unit:
+                done.append(open_.pop(key))
+    return [bucket for bucket in (*done, *open_.values()) if any(bucket.waiting.values())]
+
+
+Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
+"""(kind of an action, its stage, (stage, micro-batches held, put off) of the position's stages) while it runs."""
+
+
+def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
+    """(bytes that micro-batches in flight keep, all bytes) of a position at the fullest of its moments."""
+    most, best = 0.0, -1.0
+    for kind, stage, counts in states:
+        own = stages[stage]
+        others = sum(stages[s].kept * held + stages[s].deferred * put_off for s, held, put_off in counts)
+        running = {"F": own.forward, "B": own.backward, "I": own.split, "W": own.weight}[kind]
+        if others + running > best:
+            # W's micro-batch is counted among those put off.
+            most, best = others + (0.0 if kind == "W" else own.kept), others + running
+    return min(most, best), best

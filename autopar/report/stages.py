@@ -1,0 +1,98 @@
+"""A pipeline's stages: which part of the model each position runs, for how long, and in how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.block_costs import chain, nodes_of
+from autopar.graph import Graph
+from autopar.plan import Plan, StagePlan
+from autopar.stage_costs import Simulated
+
+PICTURE_POSITIONS = 8
+PICTURE_MICRO_BATCHES = 10
+PICTURE_WIDTH = 96
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """forward, backward: seconds per micro-batch (recomputation in the backward). in_flight: micro-batches."""
+
+    stage: int
+    position: int
+    blocks: str
+    recompute: str
+    forward: float
+    backward: float
+    in_flight: int
+
+
+def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[StageRow]:
+    """Every stage in model order; a plan without a pipeline is one stage."""
+    stages = plan.pipeline.stages or (StagePlan(0, len(chain(graph))),)
+    held = simulated.timeline.in_flight
+    for index, (stage, cost) in enumerate(zip(stages, simulated.stages, strict=True)):
+        words, modes = blocks_words(graph, stage), recompute_words(stage)
+        yield StageRow(index, simulated.home[index], words, modes, cost.forward, cost.backward, held[index])
+
+
+def recompute_words(stage: StagePlan) -> str:
+    """`3 full, 5 none`, with the class where several are in the stage."""
+    several = len(stage.recompute) > 1
+    parts = [
+        (f"{name}: " if several else "") + ", ".join(f"{count} {mode}" for mode, count in runs)
+        for name, runs in stage.recompute.items()
+    ]
+    return "; ".join(parts) or "none"
+
+
+def blocks_words(graph: Graph, stage: StagePlan) -> str:
+    """`embed_tokens, layers 0-7`: modules outside layers by name, layers by number among those of their class."""
+    blocks = chain(graph)
+    classes = {name for name in blocks if not name.startswith("top ")}
+    parts: list[str] = []
+    index = stage.first
+    while index < stage.last:
+        name, first = blocks[index], index
+        while index < stage.last and blocks[index] == name:
+            index += 1
+        if name not in classes:
+            parts.append(_modules(graph, name))
+            continue
+        before = blocks[:first].count(name)
+        last = before + index - first - 1
+        noun = "layer" if len(classes) == 1 else name
+        plural = "s" if last > before and noun == "layer" else ""
+        parts.append(f"{noun}{plural} {before}" + (f"-{last}" if last > before else ""))
+    return ", ".join(part for part in parts if part) or "nothing that learns"
+
+
+def _modules(graph: Graph, block: str) -> str:
+    """The modules of a block outside layers that use parameters, and the loss."""
+    parameters = {p.name for p in graph.parameters}
+    names = []
+    for node in nodes_of(graph, block):
+        if any(ref.node in parameters for ref in node.inputs) and node.module:
+            names.append(node.module.rpartition(".")[2])
+        if node.name == graph.loss.node:
+            names.append("loss")
+    return ", ".join(dict.fromkeys(names))
+
+
+def picture(simulated: Simulated, width: int = PICTURE_WIDTH) -> list[str]:
+    """A line per position, a character per slice of time: a digit for a forward, a letter for the backward of the same
+    micro-batch (its input half, where it is split), `+` for weight gradients, a point for waiting. Empty where there
+    are too many positions or micro-batches to tell apart."""
+    timeline = simulated.timeline
+    count = 1 + max((event.action.micro for event in timeline.events()), default=0)
+    if not 1 < len(timeline.orders) <= PICTURE_POSITIONS or count > PICTURE_MICRO_BATCHES or not timeline.makespan:
+        return []
+    lines = [["·"] * width for _ in timeline.orders]
+    for event in timeline.events():
+        first = round(event.start / timeline.makespan * width)
+        last = max(round(event.end / timeline.makespan * width), first + 1)
+        mark = {"F": str(event.action.micro), "W": "+"}.get(event.action.kind, chr(ord("a") + event.action.micro))
+        for column in range(first, min(last, width)):
+            lines[event.position][column] = mark
+    return ["".join(line) for line in lines]
