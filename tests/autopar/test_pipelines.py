@@ -47,9 +47,10 @@ def test_a_base_costs_what_its_mesh_costs(name: str, tolerance: float, mesh: str
     graph, operators = operators_at(request, request.global_batch_size)
     whole = activity_costs(graph, operators, pricer_for(request, wanted, 1), base.choices(0))
     for block, cost in base.costs.items():
-        for kind, seconds in cost.forward.items():
-            if not kind.endswith(("dp", "ddp")):  # the scalar loss is summed over all data ranks
-                assert whole[block].forward[kind] == pytest.approx(seconds, rel=tolerance), (block, kind)
+        for mine, its in ((cost.forward, whole[block].forward), (cost.backward, whole[block].backward)):
+            # The scalar loss is summed over all data ranks.
+            kinds = [kind for kind in {**mine, **its} if not kind.endswith("dp")]
+            assert sum(its.get(k, 0.0) for k in kinds) == pytest.approx(sum(mine[k] for k in kinds), rel=tolerance)
         assert whole[block].activation_bytes == pytest.approx(cost.activation_bytes)
 
 
