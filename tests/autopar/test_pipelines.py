@@ -51,9 +51,9 @@ def test_a_base_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
         for mine, its in ((cost.forward, whole[block].forward), (cost.backward, whole[block].backward)):
             # The scalar loss is summed over all data ranks.
             kinds = [kind for kind in {**mine, **its} if not kind.endswith("dp")]
-            near = 0.15 if block.startswith("top") else 1e-9
+            near = 0.25 if block.startswith("top") else 1e-9
             assert sum(its.get(k, 0.0) for k in kinds) == pytest.approx(sum(mine[k] for k in kinds), rel=near)
-        assert whole[block].activation_bytes == pytest.approx(cost.activation_bytes)
+        assert whole[block].activation_bytes == pytest.approx(cost.activation_bytes, rel=0.02)
 
 
 def with_links(cluster: Cluster, intra: float, inter: float) -> Cluster:
