@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta
+from autopar.liveness import Liveness, Walk
+from autopar.peak import Slot, slot_of
 from autopar.placement import Placements, R
 from autopar.price import ATTENTION, MATMULS, Pricer, Stored
 from autopar.reshard import steps
-from autopar.saved import VIEWS, base_name, saved_tensors
+from autopar.saved import base_name, saved_tensors
 from autopar.strategies import Operator, Scope, num_local, scopes_of
 
 SYNCHRONISATION = "gradient and parameter synchronisation"
@@ -30,11 +33,12 @@ MODES = ("none", "selective", "full")
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A layer under one recompute mode. seconds: more per micro-batch, in the backward. kept_bytes: per micro-batch in
-    flight. transient_bytes: while the layer's backward runs, beside what is kept."""
+    flight. transient_bytes: while the layer runs, beside what is kept. live: the same step by step."""
 
     seconds: float
     kept_bytes: float
     transient_bytes: float
+    live: Liveness = Liveness()
 
 
 @dataclass(slots=True)
@@ -42,9 +46,9 @@ class BlockCost:
     """Seconds by kind and bytes of one rank for one block.
 
     forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
-    per micro-batch without recomputation. loose_bytes: results that nothing keeps but the forward holds; largest_bytes:
-    of one tensor; gathered_bytes: whole parameters and gradients while they are gathered. weight_seconds: the part of
-    backward that only makes weight gradients of linear layers and can be put off. modes: for layers.
+    per micro-batch without recomputation. live: what is alive while it runs; gathered_bytes: whole parameters and
+    gradients while they are gathered; slots: of each trained parameter. weight_seconds: the part of backward that only
+    makes weight gradients of linear layers and can be put off. modes: for layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -52,9 +56,9 @@ class BlockCost:
     step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     activation_bytes: float = 0.0
-    loose_bytes: float = 0.0
-    largest_bytes: float = 0.0
+    live: Liveness = Liveness()
     gathered_bytes: float = 0.0
+    slots: tuple[Slot, ...] = ()
     weight_seconds: float = 0.0
     modes: dict[str, Mode] = field(default_factory=dict)
 
@@ -76,8 +80,8 @@ class BlockCost:
 
     @property
     def transient_bytes(self) -> float:
-        """The most that is alive for a moment: loose results, a gradient in and one out, what is gathered."""
-        return self.loose_bytes + 2 * self.largest_bytes + self.gathered_bytes
+        """The most that is alive for a moment beside what is kept, and what is gathered."""
+        return max(self.live.forward, self.live.waiting) - self.activation_bytes + self.gathered_bytes
 
 
 def exposed(seconds: Mapping[str, float]) -> float:
@@ -128,12 +132,14 @@ def activity_costs(
 
 @dataclass(slots=True)
 class StoredCost:
-    """The parameters of one block: seconds per micro-batch and per step, bytes that stay and that are gathered."""
+    """The parameters of one block: seconds per micro-batch and per step, bytes that stay and that are gathered, and the
+    buffers of each trained one."""
 
     per_micro: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     per_step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathered_bytes: float = 0.0
+    slots: list[Slot] = field(default_factory=list)
 
 
 def stored_costs(
@@ -147,7 +153,7 @@ def stored_costs(
 
     homes: block of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
     """
-    home, hidden = homes or homes_of(graph), pricer.hidden_fraction
+    home, hidden, last = homes or homes_of(graph), pricer.hidden_fraction, last_readers(graph)
     found: dict[str, StoredCost] = defaultdict(StoredCost)
     for scope in scopes or scopes_of(graph):
         own = {n: s for (owner, n), s in chosen.items() if owner == scope.name}
@@ -162,6 +168,8 @@ def stored_costs(
             for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
                 block.fixed[kind] += size
             block.gathered_bytes += pricer.gathered_bytes(meta, stored)
+            if meta.requires_grad:
+                block.slots.append(slot_of(pricer, meta, stored, "" if scope.name else last.get(name, "")))
     return found
 
 
@@ -175,7 +183,13 @@ def combined(costs: Mapping[str, BlockCost], stored: Mapping[str, StoredCost]) -
             backward[kind] += value
         modes = {n: replace(m, transient_bytes=m.transient_bytes + own.gathered_bytes) for n, m in cost.modes.items()}
         found[name] = replace(
-            cost, backward=backward, step=own.per_step, fixed=own.fixed, gathered_bytes=own.gathered_bytes, modes=modes
+            cost,
+            backward=backward,
+            step=own.per_step,
+            fixed=own.fixed,
+            gathered_bytes=own.gathered_bytes,
+            slots=tuple(own.slots),
+            modes=modes,
         )
     return found
 
@@ -189,6 +203,16 @@ def homes_of(graph: Graph) -> dict[str, str]:
         for ref in piece.inputs:
             found.setdefault(ref.node, nearest)
     return found
+
+
+def last_readers(graph: Graph) -> dict[str, str]:
+    """What the body's pieces read -> the block that reads it last."""
+    own = segments(graph)
+    return {
+        ref.node: piece.layer.name if isinstance(piece, LayerRun) else own[piece.name]
+        for piece in graph.body
+        for ref in piece.inputs
+    }
 
 
 class Placer:
@@ -245,8 +269,6 @@ class _Meter:
         names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
         parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
         kept = saved_tensors(scope.nodes, scope.metas, parameters)
-        held = {ref for refs in kept.values() for ref in refs}
-        enlarged = 1.0 + self.pricer.fragmentation
         for node in scope.nodes:
             operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
             block = self._block(scope, node.name)
@@ -255,11 +277,33 @@ class _Meter:
             block.backward["backward compute"] += backward
             block.weight_seconds += self.pricer.weight_seconds(operator, option)
             block.activation_bytes += self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
-            for index, (meta, placements) in enumerate(zip(node.outputs, option.outputs, strict=True)):
-                size = num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * enlarged
-                block.largest_bytes = max(block.largest_bytes, size)
-                if Ref(node.name, index) not in held and base_name(node.op) not in VIEWS:
-                    block.loose_bytes += size
+        for name, (nodes, ends) in self._pieces(scope).items():
+            where = partial(self.place.where, scope)
+            own = scope, nodes, self.operators, self.choices, self.pricer, where, kept, parameters, ends
+            self.costs[name].live = Walk(*own).measure()
+
+    def _pieces(self, scope: Scope) -> dict[str, tuple[tuple[Node, ...], list[tuple[Ref, Placements]]]]:
+        """The calls of every block of a scope, and its results as they lie when it ends."""
+        if scope.layer:
+            run = next(self._runs(scope))
+            carried = {output: run.layer.inputs[position][0] for position, output in run.carried}
+            ends = []
+            for index, ref in enumerate(scope.layer.outputs):
+                kept = self.choices.tensors.get((scope.name, Ref(carried.get(index, ""))))
+                ends.append((ref, kept or self.place.where(scope, ref)))
+            return {scope.name: (scope.nodes, ends)}
+        found: dict[str, tuple[tuple[Node, ...], list[tuple[Ref, Placements]]]] = {}
+        for name in dict.fromkeys(self.segment.values()):
+            found[name] = (tuple(n for n in scope.nodes if self.segment[n.name] == name), [])
+        leaving = {ref: self.segment[ref.node] for ref in (self.graph.loss,) if ref.node in self.segment}
+        for piece in self.graph.body:
+            for ref in piece.inputs:
+                own = self.segment.get(ref.node)
+                if own is not None and own != self.segment.get(piece.name):
+                    leaving[ref] = own
+        for ref, name in leaving.items():
+            found[name][1].append((ref, self.place.where(scope, ref)))
+        return found
 
     # --- reshards ---------------------------------------------------------------------------------------------
 
@@ -320,14 +364,22 @@ class _Meter:
                 option = self.choices.operators[scope.name, node.name]
                 results += self._local_bytes(node.outputs[0], option.outputs[0])
                 costly += self.pricer.operator_seconds(self.operators[scope.name, node.name], option)[0]
-        everything = block.activation_bytes
-        block.modes["none"] = Mode(0.0, everything, block.transient_bytes)
+        everything, live = block.activation_bytes, block.live
+        block.modes["none"] = Mode(0.0, everything, block.transient_bytes, live)
+        repeated = live.again + live.leaving
+        again = replace(
+            live,
+            backward=max(live.backward, repeated),
+            waiting=max(live.waiting, repeated),
+            split=max(live.split, repeated),
+        )
         for name, kept, seconds in (
             ("selective", inputs + results, block.forward_seconds - costly),
             ("full", inputs, block.forward_seconds),
         ):
             if kept < everything:
-                block.modes[name] = Mode(seconds, kept, block.transient_bytes + everything - kept)
+                transient = max(again.forward, again.waiting) - kept
+                block.modes[name] = Mode(seconds, kept, transient, again)
 
     def _runs(self, scope: Scope) -> Iterator[LayerRun]:
         return (p for p in self.graph.body if isinstance(p, LayerRun) and p.layer.name == scope.name)

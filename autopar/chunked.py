@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.block_costs import MODES, BlockCost
+from autopar.errors import ConstraintError
 from autopar.layouts import Layout
 from autopar.pipelines import GROUP, Found, PipelineSearch, modes_of, pipeline_of, point
 from autopar.request import usable_bytes
@@ -42,6 +43,7 @@ def refined(search: PipelineSearch, found: tuple[Found, ...]) -> Iterator[Found]
         return
     promising = [f.layout for f in found if f.layout.num_positions > 1]
     if pinned is not None:
+        _check_depth(search)
         promising = [layout for _, layout in search.promising()]
     for choice in _choices(search):
         accepted = 0
@@ -50,6 +52,19 @@ def refined(search: PipelineSearch, found: tuple[Found, ...]) -> Iterator[Found]
             if better is not None:
                 accepted += 1
                 yield better
+
+
+def _check_depth(search: PipelineSearch) -> None:
+    """Raises ConstraintError where the model is too short for the pinned schedule on every layout."""
+    positions = sorted({each.num_positions for each in search.layouts if each.num_positions > 1})
+    needed = [p * choice.count for p in positions for choice in _choices(search)]
+    if needed and min(needed) > len(search.blocks):
+        limits = search.request.constraints
+        raise ConstraintError(
+            f"the schedule {limits.schedule!r} needs more stages than the model has blocks",
+            values=f"{min(needed)} stages ({positions[0]} positions), {len(search.blocks)} blocks",
+            alternatives=["1f1b, gpipe or zero-bubble", "fewer pipeline positions (pp)"],
+        )
 
 
 def _choices(search: PipelineSearch) -> Iterator[Chunks]:

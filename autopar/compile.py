@@ -18,6 +18,7 @@ from autopar.compiled import CompiledProgram
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.graph import Graph
+from autopar.live_bytes import LiveBytes
 from autopar.plan import Plan
 from autopar.planner import SearchResult, price_plan, search_plans
 from autopar.price import Training, is_cpu
@@ -117,7 +118,8 @@ def request_of(
     traced = BatchedTrace(trace_at)
     limits = Constraints.parse(constraints)
     limits.check(traced(rows))
-    return Request(traced, cluster, rows, precision, training_of(optimizer or torch.optim.AdamW, precision), limits)
+    training = training_of(optimizer or torch.optim.AdamW, precision, not is_cpu(cluster))
+    return Request(traced, cluster, rows, precision, training, limits)
 
 
 def advised_search(request: Request) -> SearchResult:
@@ -208,7 +210,7 @@ def _plan_on_rank_0(request: Request) -> SearchResult:
     return reprice(request, Plan.from_yaml(message[0], "the broadcast plan"))
 
 
-def training_of(factory: OptimizerFactory, precision: str) -> Training:
+def training_of(factory: OptimizerFactory, precision: str, on_gpu: bool = False) -> Training:
     """How the optimiser and the precision bear on memory: state is counted by one step on a small parameter."""
     probe = nn.Parameter(torch.zeros(64))
     probe.grad = torch.zeros(64)
@@ -217,9 +219,36 @@ def training_of(factory: OptimizerFactory, precision: str) -> Training:
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     state_bytes = sum(v.numel() * v.element_size() for v in tensors if v.numel() > 1) / probe.numel()
     widths = memory.precision(precision)
+    update_bytes, updates_together = _update_temporaries(factory, on_gpu)
     return Training(
         state_bytes=state_bytes,
         compute_bytes=widths.compute_bytes,
         master_bytes=widths.master_bytes,
         gradient_bytes=widths.gradient_bytes,
+        update_bytes=update_bytes,
+        updates_together=updates_together,
     )
+
+
+def _update_temporaries(factory: OptimizerFactory, on_gpu: bool) -> tuple[float, bool]:
+    """(bytes of temporaries per element, whether of all parameters at once) of an update, counted on two parameters.
+
+    On a GPU torch's optimisers update all parameters with one call per operation (foreach) unless told otherwise.
+    """
+    size = 1024
+
+    def peak_bytes(count: int) -> int:
+        parameters = [nn.Parameter(torch.zeros(size)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.zeros(size)
+        optimizer = factory(parameters)
+        for group in optimizer.param_groups:
+            if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
+        optimizer.step()
+        with LiveBytes() as live:
+            optimizer.step()
+        return live.peak_bytes
+
+    one, two = peak_bytes(1), peak_bytes(2)
+    return one / size, two >= 1.5 * one > 0

@@ -9,7 +9,6 @@ derived from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`, o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from autopar.placement import Placements
 from autopar.price import Pricer, is_cpu
 from autopar.reshard import Step, steps
 from autopar.saved import PARTS, VIEWS, base_name, extra_saved_bytes
-from autopar.strategies import Operator, Option, Scope, num_local
+from autopar.strategies import Operator, Scope, num_local
 
 HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
 """Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
@@ -236,7 +235,7 @@ class Walk:
         return self._probabilities(event)
 
     def _probabilities(self, node: Node) -> float:
-        """Attention with dropout (attention.py): scores and masked scores beside softmax, less dropped ones and mask."""
+        """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""
         option = self.options[node.name]
         if base_name(node.op) != "scaled_dot_product_attention":
             return 0.0
@@ -352,6 +351,5 @@ class Walk:
         if name == "cross_entropy_loss":
             return self._chunk(node)
         if name in BACKWARD_TEMPORARIES:
-            meta = self.scope.metas[node.inputs[0]]
-            return BACKWARD_TEMPORARIES[name] * self._bytes(meta, option.inputs[0]) if math.prod(meta.shape) > 1 else 0.0
+            return BACKWARD_TEMPORARIES[name] * self._bytes(self.scope.metas[node.inputs[0]], option.inputs[0])
         return self._probabilities(node)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.placement import R
+from autopar.price import DEFERRABLE
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.rule import AxisOption
 from autopar.saved import base_name
@@ -35,8 +36,8 @@ def lower_call(
         return _cross_entropy(
             scope, node, operator, option, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call
         )
-    if name == "linear" and scope.shared.defers_weights and _is_trained(operator, call):
-        return replace(call, target="deferred.linear")
+    if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
+        return replace(call, target=f"deferred.{name}")
     if lowering is None:
         return call
     if lowering.name == "mean":
@@ -61,9 +62,10 @@ def lower_call(
     raise AssertionError(f"no statement for lowering {lowering.name}")
 
 
-def _is_trained(operator: Operator, call: Call) -> bool:
-    """Whether a linear layer's weight is a trained parameter, used as it is stored."""
-    return operator.inputs[1].requires_grad and call.args[1].name.startswith("self.")
+def _is_trained(operator: Operator, call: Call, position: int) -> bool:
+    """Whether a layer's weight is a trained parameter, used as it is stored, and the call says no more than tensors."""
+    is_plain = all(isinstance(argument, Var) for argument in call.args if argument is not None) and not call.kwargs
+    return is_plain and operator.inputs[position].requires_grad and call.args[position].name.startswith("self.")
 
 
 def _on_one_rank(node: Node, operator: Operator) -> Any:

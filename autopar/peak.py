@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.graph import TensorMeta
 from autopar.liveness import Liveness
+from autopar.price import Pricer, Stored, is_cpu
+from autopar.strategies import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2
@@ -20,30 +23,67 @@ IN_FLIGHT = 2
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A trained parameter's buffers on one rank. key: parameters of equal keys share buckets. num_bytes: by which
-    buckets are cut. waiting: of its gradient until its bucket is complete; line: in the buffer that is then reduced,
-    with where the sum arrives; gathered: of the whole parameter under ZeRO-3."""
+    buckets are cut. gradient: as autograd makes it; waiting: the same where it stays until its bucket is complete;
+    line: in the buffer that is then reduced, with where the sum arrives; gathered: of the whole parameter under ZeRO-3.
+    updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the block that
+    uses the parameter last.
+    """
 
     key: tuple[object, ...]
     num_bytes: float
+    gradient: float
     waiting: float
     line: float
     gathered: float
+    updated: float = 0.0
+    is_updated_together: bool = False
+    last_reader: str = ""
+
+
+def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) -> Slot:
+    """The buffers of a trained parameter, as codegen/runtime/flat.py and zero.py make them."""
+    training, mesh = pricer.training, pricer.mesh
+    local = num_local(meta, stored.placements, mesh)
+    size, scale = pricer.zero_size(stored), 1.0 + pricer.fragmentation
+    is_whole = size == 1 or (stored.zero == 1 and training.num_micro_batches > 1)
+    is_moved_at_once = is_whole and is_cpu(pricer.cluster)
+    line = local * training.gradient_bytes
+    partial_sum = line / size if training.num_micro_batches > 1 else 0.0
+    gradient = local * meta.dtype.itemsize * scale
+    shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
+    return Slot(
+        (stored.zero, shards, meta.dtype),
+        local * max(4, meta.dtype.itemsize),
+        gradient,
+        0.0 if is_moved_at_once else gradient,
+        0.0 if is_whole else (line + partial_sum) * scale,
+        local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
+        0.0 if training.offload == "optimizer" else local / size * training.update_bytes,
+        training.updates_together,
+        last_reader,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters. is_top: not a layer."""
+    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters."""
 
+    name: str
     kept: float
     live: Liveness
     slots: tuple[Slot, ...] = ()
-    is_top: bool = False
+
+    @property
+    def is_top(self) -> bool:
+        """Not a layer, but calls between layers."""
+        return self.name.startswith("top ")
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
     """Bytes at the peak of one forward, one backward, and one in two halves, of which the first leaves `deferred`
-    until the second (whose own peak beside it is `weight`)."""
+    until the second (whose own peak beside it is `weight`). updated: temporaries of the optimiser, for all parameters
+    that are updated together or for the largest."""
 
     kept: float = 0.0
     forward: float = 0.0
@@ -51,6 +91,7 @@ class Peaks:
     split: float = 0.0
     deferred: float = 0.0
     weight: float = 0.0
+    updated: float = 0.0
 
 
 @dataclass(slots=True)
@@ -62,9 +103,9 @@ class _Bucket:
     num_bytes: float = 0.0
 
 
-def peaks(blocks: Sequence[Life], tied: Sequence[tuple[int, int, float]] = ()) -> Peaks:
-    """Of a stage's blocks in order. tied: (first, last block, bytes) of parameters that two blocks use: the gradient of
-    the last use is held until the first's is there."""
+def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
+    """Of a stage's blocks in order. received_bytes, sent_bytes: of what crosses its borders per micro-batch: while an
+    action runs, what the next one waits for is on its way."""
     gathered = [0.0 if life.is_top else sum(slot.gathered for slot in life.slots) for life in blocks]
     root = sum(slot.gathered for life in blocks if life.is_top for slot in life.slots)
     forward = before = loose = 0.0
@@ -74,7 +115,8 @@ def peaks(blocks: Sequence[Life], tied: Sequence[tuple[int, int, float]] = ()) -
         before += life.kept
         loose += life.live.loose if life.is_top else 0.0
     forward = max(forward, before + loose + root)
-    held = [sum(b for first, last, b in tied if first <= i < last) for i in range(len(blocks))]
+    forward += sent_bytes
+    held = _held(blocks)
     reductions = _reductions(blocks)
     backward = split = 0.0
     for index in reversed(range(len(blocks))):
@@ -88,14 +130,28 @@ def peaks(blocks: Sequence[Life], tied: Sequence[tuple[int, int, float]] = ()) -
         backward = max(backward, beside + own + during, beside + life.live.entering + after)
         put_off = sum(later.live.deferred for later in blocks[index + 1 :])
         split = max(split, beside + life.live.split + put_off + during, beside + life.live.entering + after + put_off)
+    slots = [slot for life in blocks for slot in life.slots]
     return Peaks(
-        sum(life.kept for life in blocks),
+        sum(life.kept for life in blocks) + sent_bytes,
         forward,
-        backward,
-        split,
+        backward + received_bytes,
+        split + received_bytes,
         sum(life.live.deferred for life in blocks),
         max((life.live.weight for life in blocks), default=0.0),
+        sum(slot.updated for slot in slots if slot.is_updated_together)
+        + max((slot.updated for slot in slots if not slot.is_updated_together), default=0.0),
     )
+
+
+def _held(blocks: Sequence[Life]) -> list[float]:
+    """Per block: gradients of parameters that a later block uses too: autograd adds up before it hands them on."""
+    held = [0.0] * len(blocks)
+    for first, life in enumerate(blocks):
+        for slot in life.slots:
+            later = [i for i, other in enumerate(blocks) if other.name == slot.last_reader and i > first]
+            for index in range(first, later[-1] if later and slot.last_reader != life.name else first):
+                held[index] += slot.gradient
+    return held
 
 
 def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.block_costs import BlockCost, block_costs, chain
 from autopar.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
 from autopar.choices import Choices
 from autopar.graph import Graph
+from autopar.peak import Life, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
 from autopar.price import Pricer, is_cpu
 from autopar.stage_costs import Simulated, shared_costs, simulated, stage_cost
@@ -45,7 +46,7 @@ def predict(
         for kind, value in cost.fixed.items():
             num_bytes[kind] += value * count
         num_bytes["activations"] += cost.activation_bytes * count
-    num_bytes["transient"] = transient_bytes(costs, counts)
+    num_bytes["transient"] = transient_bytes(costs, chain(graph))
     if not is_cpu(pricer.cluster):
         num_bytes["workspace"] = float(workspace_bytes(pricer.cluster.device))
     return Prediction(dict(seconds), dict(num_bytes))
@@ -75,15 +76,7 @@ def simulate_plan(
     return simulated(staged, replace(pipeline, stages=stages), micro, transfers, shared, workspace)
 
 
-def transient_bytes(costs: Mapping[str, BlockCost], blocks: Iterable[str]) -> float:
-    """The most that is alive for a moment beside what is kept, among `blocks` of one stage.
-
-    In one generated forward at a time, which holds its local variables until it returns: a layer's, or the stage's own
-    (all of its top-level calls).
-    """
-    names = set(blocks)
-    tops = [costs[name] for name in names if name.startswith("top ")]
-    own = sum(cost.loose_bytes + cost.gathered_bytes for cost in tops) + 2 * max(
-        (cost.largest_bytes for cost in tops), default=0.0
-    )
-    return max([own, *(costs[name].transient_bytes for name in names if not name.startswith("top "))])
+def transient_bytes(costs: Mapping[str, BlockCost], blocks: Sequence[str]) -> float:
+    """What is alive at the peak beside what `blocks`, one stage of all of them in order, keep without recomputation."""
+    found = peaks([Life(name, costs[name].activation_bytes, costs[name].live, costs[name].slots) for name in blocks])
+    return max(found.forward, found.backward, found.updated) - found.kept

@@ -25,6 +25,9 @@ from cost_models.machine import Cluster
 MATMULS = frozenset(
     ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
 )
+DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
+"""Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
+
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
 
@@ -36,7 +39,8 @@ ADAM_BYTES = 28.0
 class Training:
     """How a step is run, as far as costs depend on it.
 
-    state_bytes: optimiser state per parameter. compute_bytes, master_bytes: of a weight as computed with, and of a
+    state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
+    at once or (updates_together: no) of one after the other. compute_bytes, master_bytes: of a weight as computed with, and of a
     separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
     "optimizer": state and separate masters live in host memory, and the host updates them.
     """
@@ -47,6 +51,8 @@ class Training:
     master_bytes: int = 0
     gradient_bytes: int = 4
     offload: str = ""
+    update_bytes: float = 0.0
+    updates_together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Pricer:
     hidden_fraction: float = 0.0
     fragmentation: float = 0.0
     _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
+    _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)
     _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(
         default_factory=dict
     )
@@ -113,8 +120,11 @@ class Pricer:
         """Forward and conjugate backward of a reshard, once. inf if there is no way."""
         if source == target:
             return 0.0
-        path = steps(source, target, self.mesh.sizes)
-        return math.inf if path is None else sum(sum(self.step_seconds(step, meta)) for step in path)
+        key = (source, target, meta.num_bytes, meta.requires_grad)
+        if key not in self._reshards:
+            path = steps(source, target, self.mesh.sizes)
+            self._reshards[key] = math.inf if path is None else sum(sum(self.step_seconds(s, meta)) for s in path)
+        return self._reshards[key]
 
     def reshard_matrix(
         self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta
@@ -192,9 +202,10 @@ class Pricer:
 
     def weight_seconds(self, operator: Operator, option: Option) -> float:
         """The part of a linear layer's backward that makes its weight's gradient, which may be put off."""
-        if base_name(operator.node.op) != "linear" or not operator.inputs[1].requires_grad:
+        position = DEFERRABLE.get(base_name(operator.node.op))
+        if position is None or not operator.inputs[position].requires_grad:
             return 0.0
-        forward_and_input = self.operator_seconds(replace(operator, inputs=_without_gradient(operator.inputs)), option)
+        forward_and_input = self.operator_seconds(_frozen(operator, position - 1), option)
         return sum(self.operator_seconds(operator, option)) - sum(forward_and_input)
 
     def _inner_seconds(self, operator: Operator, option: Option) -> float:
@@ -299,9 +310,10 @@ class Pricer:
         return total * (1.0 + self.fragmentation)
 
 
-def _without_gradient(inputs: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
-    """A linear layer's inputs as if its weight (and bias) were frozen."""
-    return tuple(replace(m, requires_grad=False) if i else m for i, m in enumerate(inputs))
+def _frozen(operator: Operator, kept: int) -> Operator:
+    """The call as if only its input `kept` needed a gradient."""
+    inputs = tuple(m if i == kept else replace(m, requires_grad=False) for i, m in enumerate(operator.inputs))
+    return replace(operator, inputs=inputs)
 
 
 def contraction_flops(operator: Operator) -> float:

@@ -58,6 +58,10 @@ _WEIGHT: dict[Collective | None, float] = {
 }
 
 
+Move = tuple[Placements, int, Placement]
+"""(placements before it, axis, the axis' new placement)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One axis changes from `source` to `target`.
@@ -87,31 +91,34 @@ def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -
     """The cheapest sequence by bytes moved (Dijkstra over placements), or None if there is none."""
     if source == target:
         return ()
-    queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
+    queue: list[tuple[float, int, Placements, tuple[Move, ...]]] = [(0.0, 0, source, ())]
     done: set[Placements] = set()
     count = 0
     while queue:
         cost, _, current, path = heapq.heappop(queue)
         if current == target:
-            return path
+            return tuple(_step(before, axis, goal, axis_sizes) for before, axis, goal in path)
         if current in done:
             continue
         done.add(current)
-        for step in _moves(current, target, axis_sizes):
-            following = (*current[: step.axis], step.target, *current[step.axis + 1 :])
+        for axis, goal in _moves(current, target, axis_sizes):
+            following = (*current[:axis], goal, *current[axis + 1 :])
             if following not in done:
-                weight = step.fraction * (_WEIGHT[step.forward] + _WEIGHT[step.backward]) + _STEP_PENALTY
+                forward, backward = _COLLECTIVES[current[axis].kind, goal.kind]
+                fraction = _fraction(current, axis, goal, axis_sizes)
+                weight = fraction * (_WEIGHT[forward] + _WEIGHT[backward]) + _STEP_PENALTY
                 count += 1
-                heapq.heappush(queue, (cost + weight, count, following, (*path, step)))
+                heapq.heappush(queue, (cost + weight, count, following, (*path, (current, axis, goal))))
     return None
 
 
-def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[Step]:
+def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[tuple[int, Placement]]:
+    """(axis, its new placement) of the steps that may be taken."""
     found = []
     for axis, (here, there) in enumerate(zip(current, target, strict=True)):
-        for goal in dict.fromkeys((there, R)):
+        for goal in (there,) if there == R else (there, R):
             if goal != here and (here.kind, goal.kind) in _COLLECTIVES and _is_legal(current, axis, goal, axis_sizes):
-                found.append(_step(current, axis, goal, axis_sizes))
+                found.append((axis, goal))
     return found
 
 
@@ -121,13 +128,15 @@ def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple
     inner = current[axis + 1 :]
     if here.is_shard and goal.is_shard and here.dim == goal.dim:
         return False
-    if any(p.is_shard and p in inner for p in (here, goal)):
+    if inner and any(p.is_shard and p in inner for p in (here, goal)):
         return False
     return _nests((*current[:axis], goal, *inner), goal.dim, axis_sizes)
 
 
 def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> bool:
     """Whether the sections of each shard of `dim` fall into whole parts of the next coarser one (see `divides`)."""
+    if len(placements) == 1:
+        return True
     levels: dict[int, int] = {}
     for placement, size in zip(placements, axis_sizes, strict=True):
         if placement.is_shard and placement.dim == dim:
@@ -136,16 +145,20 @@ def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> boo
     return all(fine % (coarse * levels[coarse]) == 0 for coarse, fine in zip(ordered, ordered[1:], strict=False))
 
 
+def _fraction(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> float:
+    """`Step.fraction` of giving `axis` another placement."""
+    others = math.prod(n for i, (p, n) in enumerate(zip(current, axis_sizes, strict=True)) if p.is_shard and i != axis)
+    is_exchange = current[axis].is_shard and goal.is_shard
+    return 1.0 / others / (axis_sizes[axis] if is_exchange else 1)
+
+
 def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:
     here = current[axis]
-    others = math.prod(n for i, (p, n) in enumerate(zip(current, axis_sizes, strict=True)) if p.is_shard and i != axis)
-    is_exchange = here.is_shard and goal.is_shard
-    fraction = 1.0 / others / (axis_sizes[axis] if is_exchange else 1)
     return Step(
         axis,
         here,
         goal,
-        fraction,
+        _fraction(current, axis, goal, axis_sizes),
         _local_sections(current, axis, here, axis_sizes),
         _local_sections(current, axis, goal, axis_sizes),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.block_costs import FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
+from autopar.peak import Holding, Life, Peaks, at_peak, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
-from cost_models.schedule import StageTimes, Timeline, in_flight, orders, placement, simulate
+from cost_models.schedule import StageTimes, Timeline, orders, placement, simulate
 
 BUBBLE = "pipeline bubble"
 
@@ -18,8 +20,8 @@ class StageCost:
     """One stage on one of its ranks.
 
     micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
-    micro-batch; weight is the part of backward that can be put off. fixed: bytes that stay, by kind. kept_bytes: per
-    micro-batch in flight. transient_bytes: alive for a moment beside.
+    micro-batch; weight is the part of backward that can be put off. fixed: bytes that stay, by kind. peaks: of the
+    rest.
     """
 
     micro: Mapping[str, float]
@@ -28,8 +30,17 @@ class StageCost:
     backward: float
     weight: float
     fixed: Mapping[str, float]
-    kept_bytes: float
-    transient_bytes: float
+    peaks: Peaks
+
+    @property
+    def kept_bytes(self) -> float:
+        """Per micro-batch in flight."""
+        return self.peaks.kept
+
+    @property
+    def transient_bytes(self) -> float:
+        """The most that is alive beside what one micro-batch keeps."""
+        return max(self.peaks.forward, self.peaks.backward) - self.peaks.kept
 
     @property
     def step_seconds(self) -> float:
@@ -56,7 +67,7 @@ def stage_cost(
     own = blocks[stage.first : stage.last]
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
     forward = backward = weight = 0.0
-    kept, transients = sent_bytes, [_top_transient(costs, own)]
+    lives = []
     for name in own:
         cost, label = costs[name], modes[name].pop(0)
         for table, seconds in ((cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.fixed, fixed)):
@@ -65,26 +76,19 @@ def stage_cost(
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight += cost.weight_seconds
         if not cost.modes:
-            kept += cost.activation_bytes
+            lives.append(Life(name, cost.activation_bytes, cost.live, cost.slots))
             continue
         mode = cost.modes.get(label, cost.modes["none"])
         micro[RECOMPUTATION] += mode.seconds
         backward += mode.seconds
-        kept += mode.kept_bytes
-        transients.append(mode.transient_bytes)
-    return StageCost(micro, step, forward, backward, weight, fixed, kept, max(transients))
+        lives.append(Life(name, mode.kept_bytes, mode.live, cost.slots))
+    received_bytes = lives[0].live.entering if stage.first else 0.0
+    return StageCost(micro, step, forward, backward, weight, fixed, peaks(lives, received_bytes, sent_bytes))
 
 
 def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
     runs = [mode for mode, number in stage.recompute.get(block, ()) for _ in range(number)]
     return (runs + ["none"] * count)[:count]
-
-
-def _top_transient(costs: Mapping[str, BlockCost], blocks: Sequence[str]) -> float:
-    """A stage's own forward holds the results of all of its top-level calls until it returns."""
-    tops = [costs[name] for name in blocks if name.startswith("top ")]
-    loose = sum(cost.loose_bytes + cost.gathered_bytes for cost in tops)
-    return loose + 2 * max((cost.largest_bytes for cost in tops), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +159,35 @@ def position_bytes(
 ) -> list[dict[str, float]]:
     """Bytes by kind of one rank of every position at its peak, without the device's own workspace."""
     schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
-    held = in_flight(schedule, positions, num_micro_batches, chunks)
+    states = holding_states(schedule, positions, num_micro_batches, chunks)
     home = placement(schedule, positions, chunks)
-    return [_memory(stages, home, held, position, shared) for position in range(positions)]
+    return [_memory(stages, home, states[position], position, shared) for position in range(positions)]
+
+
+@lru_cache(maxsize=1024)
+def holding_states(
+    schedule: str, num_positions: int, num_micro_batches: int, chunks: int
+) -> tuple[tuple[Holding, ...], ...]:
+    """Per position, every kind of action with what micro-batches its stages hold meanwhile, once each.
+
+    Some groups of micro-batches show all there is: more of them repeat what those hold (as `in_flight`).
+    """
+    count, p = num_micro_batches, num_positions
+    if schedule != "gpipe" and count > 6 * p:
+        count = 5 * p + count % p
+    home = placement(schedule, p, chunks)
+    found = []
+    for position, line in enumerate(orders(schedule, p, count, chunks)):
+        held = {stage: [0, 0] for stage, where in enumerate(home) if where == position}
+        seen: dict[Holding, None] = {}
+        for action in line:
+            counts = held[action.stage]
+            counts[0] -= action.kind in "BI"
+            seen[action.kind, action.stage, tuple((s, kept, late) for s, (kept, late) in held.items())] = None
+            counts[0] += action.kind == "F"
+            counts[1] += {"I": 1, "W": -1}.get(action.kind, 0)
+        found.append(tuple(seen))
+    return tuple(found)
 
 
 def _position(
@@ -181,7 +211,7 @@ def _position(
 def _memory(
     stages: Sequence[StageCost],
     home: Sequence[int],
-    held: Sequence[float],
+    states: Sequence[Holding],
     position: int,
     shared: Sequence[SharedCost],
 ) -> dict[str, float]:
@@ -191,10 +221,11 @@ def _memory(
     for index in own:
         for kind, value in stages[index].fixed.items():
             found[kind] += value
-        found["activations"] += stages[index].kept_bytes * held[index]
     for tie in shared:
         if home[tie.last] == position and home[tie.first] != position:
             for kind, value in tie.fixed.items():
                 found[kind] += value
-    found["transient"] = max(stages[index].transient_bytes for index in own)
+    activations, peak = at_peak(states, {index: stages[index].peaks for index in own})
+    updated = sum(stages[index].peaks.updated for index in own)
+    found["activations"], found["transient"] = activations, max(peak, updated) - activations
     return dict(found)

@@ -16,7 +16,7 @@ MORE_MEMORY = ((1.1, "10 % more"), (1.25, "25 % more"), (2.0, "twice the"))
 @dataclass(frozen=True, slots=True)
 class Condition:
     """resource: what there is more of. is_comparable: whether a step does the same work on as many devices, so that
-    step times tell what binds. has_same_prices: whether what a rank does in a given time is as before."""
+    step times tell what binds. has_same_prices: whether a device and its links are as before."""
 
     resource: str
     words: str
@@ -47,7 +47,7 @@ def conditions(request: Request) -> Iterator[Condition]:
     larger = replace(request, global_batch_size=2 * request.global_batch_size)
     yield Condition("batch", "twice the batch", larger, is_comparable=False)
     nodes = replace(cluster, num_nodes=2 * cluster.num_nodes)
-    yield Condition("devices", f"twice the devices ({nodes})", replace(request, cluster=nodes), is_comparable=False)
+    yield replace(_on(request, "devices", f"twice the devices ({nodes})", nodes), is_comparable=False)
 
 
 def faster_compute(device: Device, factor: float = 2.0) -> Device:

@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.explain.decisions import recompute_modes, zero_stage
-from autopar.explain.explain import full_words
 from autopar.explain.explanation import Explanation, WhatIf
+from autopar.explain.questions import full_words
 from autopar.report.tables import plain_text, table_of
 from autopar.units import bytes_text, count_text, seconds_text
 

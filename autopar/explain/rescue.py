@@ -37,9 +37,11 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
         return error
     limit = time.monotonic() + seconds
     try:
-        bases = PipelineSearch(request).bases
+        search = PipelineSearch(request)
+        search.run()
     except AutoparError:
         return error
+    bases = search.bases
     found = [r for r in (cheapest_pin(request, bases, limit), smallest_cluster(request, bases, limit)) if r]
     texts = [f"{r.words}: {plan_words(r.plan)}, {seconds_text(r.plan.prediction.step_seconds)} a step" for r in found]
     given = error.alternatives
@@ -87,7 +89,8 @@ def _between(low: int, high: int) -> Iterator[int]:
 
 def _with_nodes(request: Request, count: int, bases: Bases) -> Remedy | None:
     cluster = replace(request.cluster, num_nodes=count)
-    plan = plan_for(replace(request, cluster=cluster), bases)
+    larger = replace(request, cluster=cluster)
+    plan = plan_for(larger, bases.priced_for(larger))
     return None if plan is None else Remedy(f"{cluster} ({cluster.num_devices} devices)", plan)
 
 

@@ -1,7 +1,8 @@
 """Weight gradients put off: the backward of a stage in two halves, for zero-bubble schedules.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): the stage before waits for the gradient of what it sent, not
-for the weights' gradients, which can fill gaps. `linear` is what generated code of such programs calls for F.linear.
+for the weights' gradients, which can fill gaps. Generated code of such programs calls `linear` for F.linear and `addmm`
+for torch.addmm.
 Inside an I action its backward computes the input's gradient only and leaves the rest with the queue that hangs on the
 weight; the W action runs it. All other gradients are there after I.
 """
@@ -23,9 +24,10 @@ _ATTRIBUTE = "weight_gradients"
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The gradients of one call of `linear`. x [..., in], grad [..., out]."""
+    """The gradients of one call. x [..., in], grad [..., out]; is_transposed: the weight is [in, out]."""
 
     weight: nn.Parameter
+    is_transposed: bool
     bias: nn.Parameter | None
     x: Tensor
     grad: Tensor
@@ -33,7 +35,7 @@ class _Task:
     def run(self) -> None:
         # The backward of a leaf accumulates, and tells whoever waits for its gradient.
         if self.weight.requires_grad:
-            _backward(self.weight, _weight_gradient(self.x, self.grad))
+            _backward(self.weight, _weight_gradient(self.x, self.grad, self.is_transposed))
         if self.bias is not None and self.bias.requires_grad:
             _backward(self.bias, _bias_gradient(self.grad))
 
@@ -84,35 +86,51 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # What is computed from a parameter has no such attribute, and its gradient must flow on.
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias, queue)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(x, weight, bias, queue, False)  # type: ignore[no-untyped-call]
+    return result
+
+
+def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """torch.addmm: bias [out], x [rows, in], weight [in, out] -> [rows, out]; its weight gradients can be put off."""
+    queue = getattr(weight, _ATTRIBUTE, None)
+    if queue is None or not torch.is_grad_enabled():
+        return torch.addmm(bias, x, weight)
+    result: Tensor = _Linear.apply(x, weight, bias, queue, True)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: DeferredGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: DeferredGradients, is_transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x)
         # Not as saved tensors, of which recomputation makes detached ones: the gradient is for the parameter itself.
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        ctx.weight, ctx.bias, ctx.queue, ctx.is_transposed = weight, bias, queue, is_transposed
+        if is_transposed:
+            assert bias is not None
+            return torch.addmm(bias, x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight, bias, is_transposed = ctx.weight, ctx.bias, ctx.is_transposed
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         can_defer_bias = getattr(bias, _ATTRIBUTE, None) is ctx.queue
-        grad_x = torch.matmul(grad, weight) if needs_x else None
+        grad_x = torch.matmul(grad, weight.t() if is_transposed else weight) if needs_x else None
         if ctx.queue.is_open and (needs_weight or (needs_bias and can_defer_bias)):
-            ctx.queue.add(_Task(weight, bias if can_defer_bias else None, x, grad))
-            return grad_x, None, _bias_gradient(grad) if needs_bias and not can_defer_bias else None, None
-        grad_weight = _weight_gradient(x, grad) if needs_weight else None
-        return grad_x, grad_weight, _bias_gradient(grad) if needs_bias else None, None
+            ctx.queue.add(_Task(weight, is_transposed, bias if can_defer_bias else None, x, grad))
+            return grad_x, None, _bias_gradient(grad) if needs_bias and not can_defer_bias else None, None, None
+        grad_weight = _weight_gradient(x, grad, is_transposed) if needs_weight else None
+        return grad_x, grad_weight, _bias_gradient(grad) if needs_bias else None, None, None
 
 
-def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """[..., in], [..., out] -> [out, in]."""
+def _weight_gradient(x: Tensor, grad: Tensor, is_transposed: bool) -> Tensor:
+    """[..., in], [..., out] -> [out, in], or [in, out]."""
+    if is_transposed:
+        x, grad = grad, x
     return grad.flatten(0, -2).t() @ x.flatten(0, -2) if x.ndim > 1 else torch.outer(grad, x)
 
 

@@ -37,11 +37,8 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit, bases = time.monotonic() + seconds, PipelineSearch(request).bases
-    if isinstance(source, CompiledProgram) and not source.result.is_given:
-        searched = explained = source.best
-    else:
-        searched = search_plans(request, bases).best
-        explained = source.best if isinstance(source, CompiledProgram) else searched
+    searched = search_plans(request, bases).best  # again for a program that was searched: it fills the bases
+    explained = source.best if isinstance(source, CompiledProgram) else searched
     return _Questions(request, bases, searched, limit).answer(explained)
 
 
