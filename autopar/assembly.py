@@ -19,16 +19,20 @@ HOST = "host"
 def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     """What code is generated from. fused: with Triton kernels in place of runs of calls."""
     plan, pipeline = candidate.plan, candidate.plan.pipeline
-    home = HOST if pipeline.offload == "optimizer" else ""
+    home = HOST if pipeline.offload else ""
+    keeps_shards = pipeline.offload == "parameters"
     common = (candidate.graph, candidate.operators, plan, candidate.choices)
     if pipeline.num_positions == 1:
         modes = pipeline.stages[0].recompute if pipeline.stages else {}
-        program = lower(*common, recompute=modes, offload_optimizer=home)
+        program = replace(
+            lower(*common, recompute=modes, offload_optimizer=home), offload_parameters=keeps_shards
+        )
         return fuse(program) if fused else program
     staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
+    staged = staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards))
     if not fused:
         return staged
-    return replace(staged, stages=tuple(replace(s, program=fuse(s.program)) for s in staged.stages))
+    return staged.map(fuse)
 
 
 def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:

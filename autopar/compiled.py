@@ -111,7 +111,8 @@ class CompiledProgram:
             precision=self.plan.precision,
             max_grad_norm=max_grad_norm,
             seed=seed,
-            offload_optimizer=HOST if self.plan.pipeline.offload == "optimizer" else "",
+            offload_optimizer=HOST if self.plan.pipeline.offload else "",
+            offload_parameters=self.plan.pipeline.offload == "parameters",
         )
         step.load(value_source(self.model, init))
         return step

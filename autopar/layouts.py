@@ -25,7 +25,7 @@ class Layout:
     """What is fixed before stages are cut.
 
     mesh: of each of `num_positions` pipeline positions. rows: of one micro-batch on one data-parallel rank. price: of a
-    byte, of the base (see bases.py). offload: "" or "optimizer".
+    byte, of the base (see bases.py). offload: "", "optimizer" or "parameters".
     """
 
     num_positions: int
@@ -60,7 +60,7 @@ def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
             pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
             for zero in pinned:
                 for price in PRICES:
-                    for offload in _offloads(request):
+                    for offload in _offloads(request, zero or 0):
                         for mesh in meshes_of(request, num_positions, dp, tp, zero or 0):
                             yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
 
@@ -92,11 +92,16 @@ def inter_node_rate(cluster: Cluster) -> float:
     return link.achievable_bytes_per_second / (cluster.devices_per_node if link.shared_by_node else 1)
 
 
-def _offloads(request: Request) -> tuple[str, ...]:
-    """Where the optimiser's state may live; a rank on a CPU has no memory but its host's."""
-    if request.constraints.offload is not None:
-        return (request.constraints.offload,)
-    return ("",) if is_cpu(request.cluster) else ("", "optimizer")
+def _offloads(request: Request, zero: int) -> tuple[str, ...]:
+    """What may live in host memory: parameters only in shards. A rank on a CPU has no memory but its host's."""
+    pinned = request.constraints.offload
+    if pinned == "parameters" and zero != 3:
+        return ()
+    if pinned is not None:
+        return (pinned,)
+    if is_cpu(request.cluster):
+        return ("",)
+    return ("", "optimizer", "parameters") if zero == 3 else ("", "optimizer")
 
 
 def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:

@@ -22,6 +22,8 @@ from autopar.price import Stored
 
 FORMAT = 1
 RECOMPUTE_MODES = ("none", "selective", "full")
+OFFLOADS = ("none", "optimizer", "parameters")
+"""What lives in host memory: the optimiser's state and masters; under ZeRO-3 the shards of the parameters too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Pipeline:
     """How the model is cut over `num_positions` equal groups of ranks, each with the plan's mesh.
 
     schedule: of autopar's schedules ("" with one position). stages: in model order; more than positions where a
-    position runs several. offload: what lives in host memory: "" or "optimizer".
+    position runs several. offload: of OFFLOADS, "" for none.
     """
 
     num_positions: int = 1
@@ -308,7 +310,11 @@ class _Reader:
         if len(stages) % num_positions or not stages:
             message = f"{len(stages)} stages cannot be dealt to {num_positions} positions"
             raise self.fail(("pipeline", "stages"), message)
-        return Pipeline(num_positions, str(data.get("schedule", "")), tuple(stages), str(data.get("offload", "")))
+        offload = str(data.get("offload", ""))
+        if offload not in ("", *OFFLOADS):
+            raise self.fail(("pipeline", "offload"), f"{offload!r} is unknown", ", ".join(OFFLOADS))
+        offload = "" if offload == "none" else offload
+        return Pipeline(num_positions, str(data.get("schedule", "")), tuple(stages), offload)
 
     def _modes(self, path: tuple[str, ...], text: str) -> tuple[tuple[str, int], ...]:
         found = []

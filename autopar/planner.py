@@ -48,8 +48,12 @@ class SearchResult:
         return self.candidates[0]
 
 
-def search_plans(request: Request, shared_bases: Bases | None = None) -> SearchResult:
-    """The best plan of each layout that can still win, fastest first. shared_bases: as in PipelineSearch.
+def search_plans(
+    request: Request, shared_bases: Bases | None = None, exact_devices: int = ONE_STAGE_DEVICES
+) -> SearchResult:
+    """The best plan of each layout that can still win, fastest first.
+
+    shared_bases: as in PipelineSearch. exact_devices: on larger clusters the exact search only polishes.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
@@ -57,7 +61,7 @@ def search_plans(request: Request, shared_bases: Bases | None = None) -> SearchR
     pipelines = search.run()
     found = [candidate_of(each, request) for each in (*pipelines.found, *refined(search, pipelines.found))]
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
-    one = _one_stage(request, found, fastest * (1 + TIE))
+    one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
     found += one.candidates
     if not found:
         raise nothing_fits(request, list(one.failures), pipelines.smallest)
@@ -71,14 +75,14 @@ def search_plans(request: Request, shared_bases: Bases | None = None) -> SearchR
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
 
 
-def _one_stage(request: Request, found: list[Candidate], fastest: float) -> OneStage:
+def _one_stage(request: Request, found: list[Candidate], fastest: float, exact_devices: int) -> OneStage:
     """The exact search, where the constraints and the size of the cluster leave room for it."""
     limits = request.constraints
     one_stage = limits.degrees.get("pp", 1) == limits.degrees.get("ddp", 1) == 1
     is_open = one_stage and limits.recompute in (None, "none") and not limits.offload
     if not is_open or limits.schedule is not None:
         return OneStage((), (), ())
-    if request.cluster.num_devices > ONE_STAGE_DEVICES:
+    if request.cluster.num_devices > exact_devices:
         plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
         if not plain:
             return OneStage((), (), ())

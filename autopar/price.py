@@ -42,7 +42,8 @@ class Training:
     state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
     at once or (updates_together: no) of one after the other. compute_bytes, master_bytes: of a weight as computed with, and of a
     separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
-    "optimizer": state and separate masters live in host memory, and the host updates them.
+    "optimizer": state and separate masters live in host memory, and the host updates them; "parameters": under ZeRO-3
+    the shards of the parameters too.
     """
 
     num_micro_batches: int = 1
@@ -249,6 +250,8 @@ class Pricer:
             gathers = shared("all_gather", axis, local * training.compute_bytes)
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
+            if stored.zero == 3 and training.offload == "parameters":
+                per_micro += 2 * local * training.compute_bytes / size / self.cluster.device.host_link_bytes_per_second
         for axis, placement in enumerate(stored.placements):
             if placement.kind == "Rp" and not (stored.zero and self.mesh.axes[axis] == "dp"):
                 per_step += shared("all_reduce", axis, local * training.gradient_bytes / size)
@@ -261,7 +264,7 @@ class Pricer:
             return 0.0
         elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
         device, training = self.cluster.device, self.training
-        if training.offload == "optimizer":
+        if training.offload:
             # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
             updated = elements * ADAM_BYTES / device.host_memory_bytes_per_second
@@ -275,8 +278,9 @@ class Pricer:
         if not meta.requires_grad:
             return local * meta.dtype.itemsize, 0.0, 0.0
         size, zero = self.zero_size(stored), stored.zero
-        on_device = training.offload != "optimizer"
-        weights = training.compute_bytes * local / (size if zero == 3 else 1)
+        on_device = not training.offload
+        is_away = zero == 3 and training.offload == "parameters"
+        weights = 0.0 if is_away else training.compute_bytes * local / (size if zero == 3 else 1)
         weights += training.master_bytes * local / size if on_device else 0.0
         gradients = training.gradient_bytes * local / (size if zero >= 2 else 1)
         return weights, gradients, training.state_bytes * local / size if on_device else 0.0

@@ -13,6 +13,8 @@ from autopar.plan import Pipeline, Prediction, StagePlan
 from cost_models.schedule import StageTimes, Timeline, orders, placement, simulate
 
 BUBBLE = "pipeline bubble"
+ROUND_OFF = 1e-9
+"""Share of a step that is no bubble but the sum's round-off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ def simulated(
     busiest = max(range(positions), key=lambda p: exposed[p])
     slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
     seconds = defaultdict(float, tables[busiest][0])
-    seconds[BUBBLE] += max(timeline.makespan - exposed[busiest], 0.0)
+    bubble = timeline.makespan - exposed[busiest]
+    seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value
     memory = [kinds | workspace for kinds in position_bytes(stages, pipeline, num_micro_batches, shared)]

@@ -150,6 +150,8 @@ def _emit(whole: Program | PipelineProgram, any_program: Program, *, options: li
     """any_program: one with the header's values. options: further arguments of Step."""
     if any_program.offload_optimizer:
         options = [*options, f'offload_optimizer="{any_program.offload_optimizer}"']
+    if any_program.offload_parameters:
+        options = [*options, "offload_parameters=True"]
     return _TEMPLATE.format(
         name=whole.name,
         mesh_text=whole.mesh_text,

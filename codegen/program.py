@@ -150,7 +150,8 @@ class Program:
     outputs are those variables. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs
     stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it
     receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers
-    in a row); offload_optimizer: where the optimiser's state lives ("": on the device).
+    in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
+    offload_parameters: ZeRO-3's shards too.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Program:
     recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     offload: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     offload_optimizer: str = ""
+    offload_parameters: bool = False
 
     @property
     def mesh_text(self) -> str:

@@ -35,13 +35,12 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
     """The error with what would do, where that is found in `seconds`, after the budget that it names."""
     if error.needed_bytes is None:
         return error
-    limit = time.monotonic() + seconds
     try:
         search = PipelineSearch(request)
         search.run()
     except AutoparError:
         return error
-    bases = search.bases
+    bases, limit = search.bases, time.monotonic() + seconds
     found = [r for r in (cheapest_pin(request, bases, limit), smallest_cluster(request, bases, limit)) if r]
     texts = [f"{r.words}: {plan_words(r.plan)}, {seconds_text(r.plan.prediction.step_seconds)} a step" for r in found]
     given = error.alternatives

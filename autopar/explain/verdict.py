@@ -18,28 +18,25 @@ COMPUTE = ("forward compute", "backward compute")
 
 
 def verdict_words(plan: Plan, capacity_bytes: float, what_ifs: Sequence[WhatIf]) -> Iterator[str]:
-    """The resource of which more helps most, the others in order, then memory and the pipeline's bubble."""
+    """What binds, that of which more helps most first; then what does not."""
     now = plan.prediction.step_seconds
     rates = [w for w in what_ifs if w.resource not in ("memory", "batch", "devices") and w.best_seconds is not None]
     ranked = sorted(((gain_of(w, now), w) for w in rates), key=lambda pair: -pair[0])
     helping = [(gain, w) for gain, w in ranked if gain >= LEAST_GAIN]
     memory_gain = max((gain_of(w, now) for w in what_ifs if w.resource == "memory"), default=0.0)
     bubble = plan.prediction.seconds.get(BUBBLE, 0.0)
-    rivals = {"memory": memory_gain, "bubble": bubble / 2 / now if now else 0.0}
-    if helping and helping[0][0] >= max(rivals.values()):
-        gain, first = helping[0]
-        yield f"{first.resource} binds: with {first.words} {_moved(now, first.best_seconds)}"
-        helping = helping[1:]
-    elif rivals["memory"] >= rivals["bubble"] and memory_gain >= LEAST_GAIN:
-        yield f"memory binds: with more of it the step would be {memory_gain:.0%} shorter"
-    elif rivals["bubble"] >= LEAST_GAIN:
-        yield f"the pipeline's bubble binds: {seconds_text(bubble)} of {seconds_text(now)}, {bubble / now:.0%}"
-    for _, each in helping:
-        yield f"{each.resource} is next: with {each.words} {_moved(now, each.best_seconds)}"
-    yield _memory_words(plan, capacity_bytes, what_ifs, now)
+    lines = [(gain, w.resource, f"with {w.words} {_moved(now, w.best_seconds)}") for gain, w in helping]
+    slack = _memory_words(plan, capacity_bytes, what_ifs, now)
+    if memory_gain >= LEAST_GAIN:
+        lines.append((memory_gain, f"memory of {_fullest(plan)}", slack))
     if bubble:
-        idle = f"the busiest pipeline position is idle for {seconds_text(bubble)}, {bubble / now:.0%} of the step"
-        yield idle + _amortised(plan, what_ifs, now)
+        idle = f"the busiest position waits {seconds_text(bubble)}, {bubble / now:.0%} of the step"
+        # Halving it is what compares with twice of something else.
+        lines.append((bubble / 2 / now, "the pipeline's bubble", idle + _amortised(plan, what_ifs, now)))
+    for index, (_, name, text) in enumerate(sorted(lines, key=lambda line: -line[0])):
+        yield f"then {name}: {text}" if index else f"{name} binds: {text}"
+    if memory_gain < LEAST_GAIN:
+        yield slack
     idle_rates = [w.resource for gain, w in ranked if gain < LEAST_GAIN]
     if idle_rates:
         yield f"more of these buys less than {LEAST_GAIN:.0%}: {', '.join(idle_rates)}"
@@ -56,23 +53,23 @@ def _moved(now: float, after: float | None) -> str:
     return f"a step takes {seconds_text(after)} instead of {seconds_text(now)} ({after / now - 1:+.0%})"
 
 
+def _fullest(plan: Plan) -> str:
+    positions = [sum(kinds.values()) for kinds in plan.prediction.positions]
+    return f"position {positions.index(max(positions))}" if positions else "a rank"
+
+
 def _memory_words(plan: Plan, capacity: float, what_ifs: Sequence[WhatIf], now: float) -> str:
     peak = plan.prediction.peak_bytes
-    positions = [sum(kinds.values()) for kinds in plan.prediction.positions]
-    where = f"position {positions.index(max(positions))}" if positions else "a rank"
-    used = f"{where} takes {bytes_text(peak)} of {bytes_text(capacity)} ({peak / capacity:.0%})"
+    used = f"{bytes_text(peak)} of {bytes_text(capacity)} are taken ({peak / capacity:.0%})"
     asked = [w for w in what_ifs if w.resource == "memory" and w.seconds is not None]
-    useful = [w for w in asked if gain_of(w, now) >= LEAST_GAIN]
+    useful = sorted((w for w in asked if gain_of(w, now) >= LEAST_GAIN), key=lambda w: -(w.seconds or 0.0))
     if useful:
-        least = max(useful, key=lambda w: w.seconds or 0.0)
-        most = min(useful, key=lambda w: w.seconds or 0.0)
-        text = f"memory of {where} binds: {used}; with {least.words} {_moved(now, least.seconds)}"
-        if most is not least:
-            text += f", with {most.words} {seconds_text(most.seconds or 0.0)}"
-        return text
+        least, most = useful[0], useful[-1]
+        more = f", with {most.words} {seconds_text(most.seconds or 0.0)}" if most is not least else ""
+        return f"{used}; with {least.words} {_moved(now, least.seconds)}{more}"
     if not asked:
-        return f"memory: {used}"
-    return f"memory does not bind: {used}, and {asked[0].words} buys nothing"
+        return f"memory of {_fullest(plan)}: {used}"
+    return f"memory does not bind: {used} on {_fullest(plan)}, and {asked[0].words} buys nothing"
 
 
 def _amortised(plan: Plan, what_ifs: Sequence[WhatIf], now: float) -> str:

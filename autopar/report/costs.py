@@ -12,6 +12,8 @@ from autopar.units import seconds_text
 HIDDEN = "hidden communication"
 SYNCHRONISATION = "gradient and parameter synchronisation"
 REASONS = 3
+ROUND_OFF = 1e-9
+"""Share of a step below which two times are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +75,6 @@ def why_slower(plan: Plan, best: Plan) -> str:
     """The kinds of time that are larger than the best plan's, largest difference first."""
     mine, its = plan.prediction.seconds, best.prediction.seconds
     more = {k: mine.get(k, 0.0) - its.get(k, 0.0) for k in mine if k != HIDDEN}
-    ranked = sorted(((d, k) for k, d in more.items() if d > 0), key=lambda pair: (-pair[0], pair[1]))[:REASONS]
+    least = ROUND_OFF * best.prediction.step_seconds
+    ranked = sorted(((d, k) for k, d in more.items() if d > least), key=lambda pair: (-pair[0], pair[1]))[:REASONS]
     return ", ".join(f"+{seconds_text(d)} {kind_words(k)}" for d, k in ranked) or "equal; the first by name was taken"
