@@ -19,7 +19,7 @@ HOST = "host"
 def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     """What code is generated from. fused: with Triton kernels in place of runs of calls."""
     plan, pipeline = candidate.plan, candidate.plan.pipeline
-    home = HOST if pipeline.offload else ""
+    home = home_of(pipeline)
     keeps_shards = pipeline.offload == "parameters"
     common = (candidate.graph, candidate.operators, plan, candidate.choices)
     if pipeline.num_positions == 1:
@@ -33,6 +33,11 @@ def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     if not fused:
         return staged
     return staged.map(fuse)
+
+
+def home_of(pipeline: Pipeline) -> str:
+    """Where the optimiser's state lives, as the run time names it."""
+    return pipeline.offload if pipeline.offload.startswith("nvme:") else HOST if pipeline.offload else ""
 
 
 def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:

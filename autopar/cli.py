@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | verify | train`.
+"""The command line: `autopar plan | report | explain | compare | verify | train`.
 
 What a user got wrong is printed without a traceback and ends with exit code 2; a verification that finds a difference,
 and a rank that fails, end with 1.
@@ -6,24 +6,44 @@ and a rank that fails, end with 1.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from autopar.errors import AutoparError, ConstraintError
+from autopar.cli_options import (
+    Batch,
+    ClusterText,
+    ConstraintFile,
+    GivenCluster,
+    GivenModel,
+    GivenPrecision,
+    Memory,
+    Model,
+    Options,
+    Precision,
+    Processes,
+    Seq,
+    Settings,
+    Source,
+    Timeline,
+    compile_job,
+    console,
+    is_plan_file,
+    program_of_source,
+    read_cluster,
+    read_constraints,
+    read_job,
+    without_traceback,
+)
+from autopar.errors import ConstraintError
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
     from autopar.integrations.job import Job
     from autopar.trainer import TrainerConfig, TrainResult
-    from cost_models.machine import Cluster
 
 app = typer.Typer(
     add_completion=False,
@@ -31,55 +51,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="From a single-GPU PyTorch model to a distributed training program.",
 )
-P = ParamSpec("P")
-
-Model = Annotated[str, typer.Argument(help="module:factory, or hf:path/to/config.json", show_default=False)]
-ClusterText = Annotated[
-    str, typer.Option(help='"4x8 h100-sxm", a TOML file, or "detect": what this machine has, measured')
-]
-Processes = Annotated[int | None, typer.Option(help="processes that share this machine, with --cluster detect")]
-Batch = Annotated[
-    int | None, typer.Option(help="rows of one optimiser step over all ranks [default: the factory's, or 8 per device]")
-]
-Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
-Precision = Annotated[str, typer.Option(help="fp32 or bf16")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="a constraint: tp=2, dp=4, zero=3 or micro_batches=8; may be repeated", metavar="NAME=VALUE"
-    ),
-]
-Memory = Annotated[str | None, typer.Option(help='bytes that a rank may use, such as "20GiB"')]
-ConstraintFile = Annotated[
-    str | None, typer.Option("--constraints", help="a YAML or TOML file of constraints", metavar="FILE")
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option", "-o", help="an argument of the factory or field of the configuration", metavar="NAME=VALUE"
-    ),
-]
 
 
 def main() -> None:
     """The console script."""
     app()
-
-
-def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
-    """Print a user's error instead of raising it."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except AutoparError as error:
-            Console(stderr=True, soft_wrap=True, highlight=False).print(
-                "[bold red]error[/]", str(error).replace("[", "\\["), sep=": "
-            )
-            raise typer.Exit(2) from None
-
-    return wrapped
 
 
 @app.command()
@@ -99,58 +75,106 @@ def plan(
     code: Annotated[
         str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
     ] = None,
+    timeline: Timeline = None,
 ) -> None:
-    """Choose the fastest plan that fits, and explain it."""
-    spec = _cluster(cluster, processes)
-    job = _job(model, spec, batch, seq, option, meta=code is None)
-    compiled = _compile(job, spec, batch, precision, _constraints(settings, memory, constraints))
+    """Choose the fastest plan that fits, and report what it does."""
+    spec = read_cluster(cluster, processes)
+    job = read_job(model, spec.num_devices, batch, seq, option, meta=code is None)
+    compiled = compile_job(job, spec, batch, precision, read_constraints(settings, memory, constraints))
     _print_report(compiled)
     if out:
         Path(out).write_text(compiled.plan.to_yaml(), encoding="utf-8")
         print(f"plan written to {out}")
     if code:
         print(f"program written to {compiled.save(code)}")
+    _write_timeline(compiled, timeline)
 
 
 @app.command()
 @without_traceback
 def report(
-    source: Annotated[str, typer.Argument(help="a plan file, or a model", show_default=False)],
-    model: Annotated[
-        str | None, typer.Option(help="the model of the plan file: explains every layer, priced anew")
-    ] = None,
-    cluster: Annotated[str | None, typer.Option(help="as in plan; the plan file's own by default")] = None,
+    source: Source,
+    model: GivenModel = None,
+    cluster: GivenCluster = None,
     processes: Processes = None,
     batch: Batch = None,
     seq: Seq = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16; the plan file's own by default")] = None,
+    precision: GivenPrecision = None,
     settings: Settings = None,
     memory: Memory = None,
     constraints: ConstraintFile = None,
     option: Options = None,
+    timeline: Timeline = None,
 ) -> None:
-    """Explain a plan file, or the plan that would be chosen for a model."""
-    limits = _constraints(settings, memory, constraints)
-    if not source.endswith((".yaml", ".yml")):
-        spec = _cluster(cluster or "detect", processes)
-        job = _job(source, spec, batch, seq, option, meta=True)
-        _print_report(_compile(job, spec, batch, precision or "fp32", limits))
-        return
-    from autopar.plan import Plan
-
-    given = Plan.from_file(source)
-    if model is None:
+    """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
+    limits = read_constraints(settings, memory, constraints)
+    if is_plan_file(source) and model is None and timeline is None:
+        from autopar.plan import Plan
         from autopar.report.summary import plan_summary
 
-        for panel in plan_summary(given):
-            _console().print(panel)
+        for panel in plan_summary(Plan.from_file(source)):
+            console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
-    spec = _cluster(
-        cluster or ("detect" if "measured" in given.cluster else given.cluster), processes or given.mesh.num_ranks
-    )
-    job = _job(model, spec, batch or given.global_batch_size, seq, option, meta=True)
-    _print_report(_compile(job, spec, None, precision or given.precision, limits, given))
+    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option)
+    _print_report(compiled)
+    _write_timeline(compiled, timeline)
+
+
+@app.command()
+@without_traceback
+def explain(
+    source: Source,
+    model: GivenModel = None,
+    cluster: GivenCluster = None,
+    processes: Processes = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    precision: GivenPrecision = None,
+    settings: Settings = None,
+    memory: Memory = None,
+    constraints: ConstraintFile = None,
+    option: Options = None,
+    timeline: Timeline = None,
+    seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
+) -> None:
+    """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
+    from autopar.explain.questions import explain as ask
+    from autopar.explain.render import explanation_panels
+
+    limits = read_constraints(settings, memory, constraints)
+    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option)
+    for panel in explanation_panels(ask(compiled, seconds=seconds)):
+        console().print(panel)
+    _write_timeline(compiled, timeline)
+
+
+@app.command()
+@without_traceback
+def compare(
+    first: Annotated[str, typer.Argument(help="a plan file", show_default=False)],
+    second: Annotated[str, typer.Argument(help="another plan file", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="the model of both, which are then priced anew")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="as in plan, to price both on; by default each on its own")
+    ] = None,
+    processes: Processes = None,
+    seq: Seq = None,
+    option: Options = None,
+) -> None:
+    """Two plans side by side: decisions, stages, placements, time and memory."""
+    from autopar.explain.compare import compare as compare_plans
+    from autopar.explain.compare import comparison_panels
+    from autopar.plan import Plan
+
+    plans = [Plan.from_file(path) for path in (first, second)]
+    if model is not None:
+        programs = (
+            program_of_source(path, model, cluster, processes, None, seq, None, {}, option) for path in (first, second)
+        )
+        plans = [program.plan for program in programs]
+    for panel in comparison_panels(compare_plans(*plans), (first, second)):
+        console().print(panel)
 
 
 @app.command()
@@ -174,10 +198,10 @@ def verify(
     """Run the generated program beside the single-process model on this machine, and compare."""
     from autopar.verify import sgd_with_momentum, verify_program
 
-    spec = _cluster(cluster, processes)
-    job = _job(model, spec, batch, seq, option, meta=False)
-    limits = _constraints(settings, memory, constraints)
-    compiled = _compile(job, spec, batch, precision, limits, plan, sgd_with_momentum)
+    spec = read_cluster(cluster, processes)
+    job = read_job(model, spec.num_devices, batch, seq, option, meta=False)
+    limits = read_constraints(settings, memory, constraints)
+    compiled = compile_job(job, spec, batch, precision, limits, plan, sgd_with_momentum)
     found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
     print(found)
     is_ok = found.ok(tolerance)
@@ -225,7 +249,7 @@ def train(
         "checkpoint_directory": checkpoint,
         "checkpoint_every": checkpoint_every,
         "auto_parallel": False if single else None,
-        "constraints": _constraints(settings, memory, constraints) or None,
+        "constraints": read_constraints(settings, memory, constraints) or None,
     }
     config, name, text, length = _configuration(source, {k: v for k, v in flags.items() if v is not None})
     job, config = _training_job(name, config, seq or length, option)
@@ -252,7 +276,7 @@ def _train(trainer: Any, config: TrainerConfig) -> None:
             print("the same command continues from the last checkpoint", file=sys.stderr)
         raise typer.Exit(1) from None
     if is_first:
-        _console().print(train_summary(result))
+        console().print(train_summary(result))
 
 
 def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, str, str | None, int | None]:
@@ -281,76 +305,22 @@ def _training_job(
 
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
     if config.auto_parallel and not training.under_launcher():
-        spec = as_cluster(config.cluster) if config.cluster != "detect" else _cluster("detect", config.num_processes)
+        spec = (
+            as_cluster(config.cluster) if config.cluster != "detect" else read_cluster("detect", config.num_processes)
+        )
         config, num_devices = dataclasses.replace(config, cluster=spec), spec.num_devices
-    return _job_of(name, num_devices, config.global_batch_size, seq, option, meta=False), config
-
-
-def _cluster(text: str, processes: int | None) -> Cluster:
-    from autopar.training import resolve_cluster
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        spec = resolve_cluster(text, processes)
-    for warning in caught:
-        print(f"note: {warning.message}", file=sys.stderr)
-    return spec
-
-
-def _job(model: str, cluster: Cluster, batch: int | None, seq: int | None, option: list[str] | None, meta: bool) -> Job:
-    return _job_of(model, cluster.num_devices, batch, seq, option, meta)
-
-
-def _job_of(
-    model: str, num_devices: int, batch: int | None, seq: int | None, option: list[str] | None, meta: bool
-) -> Job:
-    from autopar.integrations.job import load_job, parse_settings
-
-    options = parse_settings(option or (), "--option")
-    return load_job(model, num_devices=num_devices, batch=batch, seq=seq, options=options, meta=meta)
-
-
-def _constraints(settings: list[str] | None, memory: str | None, file: str | None) -> dict[str, Any]:
-    from autopar.integrations.job import constraints_of
-
-    return constraints_of(settings or (), memory, file)
-
-
-def _compile(
-    job: Job,
-    cluster: Cluster,
-    batch: int | None,
-    precision: str,
-    constraints: dict[str, Any],
-    plan: Any = None,
-    optimizer: Any = None,
-) -> CompiledProgram:
-    import autopar
-
-    return autopar.compile(
-        job.model,
-        cluster,
-        example_inputs=job.inputs,
-        loss_fn=job.loss_fn,
-        global_batch_size=batch,
-        precision=precision,
-        constraints=constraints,
-        plan=plan,
-        optimizer=optimizer,
-    )
+    return read_job(name, num_devices, config.global_batch_size, seq, option, meta=False), config
 
 
 def _print_report(compiled: CompiledProgram) -> None:
     from autopar.report import report_panels
 
-    console = _console()
     for panel in report_panels(compiled):
-        console.print(panel)
+        console().print(panel)
 
 
-def _console() -> Console:
-    """As wide as the terminal up to the report's width, which is also what a file gets."""
-    from autopar.report.render import WIDTH
+def _write_timeline(compiled: CompiledProgram, path: str | None) -> None:
+    if path is not None:
+        from autopar.report.timeline import write_timeline
 
-    console = Console(highlight=False)
-    return Console(highlight=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+        print(f"timeline written to {write_timeline(compiled, path)}")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.assembly import HOST
+from autopar.assembly import home_of
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.plan import Plan
@@ -111,7 +111,7 @@ class CompiledProgram:
             precision=self.plan.precision,
             max_grad_norm=max_grad_norm,
             seed=seed,
-            offload_optimizer=HOST if self.plan.pipeline.offload else "",
+            offload_optimizer=home_of(self.plan.pipeline),
             offload_parameters=self.plan.pipeline.offload == "parameters",
         )
         step.load(value_source(self.model, init))

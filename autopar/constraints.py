@@ -7,7 +7,7 @@ A plain dict:
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
      "recompute": "full",                                 of every layer: none, selective or full
-     "offload": "optimizer",                              what lives in host memory: "none", "optimizer", "parameters"
+     "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
      "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
      "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
      "forbid_parameters": {...}, "forbid_activations": {...}}
@@ -26,7 +26,7 @@ from autopar.errors import ConstraintError
 from autopar.graph import Graph
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.placement import Placement, Placements
-from autopar.plan import OFFLOADS, RECOMPUTE_MODES
+from autopar.plan import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.price import Stored
 from autopar.strategies import Operator, Option, Scope, scopes_of
 from cost_models.schedule import SCHEDULES
@@ -37,7 +37,6 @@ _SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute"
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE_MODES,
-    "offload": OFFLOADS,
 }
 _PATTERNS = ("parameters", "activations", "forbid_parameters", "forbid_activations")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -85,7 +84,10 @@ class Constraints:
         memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
         chunks = _whole("chunks", given["chunks"], 1) if "chunks" in given else None
         words = {name: _word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None}
-        offload = words.get("offload")
+        offload = str(given["offload"]) if given.get("offload") is not None else None
+        if offload is not None and not is_offload(offload):
+            legal = (*OFFLOADS, "nvme:/a/folder")
+            raise ConstraintError("offload is unknown", values=repr(offload), alternatives=", ".join(legal))
         patterns = {name: _patterns(name, given.get(name) or {}) for name in _PATTERNS}
         return cls(
             degrees,

@@ -23,7 +23,13 @@ from autopar.price import Stored
 FORMAT = 1
 RECOMPUTE_MODES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
-"""What lives in host memory: the optimiser's state and masters; under ZeRO-3 the shards of the parameters too."""
+"""What lives in host memory: the optimiser's state and masters; under ZeRO-3 the shards of the parameters too.
+`nvme:/a/folder` keeps the optimiser's state and masters in files of that folder."""
+
+
+def is_offload(text: str) -> bool:
+    """Whether `text` is one of OFFLOADS or names a folder."""
+    return text in OFFLOADS or text.startswith("nvme:/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +317,9 @@ class _Reader:
             message = f"{len(stages)} stages cannot be dealt to {num_positions} positions"
             raise self.fail(("pipeline", "stages"), message)
         offload = str(data.get("offload", ""))
-        if offload not in ("", *OFFLOADS):
-            raise self.fail(("pipeline", "offload"), f"{offload!r} is unknown", ", ".join(OFFLOADS))
+        if offload and not is_offload(offload):
+            legal = ", ".join((*OFFLOADS, "nvme:/a/folder"))
+            raise self.fail(("pipeline", "offload"), f"{offload!r} is unknown", legal)
         offload = "" if offload == "none" else offload
         return Pipeline(num_positions, str(data.get("schedule", "")), tuple(stages), offload)
 

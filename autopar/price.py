@@ -268,6 +268,9 @@ class Pricer:
             # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
             updated = elements * ADAM_BYTES / device.host_memory_bytes_per_second
+            if training.offload.startswith("nvme:"):
+                moved = 2 * elements * (training.state_bytes + training.master_bytes)
+                updated += moved / device.disk_bytes_per_second
             return max(updated, copied / device.host_link_bytes_per_second)
         return elements * ADAM_BYTES / device.memory_bytes_per_second
 

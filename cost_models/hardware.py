@@ -60,6 +60,7 @@ class Device:
     reserved_bytes: driver context, library workspaces and communication buffers.
     host_link_bytes_per_second: reached by copies to or from host memory, one direction. host_memory_bytes_per_second:
     the device's share of what the host reaches in its own memory (the update of an offloaded optimiser).
+    disk_bytes_per_second: its share of what the host's disks read or write.
     intra_link, inter_link: names of the usual links inside and between nodes ("" if none is usual).
     source: where the figures come from.
 
@@ -81,6 +82,7 @@ class Device:
     reserved_bytes: int = 0
     host_link_bytes_per_second: float = 12e9
     host_memory_bytes_per_second: float = 12e9
+    disk_bytes_per_second: float = 1e9
     intra_link: str = ""
     inter_link: str = ""
 
@@ -96,6 +98,7 @@ class Device:
             matmul_tile=self.matmul_tile,
             host_link_bytes_per_second=self.host_link_bytes_per_second,
             host_memory_bytes_per_second=self.host_memory_bytes_per_second,
+            disk_bytes_per_second=self.disk_bytes_per_second,
             **{f"peak_flops_per_second.{dtype}": peak for dtype, peak in self.peak_flops_per_second.items()},
         )
         _require_not_negative(

@@ -70,9 +70,7 @@ def prompter(cluster: Cluster, factor: float = 2.0) -> Cluster:
 
     launch = cluster.device.kernel_launch_seconds / factor
     device = replace(cluster.device, kernel_launch_seconds=launch)
-    return replace(
-        cluster, device=device, intra_node=prompt(cluster.intra_node), inter_node=prompt(cluster.inter_node)
-    )
+    return replace(cluster, device=device, intra_node=prompt(cluster.intra_node), inter_node=prompt(cluster.inter_node))
 
 
 def _on(request: Request, resource: str, words: str, cluster: Cluster) -> Condition:

@@ -42,7 +42,9 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit, bases = time.monotonic() + seconds, PipelineSearch(request).bases
-    searched = search_plans(request, bases, POLISH_ONLY).best  # again for a program that was searched: it fills the bases
+    searched = search_plans(
+        request, bases, POLISH_ONLY
+    ).best  # again for a program that was searched: it fills the bases
     explained = source.best if isinstance(source, CompiledProgram) else searched
     return _Questions(request, bases, searched, limit).answer(explained)
 
@@ -105,9 +107,7 @@ class _Questions:
             return None
         prediction = found.prediction
         words = full_words(found)
-        return Alternative(
-            name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan)
-        )
+        return Alternative(name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan))
 
     def _refusal(self, error: AutoparError) -> str:
         capacity = self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes

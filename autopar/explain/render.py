@@ -97,7 +97,11 @@ def _alternatives(explanation: Explanation) -> RenderableType:
     plan = explanation.plan
     prediction = plan.prediction
     table.add_row(
-        "(chosen)", seconds_text(prediction.step_seconds), bytes_text(prediction.peak_bytes), full_words(plan), style="bold"
+        "(chosen)",
+        seconds_text(prediction.step_seconds),
+        bytes_text(prediction.peak_bytes),
+        full_words(plan),
+        style="bold",
     )
     for each in explanation.alternatives:
         table.add_row(

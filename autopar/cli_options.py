@@ -1,0 +1,172 @@
+"""What the commands share: their options, and what becomes of them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.compiled import CompiledProgram
+    from autopar.integrations.job import Job
+    from cost_models.machine import Cluster
+
+P = ParamSpec("P")
+
+Model = Annotated[str, typer.Argument(help="module:factory, or hf:path/to/config.json", show_default=False)]
+ClusterText = Annotated[
+    str, typer.Option(help='"4x8 h100-sxm", a TOML file, or "detect": what this machine has, measured')
+]
+Processes = Annotated[int | None, typer.Option(help="processes that share this machine, with --cluster detect")]
+Batch = Annotated[
+    int | None, typer.Option(help="rows of one optimiser step over all ranks [default: the factory's, or 8 per device]")
+]
+Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
+Precision = Annotated[str, typer.Option(help="fp32 or bf16")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="a constraint; may be repeated. pp=2, ddp=2, dp=4, tp=2: degrees; micro_batches=8; zero=3; "
+        "schedule=gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; chunks=2: stages per position, interleaved; "
+        "recompute=none, selective or full; offload=none or optimizer; memory=20GiB",
+        metavar="NAME=VALUE",
+    ),
+]
+Memory = Annotated[str | None, typer.Option(help='bytes that a rank may use, such as "20GiB"')]
+ConstraintFile = Annotated[
+    str | None, typer.Option("--constraints", help="a YAML or TOML file of constraints", metavar="FILE")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", help="an argument of the factory or field of the configuration", metavar="NAME=VALUE"
+    ),
+]
+
+Source = Annotated[str, typer.Argument(help="a plan file, or a model", show_default=False)]
+GivenCluster = Annotated[str | None, typer.Option("--cluster", help="as in plan; the plan file's own by default")]
+GivenPrecision = Annotated[str | None, typer.Option("--precision", help="fp32 or bf16; the plan file's own by default")]
+GivenModel = Annotated[str | None, typer.Option("--model", help="the model of the plan file, which is priced anew")]
+Timeline = Annotated[
+    str | None,
+    typer.Option(help="write the simulated step to this file, for Perfetto or chrome://tracing", metavar="FILE"),
+]
+
+
+def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
+    """Print a user's error instead of raising it."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except AutoparError as error:
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                "[bold red]error[/]", str(error).replace("[", "\\["), sep=": "
+            )
+            raise typer.Exit(2) from None
+
+    return wrapped
+
+
+def read_cluster(text: str, processes: int | None) -> Cluster:
+    """The cluster that --cluster names; what was noted while measuring one goes to stderr."""
+    from autopar.training import resolve_cluster
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec = resolve_cluster(text, processes)
+    for warning in caught:
+        print(f"note: {warning.message}", file=sys.stderr)
+    return spec
+
+
+def read_job(
+    model: str, num_devices: int, batch: int | None, seq: int | None, option: list[str] | None, meta: bool
+) -> Job:
+    """The model with a batch; meta: without memory, where it comes from a configuration."""
+    from autopar.integrations.job import load_job, parse_settings
+
+    options = parse_settings(option or (), "--option")
+    return load_job(model, num_devices=num_devices, batch=batch, seq=seq, options=options, meta=meta)
+
+
+def read_constraints(settings: list[str] | None, memory: str | None, file: str | None) -> dict[str, Any]:
+    """Those of --constraints, --set and --memory together."""
+    from autopar.integrations.job import constraints_of
+
+    return constraints_of(settings or (), memory, file)
+
+
+def compile_job(
+    job: Job,
+    cluster: Cluster,
+    batch: int | None,
+    precision: str,
+    constraints: dict[str, Any],
+    plan: Any = None,
+    optimizer: Any = None,
+) -> CompiledProgram:
+    """autopar.compile of a job."""
+    import autopar
+
+    return autopar.compile(
+        job.model,
+        cluster,
+        example_inputs=job.inputs,
+        loss_fn=job.loss_fn,
+        global_batch_size=batch,
+        precision=precision,
+        constraints=constraints,
+        plan=plan,
+        optimizer=optimizer,
+    )
+
+
+def program_of_source(
+    source: str,
+    model: str | None,
+    cluster: str | None,
+    processes: int | None,
+    batch: int | None,
+    seq: int | None,
+    precision: str | None,
+    constraints: dict[str, Any],
+    option: list[str] | None,
+) -> CompiledProgram:
+    """The program of a plan file and its model, or of the plan that is chosen for a model."""
+    if not is_plan_file(source):
+        spec = read_cluster(cluster or "detect", processes)
+        job = read_job(source, spec.num_devices, batch, seq, option, meta=True)
+        return compile_job(job, spec, batch, precision or "fp32", constraints)
+    from autopar.errors import PlanError
+    from autopar.plan import Plan
+
+    given = Plan.from_file(source)
+    if model is None:
+        raise PlanError("a plan file alone cannot be priced", alternatives="--model with the model that it is for")
+    name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
+    spec = read_cluster(name, processes or given.num_ranks)
+    job = read_job(model, spec.num_devices, batch or given.global_batch_size, seq, option, meta=True)
+    return compile_job(job, spec, None, precision or given.precision, constraints, given)
+
+
+def is_plan_file(source: str) -> bool:
+    """Whether an argument is a plan and not a model."""
+    return source.endswith((".yaml", ".yml"))
+
+
+def console() -> Console:
+    """As wide as the terminal up to the report's width, which is also what a file gets."""
+    from autopar.report.render import WIDTH
+
+    made = Console(highlight=False)
+    return Console(highlight=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)
