@@ -231,7 +231,7 @@ def training_of(factory: OptimizerFactory, precision: str, on_gpu: bool = False)
 
 
 def _update_temporaries(factory: OptimizerFactory, on_gpu: bool) -> tuple[float, bool]:
-    """(bytes of temporaries per element, whether of all parameters at once) of an update, counted on two parameters.
+    """(bytes of temporaries per element, whether of all parameters at once) of an update, counted with one and eight.
 
     On a GPU torch's optimisers update all parameters with one call per operation (foreach) unless told otherwise.
     """
@@ -246,9 +246,10 @@ def _update_temporaries(factory: OptimizerFactory, on_gpu: bool) -> tuple[float,
             if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
         optimizer.step()
-        with LiveBytes() as live:
+        live = LiveBytes()
+        with live:
             optimizer.step()
         return live.peak_bytes
 
-    one, two = peak_bytes(1), peak_bytes(2)
-    return one / size, two >= 1.5 * one > 0
+    one, eight = peak_bytes(1), peak_bytes(8)
+    return one / size, eight >= 4 * one > 0

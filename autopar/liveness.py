@@ -30,6 +30,9 @@ DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
 CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
 """Elements of a chunk of temporaries (dropout.py `_fill_keep`: 24 bytes a pair; cross_entropy.py: fp32)."""
 
+DEFERRED = {"linear": 0, "addmm": 1}
+"""Calls whose weights' gradients can be put off (codegen/runtime/deferred.py), and which input they need for it."""
+
 Key = tuple[Ref, Placements]
 
 
@@ -64,6 +67,11 @@ class _Move:
     source: Placements
     target: Placements
     path: tuple[Step, ...]
+
+
+def _is_free(event: object) -> bool:
+    """Whether a reshard copies nothing forward."""
+    return isinstance(event, _Move) and all({s.source.kind, s.target.kind} == {"R", "Rp"} for s in event.path)
 
 
 @dataclass(slots=True)
@@ -127,7 +135,7 @@ class Walk:
         self.options = {n.name: choices.operators[scope.name, n.name] for n in nodes}
         self.parameters, self.kind = parameters, "cpu" if is_cpu(pricer.cluster) else "gpu"
         self.scale = 1.0 + pricer.fragmentation
-        self.base: dict[Ref, Ref] = {}
+        self.roots: dict[Key, Key] = {}
         self.events: list[Node | _Move] = []
         self.ends = tuple(ends)
         self._order(choices, where)
@@ -142,6 +150,8 @@ class Walk:
                 path = steps(source, target, self.pricer.mesh.sizes) or ()
                 self.events.append(_Move(ref, source, target, path))
                 at_hand.add((ref, target))
+                if _is_free(self.events[-1]):
+                    self.roots[ref, target] = self._root(ref, source)
 
         for node in self.nodes:
             option = self.options[node.name]
@@ -149,14 +159,18 @@ class Walk:
                 move(ref, where(ref), option.inputs[position])
             self.events.append(node)
             if base_name(node.op) in VIEWS and node.inputs:
-                root = self.base.get(node.inputs[0], node.inputs[0])
-                self.base |= {Ref(node.name, i): root for i in range(len(node.outputs))}
+                root = self._root(node.inputs[0], option.inputs[0])
+                self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
             for index, placements in enumerate(option.outputs):
                 kept = choices.tensors.get((self.scope.name, Ref(node.name, index)))
                 if kept is not None:
                     move(Ref(node.name, index), placements, kept)
         for ref, placements in self.ends:
             move(ref, where(ref), placements)
+
+    def _root(self, ref: Ref, placements: Placements) -> Key:
+        """The allocation behind a view."""
+        return self.roots.get((ref, placements), (ref, placements))
 
     def _bytes(self, meta: TensorMeta, placements: Placements) -> float:
         return num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * self.scale
@@ -168,7 +182,7 @@ class Walk:
         for ref in refs:
             own = ref.node == node.name
             placements = option.outputs[ref.index] if own else option.inputs[node.inputs.index(ref)]
-            found.append(((self.base.get(ref, ref), placements), self._bytes(self.scope.metas[ref], placements)))
+            found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], placements)))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             found.append((None, extra_saved_bytes(node, operator.inputs, local) * self.scale))
@@ -211,10 +225,9 @@ class Walk:
     def _made(self, event: Node | _Move) -> dict[Key, float]:
         """New allocations by storage."""
         if isinstance(event, _Move):
-            if all({s.source.kind, s.target.kind} == {"R", "Rp"} for s in event.path):
+            if _is_free(event):
                 return {}
-            root = self.base.get(event.ref, event.ref)
-            return {(root, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
+            return {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
         if base_name(event.op) in VIEWS:
             return {}
         option = self.options[event.name]
@@ -283,14 +296,15 @@ class Walk:
                 present = [gradients.new(0.0)] if any(meta.requires_grad for meta in event.outputs) else []
             if not present:
                 continue
-            is_linear = defers and base_name(event.op) == "linear"
+            is_linear = defers and base_name(event.op) in DEFERRED
             weights = [] if is_linear else self._weights(event)
             found = self._inputs_backward(event, present[0], gradients)
             temporary = self._backward_temporary(event)
             peak = max(peak, kept + stays + gradients.total + sum(weights) + temporary)
             stays += sum(weights) if waits else 0.0
-            if is_linear and event.inputs:
-                put_off.add((self.base.get(event.inputs[0], event.inputs[0]), option.inputs[0]))
+            if is_linear:
+                position = DEFERRED[base_name(event.op)]
+                put_off.add(self._root(event.inputs[position], option.inputs[position]))
                 for number in present:
                     gradients.hold(number)
                     tasks.add(number)

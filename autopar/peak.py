@@ -24,7 +24,8 @@ IN_FLIGHT = 2
 class Slot:
     """A trained parameter's buffers on one rank. key: parameters of equal keys share buckets. num_bytes: by which
     buckets are cut. gradient: as autograd makes it; waiting: the same where it stays until its bucket is complete;
-    line: in the buffer that is then reduced, with where the sum arrives; gathered: of the whole parameter under ZeRO-3.
+    line: in the buffer that is then reduced; arriving: where the sum arrives, if it is added later; gathered: of the
+    whole parameter under ZeRO-3.
     updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the block that
     uses the parameter last.
     """
@@ -34,6 +35,7 @@ class Slot:
     gradient: float
     waiting: float
     line: float
+    arriving: float
     gathered: float
     updated: float = 0.0
     is_updated_together: bool = False
@@ -56,9 +58,10 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
         local * max(4, meta.dtype.itemsize),
         gradient,
         0.0 if is_moved_at_once else gradient,
-        0.0 if is_whole else (line + partial_sum) * scale,
+        0.0 if is_whole else line * scale,
+        0.0 if is_whole else partial_sum * scale,
         local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
-        0.0 if training.offload == "optimizer" else local / size * training.update_bytes,
+        0.0 if training.offload else local / size * training.update_bytes,
         training.updates_together,
         last_reader,
     )
@@ -100,6 +103,7 @@ class _Bucket:
 
     waiting: dict[int, float] = field(default_factory=dict)
     line: float = 0.0
+    arriving: float = 0.0
     num_bytes: float = 0.0
 
 
@@ -169,7 +173,8 @@ def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
             after = max(after, earlier + own + sum(lines) + bucket.line)
             earlier -= sum(size for block, size in bucket.waiting.items() if block > index)
             own -= bucket.waiting.get(index, 0.0)
-            lines = [*lines, bucket.line][-IN_FLIGHT:] if bucket.line else lines
+            lines = [*lines, bucket.line + bucket.arriving][-IN_FLIGHT:] if bucket.line else lines
+            after = max(after, earlier + own + sum(lines))
             buckets.remove(bucket)
         found.append((during, after, any(slot.waiting for slot in blocks[index].slots)))
     return found[::-1]
@@ -188,6 +193,7 @@ def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
             bucket = open_.setdefault(key, _Bucket())
             bucket.waiting[index] = bucket.waiting.get(index, 0.0) + slot.waiting
             bucket.line += slot.line
+            bucket.arriving += slot.arriving
             bucket.num_bytes += slot.num_bytes
             if bucket.num_bytes >= BUCKET_BYTES and not is_unit:
                 done.append(open_.pop(key))
@@ -204,7 +210,8 @@ def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[flo
     for kind, stage, counts in states:
         own = stages[stage]
         others = sum(stages[s].kept * held + stages[s].deferred * put_off for s, held, put_off in counts)
-        running = {"F": own.forward, "B": own.backward, "I": own.split, "W": own.weight}[kind]
+        # W: autograd copies the gradient that it is given.
+        running = {"F": own.forward, "B": own.backward, "I": own.split, "W": 2 * own.weight}[kind]
         if others + running > best:
             # W's micro-batch is counted among those put off.
             most, best = others + (0.0 if kind == "W" else own.kept), others + running

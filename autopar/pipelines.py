@@ -150,10 +150,10 @@ class PipelineSearch:
             base = self.base(layout)
             if base is None:
                 continue
-            for schedule in self._schedules(layout):
+            for schedule in self.schedules_of(layout):
                 yield self.bound(layout, schedule), number, layout, schedule
 
-    def _schedules(self, layout: Layout) -> tuple[str, ...]:
+    def schedules_of(self, layout: Layout) -> tuple[str, ...]:
         """Zero bubble needs a second micro-batch to fill the bubble with."""
         if layout.num_positions == 1:
             return () if self.request.constraints.schedule else ("1f1b",)

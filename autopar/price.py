@@ -40,8 +40,8 @@ class Training:
     """How a step is run, as far as costs depend on it.
 
     state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
-    at once or (updates_together: no) of one after the other. compute_bytes, master_bytes: of a weight as computed with, and of a
-    separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
+    at once or (updates_together: no) of one after the other. compute_bytes, master_bytes: of a weight as computed with,
+    and of a separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
     "optimizer": state and separate masters live in host memory, and the host updates them; "parameters": under ZeRO-3
     the shards of the parameters too.
     """
@@ -285,7 +285,10 @@ class Pricer:
         is_away = zero == 3 and training.offload == "parameters"
         weights = 0.0 if is_away else training.compute_bytes * local / (size if zero == 3 else 1)
         weights += training.master_bytes * local / size if on_device else 0.0
-        gradients = training.gradient_bytes * local / (size if zero >= 2 else 1)
+        # As codegen/runtime/flat.py: stage 1 keeps the whole gradient beside its part of the sum where several
+        # micro-batches add up, and works as stage 2 where one does not.
+        shares = 1 / size if zero >= 2 or (zero and training.num_micro_batches == 1) else 1 + (1 / size if zero else 0)
+        gradients = training.gradient_bytes * local * shares
         return weights, gradients, training.state_bytes * local / size if on_device else 0.0
 
     def gathered_bytes(self, meta: TensorMeta, stored: Stored) -> float:

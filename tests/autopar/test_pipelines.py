@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,16 +17,22 @@ from autopar.constraints import Constraints
 from autopar.errors import InfeasibleError
 from autopar.layouts import layouts
 from autopar.mesh import Mesh
-from autopar.pipelines import PipelineSearch
+from autopar.pipelines import Found, PipelineSearch
 from autopar.planner import search_plans
 from autopar.price import Training
 from autopar.rebatch import BatchedTrace
-from autopar.request import Request, operators_at, pricer_for
+from autopar.request import Request, operators_at, pricer_for, usable_bytes
 from autopar.trace import trace
 from cost_models import collective
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
+from search import exhaustive_pipeline
+from search.pipeline_problem import PipelineInfeasibleError
 from tests.autopar.planning import request_for
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @cache
@@ -138,3 +145,31 @@ def test_every_layout_fills_the_cluster() -> None:
         assert each.num_positions * each.mesh.num_ranks == 8
         assert each.rows * each.num_micro_batches * each.mesh.num_data_ranks == request.global_batch_size
     assert named_mesh(2, 2, 2).axes == ("ddp", "dp", "tp")
+
+
+@pytest.mark.parametrize(("name", "tight"), [slow("gpt2", 1.0), ("gpt2", 0.6), slow("llama", 0.5)])
+def test_best_of_all_layouts_equals_brute_force(name: str, tight: float) -> None:
+    """Every layout and schedule solved by enumeration, none skipped by its bound, ample memory and less."""
+    free = searched(name, "4 a100-80g").run().found[0]
+    request = searched(name, "4 a100-80g").request
+    usable = usable_bytes(request)
+    needed = max(sum(kinds.values()) for kinds in bytes_of(searched(name, "4 a100-80g"), free))
+    capacity = request.cluster.device.memory_bytes
+    search = searched(name, "4 a100-80g", memory=int(capacity if tight == 1.0 else capacity - usable + needed * tight))
+    best = math.inf
+    for layout in search.layouts:
+        for schedule in search.schedules_of(layout):
+            problem = search.problem(layout, schedule, search.costs(layout), usable_bytes(search.request))
+            try:
+                solution = exhaustive_pipeline.solve(problem)
+            except PipelineInfeasibleError:
+                continue
+            peak = max(sum(k.values()) for k in search.position_bytes(layout, schedule, search.costs(layout), solution))
+            if peak <= usable_bytes(search.request):
+                best = min(best, solution.objective)
+    assert search.run().found[0].objective == pytest.approx(best, rel=1e-9)
+    assert len(search.layouts) > 100 and best < math.inf
+
+
+def bytes_of(search: PipelineSearch, found: Found) -> list[dict[str, float]]:
+    return search.position_bytes(found.layout, found.schedule, found.costs, found.solution)
