@@ -12,6 +12,7 @@ from autopar.cluster import ClusterSpec  # noqa: E402
 from autopar.compile import compile  # noqa: E402, A004
 from autopar.compiled import CompiledProgram  # noqa: E402
 from autopar.errors import AutoparError  # noqa: E402
+from autopar.explain import Explanation, compare, explain  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
 from autopar.rules import prove_rule, register_rule  # noqa: E402
 from autopar.trainer import Trainer, TrainerConfig  # noqa: E402
@@ -21,11 +22,14 @@ __all__ = [
     "AutoparError",
     "ClusterSpec",
     "CompiledProgram",
+    "Explanation",
     "Plan",
     "Trainer",
     "TrainerConfig",
     "VerifyReport",
+    "compare",
     "compile",
+    "explain",
     "prove_rule",
     "register_rule",
     "verify",

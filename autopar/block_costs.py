@@ -14,7 +14,7 @@ from functools import partial
 
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta
-from autopar.liveness import Liveness, Walk
+from autopar.liveness import Liveness, Walk, is_free
 from autopar.peak import Slot, slot_of
 from autopar.placement import Placements, R
 from autopar.price import ATTENTION, MATMULS, Pricer, Stored
@@ -46,7 +46,8 @@ class BlockCost:
     """Seconds by kind and bytes of one rank for one block.
 
     forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
-    per micro-batch without recomputation. live: what is alive while it runs; gathered_bytes: whole parameters and
+    per micro-batch without recomputation, as the search of sharding counts them; live.kept with copies of resharded
+    tensors that several calls keep. live: what is alive while it runs; gathered_bytes: whole parameters and
     gradients while they are gathered; slots: of each trained parameter. weight_seconds: the part of backward that only
     makes weight gradients of linear layers and can be put off. modes: for layers.
     """
@@ -81,7 +82,7 @@ class BlockCost:
     @property
     def transient_bytes(self) -> float:
         """The most that is alive for a moment beside what is kept, and what is gathered."""
-        return max(self.live.forward, self.live.waiting) - self.activation_bytes + self.gathered_bytes
+        return max(self.live.forward, self.live.waiting) - self.live.kept + self.gathered_bytes
 
 
 def exposed(seconds: Mapping[str, float]) -> float:
@@ -277,10 +278,18 @@ class _Meter:
             block.backward["backward compute"] += backward
             block.weight_seconds += self.pricer.weight_seconds(operator, option)
             block.activation_bytes += self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
+        where = partial(self.place.where, scope)
+        kept = saved_tensors(scope.nodes, scope.metas, parameters, partial(self._copied, scope))
         for name, (nodes, ends) in self._pieces(scope).items():
-            where = partial(self.place.where, scope)
             own = scope, nodes, self.operators, self.choices, self.pricer, where, kept, parameters, ends
             self.costs[name].live = Walk(*own).measure()
+
+    def _copied(self, scope: Scope, node: Node, ref: Ref) -> Placements | None:
+        """How an input lies that is resharded for a call, where that copies it."""
+        source = self.place.where(scope, ref)
+        target = self.choices.operators[scope.name, node.name].inputs[node.inputs.index(ref)]
+        path = steps(source, target, self.pricer.mesh.sizes) or ()
+        return None if is_free(path) else target
 
     def _pieces(self, scope: Scope) -> dict[str, tuple[tuple[Node, ...], list[tuple[Ref, Placements]]]]:
         """The calls of every block of a scope, and its results as they lie when it ends."""
@@ -364,7 +373,8 @@ class _Meter:
                 option = self.choices.operators[scope.name, node.name]
                 results += self._local_bytes(node.outputs[0], option.outputs[0])
                 costly += self.pricer.operator_seconds(self.operators[scope.name, node.name], option)[0]
-        everything, live = block.activation_bytes, block.live
+        live = block.live
+        everything = live.kept
         block.modes["none"] = Mode(0.0, everything, block.transient_bytes, live)
         repeated = live.again + live.leaving
         again = replace(

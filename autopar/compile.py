@@ -19,7 +19,7 @@ from autopar.constraints import Constraints
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.live_bytes import LiveBytes
-from autopar.plan import Plan
+from autopar.plan import Pipeline, Plan
 from autopar.planner import SearchResult, price_plan, search_plans
 from autopar.price import Training, is_cpu
 from autopar.rebatch import BatchedTrace
@@ -27,7 +27,7 @@ from autopar.request import Candidate, Request, operators_at
 from autopar.trace import common_batch, find_cuts, name_inputs, trace
 from cost_models import memory
 from cost_models.machine import Cluster
-from cost_models.schedule import SCHEDULES
+from cost_models.schedule import SCHEDULES, placement
 
 KERNEL_CHOICES = ("auto", "on", "off")
 
@@ -176,6 +176,8 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
             values=repr(pipeline.schedule),
             alternatives=", ".join(SCHEDULES),
         )
+    if pipeline.num_positions > 1:
+        _check_stage_count(pipeline)
     for stage in pipeline.stages:
         for name, runs in stage.recompute.items():
             count = blocks[stage.first : stage.last].count(name)
@@ -185,6 +187,20 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
                     values=f"recompute: {', '.join(f'{mode} {number}' for mode, number in runs)}",
                     alternatives="a mode for each of its layers, such as full 3, none 5",
                 )
+
+
+def _check_stage_count(pipeline: Pipeline) -> None:
+    """Raises PlanError where the schedule gives the positions another number of stages than the plan has."""
+    found, positions = len(pipeline.stages), pipeline.num_positions
+    given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
+    wanted = len(placement(pipeline.schedule, positions, given))
+    if wanted != found:
+        raise PlanError(
+            f"the schedule {pipeline.schedule} does not fit the number of stages",
+            values=f"{found} stages on {positions} positions",
+            alternatives=f"{wanted} stages"
+            + (" or another multiple of the positions" if given else " (or interleaved, for several per position)"),
+        )
 
 
 def block_names(blocks: tuple[str, ...]) -> str:

@@ -40,13 +40,14 @@ Key = tuple[Ref, Placements]
 class Liveness:
     """Bytes while a block runs, counted from what blocks before it keep.
 
-    loose: results that nothing keeps, held until the forward returns. forward: at the forward's end and peak.
-    again: of a forward that runs again in backward, as far as the last tensor that is kept. backward: at the
-    backward's peak; waiting: the same if gradients of parameters stay; split: if those of linear layers are put off,
-    which then hold deferred bytes until they are made. weight: the largest gradient of a parameter. entering, leaving:
-    gradients of what the block reads and of what it makes.
+    kept: for the backward. loose: results that nothing keeps, held until the forward returns. forward: at the
+    forward's end and peak. again: of a forward that runs again in backward, as far as the last tensor that is kept.
+    backward: at the backward's peak; waiting: the same if gradients of parameters stay; split: if those of linear
+    layers are put off, which then hold deferred bytes until they are made. weight: the largest gradient of a parameter.
+    entering, leaving: gradients of what the block reads and of what it makes.
     """
 
+    kept: float = 0.0
     loose: float = 0.0
     forward: float = 0.0
     again: float = 0.0
@@ -69,9 +70,17 @@ class _Move:
     path: tuple[Step, ...]
 
 
-def _is_free(event: object) -> bool:
+def is_free(path: Iterable[Step]) -> bool:
     """Whether a reshard copies nothing forward."""
-    return isinstance(event, _Move) and all({s.source.kind, s.target.kind} == {"R", "Rp"} for s in event.path)
+    return all({step.source.kind, step.target.kind} == {"R", "Rp"} for step in path)
+
+
+def _statistics(node: Node, num_local: int) -> float:
+    """Bytes of what is kept per row in fp32: mean and deviation of a layer norm, logsumexp of attention."""
+    widths = {"layer_norm": 8.0, "scaled_dot_product_attention": 4.0}
+    if base_name(node.op) not in widths:
+        return 0.0
+    return widths[base_name(node.op)] * (num_local // max(node.outputs[0].shape[-1], 1))
 
 
 @dataclass(slots=True)
@@ -150,7 +159,7 @@ class Walk:
                 path = steps(source, target, self.pricer.mesh.sizes) or ()
                 self.events.append(_Move(ref, source, target, path))
                 at_hand.add((ref, target))
-                if _is_free(self.events[-1]):
+                if is_free(path):
                     self.roots[ref, target] = self._root(ref, source)
 
         for node in self.nodes:
@@ -185,7 +194,8 @@ class Walk:
             found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], placements)))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
-            found.append((None, extra_saved_bytes(node, operator.inputs, local) * self.scale))
+            extra = extra_saved_bytes(node, operator.inputs, local) + _statistics(node, local)
+            found.append((None, extra * self.scale))
         return found
 
     # Forward ----------------------------------------------------------------------------------------------------------
@@ -198,7 +208,9 @@ class Walk:
         split, deferred, _ = self._backward(defers=True)
         weight = max((size for n in self.nodes for size in self._weights(n)), default=0.0)
         leaving = sum(self._bytes(self.scope.metas[r], p) for r, p in self.ends if self.scope.metas[r].requires_grad)
-        return Liveness(loose, peak, again, backward, waiting, split, deferred, weight, entering, leaving)
+        return Liveness(
+            self.kept_bytes, loose, peak, again, backward, waiting, split, deferred, weight, entering, leaving
+        )
 
     def _forward(self) -> tuple[float, float, float]:
         """(loose, peak, peak of a second forward), beside nothing."""
@@ -225,7 +237,7 @@ class Walk:
     def _made(self, event: Node | _Move) -> dict[Key, float]:
         """New allocations by storage."""
         if isinstance(event, _Move):
-            if _is_free(event):
+            if is_free(event.path):
                 return {}
             return {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
         if base_name(event.op) in VIEWS:

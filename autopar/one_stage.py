@@ -89,7 +89,7 @@ def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
 def meshes(request: Request) -> list[Mesh]:
     """Every dp x tp of the cluster's devices that agrees with pinned degrees and the batch."""
     devices = request.cluster.num_devices
-    degrees = {a: n for a, n in request.constraints.degrees.items() if a != "pp"}
+    degrees = {a: n for a, n in request.constraints.degrees.items() if a in ("dp", "tp")}
     pinned = math.prod(degrees.values())
     if devices % pinned or (len(degrees) == 2 and pinned != devices):
         raise ConstraintError(

@@ -358,7 +358,7 @@ def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
 def modes_of(cost: BlockCost, pinned: str | None = None) -> Mapping[str, Mode]:
     """The recompute modes of a block; calls outside layers keep everything."""
     if not cost.modes:
-        return {"none": Mode(0.0, cost.activation_bytes, cost.transient_bytes)}
+        return {"none": Mode(0.0, cost.live.kept, cost.transient_bytes)}
     return {pinned: cost.modes[pinned]} if pinned in cost.modes else cost.modes
 
 

@@ -77,6 +77,6 @@ def simulate_plan(
 
 
 def transient_bytes(costs: Mapping[str, BlockCost], blocks: Sequence[str]) -> float:
-    """What is alive at the peak beside what `blocks`, one stage of all of them in order, keep without recomputation."""
-    found = peaks([Life(name, costs[name].activation_bytes, costs[name].live, costs[name].slots) for name in blocks])
-    return max(found.forward, found.backward, found.updated) - found.kept
+    """What is alive at the peak beside the activations of `blocks`, one stage of all of them in order."""
+    found = peaks([Life(name, costs[name].live.kept, costs[name].live, costs[name].slots) for name in blocks])
+    return max(found.forward, found.backward, found.updated) - sum(costs[name].activation_bytes for name in blocks)

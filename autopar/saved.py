@@ -6,7 +6,7 @@ base; `saved_tensors` names each allocation once, at the first node that keeps i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from autopar.graph import Node, Ref, TensorMeta
 
@@ -64,29 +64,50 @@ def base_name(op: str) -> str:
     return op.split(".")[1].removeprefix("_").removesuffix("_")
 
 
+Copy = tuple[Ref, object]
+"""An allocation: the tensor that it was made for, and as what it was copied since (None: it is the first)."""
+
+
+def _is_first(node: Node, ref: Ref) -> object:
+    return None
+
+
 def saved_tensors(
-    nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], parameters: frozenset[str]
+    nodes: tuple[Node, ...],
+    metas: Mapping[Ref, TensorMeta],
+    parameters: frozenset[str],
+    copied: Callable[[Node, Ref], object] = _is_first,
 ) -> dict[str, tuple[Ref, ...]]:
-    """Per node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs."""
-    base: dict[Ref, Ref] = {}
-    whole: dict[Ref, Ref] = {}
-    counted: set[Ref] = set()
+    """Per node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs.
+
+    copied: as what a node gets an input that is copied for it (how a resharded one lies); None if it is not. By default
+    nothing is, so that what is kept does not depend on how tensors lie.
+    """
+    base: dict[Ref, Copy] = {}
+    whole: dict[Copy, Copy] = {}
+    counted: set[Copy] = set()
     found: dict[str, tuple[Ref, ...]] = {}
+
+    def allocation(node: Node, ref: Ref) -> Copy:
+        first = base.get(ref, (ref, None))
+        copy = copied(node, ref) if ref.node != node.name else None
+        return first if copy is None else (ref, copy)
+
     for node in nodes:
         if base_name(node.op) in VIEWS and node.inputs:
-            root = base.get(node.inputs[0], node.inputs[0])
+            root = allocation(node, node.inputs[0])
             views = [Ref(node.name, i) for i in range(len(node.outputs))]
-            base |= {view: view if base_name(node.op) in PARTS else root for view in views}
-            whole |= {view: root for view in views if base_name(node.op) in PARTS}
+            base |= {view: (view, None) if base_name(node.op) in PARTS else root for view in views}
+            whole |= {(view, None): root for view in views if base_name(node.op) in PARTS}
         if not any(meta.requires_grad for meta in node.outputs):
             continue
         kept = []
         for ref in _kept(node, metas):
-            root = base.get(ref, ref)
+            root = allocation(node, ref)
             origin = root
             while origin in whole and origin not in counted:
                 origin = whole[origin]
-            if origin not in counted and origin.node not in parameters:
+            if origin not in counted and origin[0].node not in parameters:
                 counted.add(root)
                 kept.append(ref)
         found[node.name] = tuple(kept)

@@ -78,7 +78,7 @@ def stage_cost(
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight += cost.weight_seconds
         if not cost.modes:
-            lives.append(Life(name, cost.activation_bytes, cost.live, cost.slots))
+            lives.append(Life(name, cost.live.kept, cost.live, cost.slots))
             continue
         mode = cost.modes.get(label, cost.modes["none"])
         micro[RECOMPUTATION] += mode.seconds

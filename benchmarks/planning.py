@@ -2,8 +2,9 @@
 
     python -m benchmarks.planning [--case llama-3-8b | gpt-3-175b | llama-3-405b | all] [--growth] [--csv]
 
-Models are built on meta from their public configurations. Reported are the CPU seconds (user and system, all threads) of
-importing, building, tracing, searching and lowering, the whole, the peak resident memory and the plan that was found.
+Models are built on meta from their public configurations. Reported are the CPU seconds (user and system, all threads)
+of importing, building, tracing, searching and lowering, the whole, the peak resident memory and the plan that was
+found.
 `--growth` plans one width of model with 12 to 126 layers on a fixed cluster, and one model on 8 to 16,384 GPUs.
 `--csv` appends the rows to benchmarks/results/planning.csv.
 
@@ -110,9 +111,11 @@ def measure(case: Case) -> dict[str, Any]:
     """Plan a case in this process; seconds by part, memory and the plan in words."""
     started = time.process_time()
     import torch
-    import transformers  # noqa: F401
+    import transformers
 
     import autopar
+
+    _ = transformers.LlamaForCausalLM if case.kv_heads else transformers.GPT2LMHeadModel  # imports its modules
 
     imported = time.process_time()
     model, batch = build(case)

@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.block_costs import HIDDEN
-from autopar.explain.decisions import recompute_modes, zero_stage
 from autopar.plan import Plan, StagePlan, labels_text, placements_text, stored_text
 from autopar.report.costs import kind_words
+from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.report.tables import plain_text, table_of
 from autopar.units import bytes_text, seconds_text
 

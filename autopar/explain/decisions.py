@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from autopar.constraints import Constraints
 from autopar.errors import ConstraintError
 from autopar.layouts import micro_batch_counts, shapes
-from autopar.plan import RECOMPUTE_MODES, Plan
+from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
 from autopar.price import is_cpu
+from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.request import Request
 from cost_models.schedule import SCHEDULES
 
@@ -26,21 +26,6 @@ class Decision:
     dimension: str
     value: str
     constraints: Constraints
-
-
-def zero_stage(plan: Plan) -> int:
-    """The highest ZeRO stage of a parameter."""
-    return max((s.zero for scope in plan.scopes.values() for s in scope.parameters.values()), default=0)
-
-
-def recompute_modes(plan: Plan) -> Counter[str]:
-    """Layers by mode other than none."""
-    found: Counter[str] = Counter()
-    for stage in plan.pipeline.stages:
-        for runs in stage.recompute.values():
-            for mode, count in runs:
-                found[mode] += count if mode != "none" else 0
-    return +found
 
 
 def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
@@ -71,8 +56,10 @@ def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[D
         for count in neighbours(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
     if limits.offload is None and not is_cpu(request.cluster):
-        other = "" if plan.pipeline.offload else "optimizer"
-        yield Decision("offload", other or "none", replace(limits, offload=other))
+        for offload in OFFLOADS:
+            if offload != (plan.pipeline.offload or "none"):
+                other = "" if offload == "none" else offload
+                yield Decision("offload", offload, replace(limits, offload=other))
 
 
 def _degrees(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
@@ -125,6 +112,8 @@ def is_made(plan: Plan, decision: Decision) -> bool:
         return bool(recompute_modes(plan)[value]) if value != "none" else not recompute_modes(plan)
     if decision.dimension == "zero":
         return zero_stage(plan) == int(value or zero_stage(plan))
+    if decision.dimension == "offload":
+        return plan.pipeline.offload == (value if value != "none" else "") or not value
     if decision.dimension == "schedule":
         return plan.pipeline.schedule == value or not value
     return True

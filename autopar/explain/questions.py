@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.bases import Bases
@@ -11,14 +10,15 @@ from autopar.block_costs import chain
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
-from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text, recompute_modes, zero_stage
+from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import time_words, verdict_words
 from autopar.pipelines import PipelineSearch
 from autopar.plan import Plan
 from autopar.planner import search_plans
 from autopar.predict import predict
-from autopar.report.costs import plan_words, why_slower
+from autopar.report.costs import why_slower
+from autopar.report.plan_words import full_words
 from autopar.request import Candidate, Request, pricer_for
 from autopar.units import bytes_text, seconds_text
 
@@ -124,22 +124,6 @@ def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:
     plan = best.plan
     pricer = pricer_for(condition.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
     return predict(best.graph, best.operators, pricer, best.choices, plan.pipeline).step_seconds
-
-
-def full_words(plan: Plan) -> str:
-    """`pp2 x dp2, 4 micro-batches, 1f1b, ZeRO-1, 3 layers recomputed`: the decisions that are made once for a plan."""
-    return ", ".join([plan_words(plan), *_further(plan)])
-
-
-def _further(plan: Plan) -> Iterator[str]:
-    if plan.pipeline.schedule:
-        yield plan.pipeline.schedule
-    if zero_stage(plan):
-        yield f"ZeRO-{zero_stage(plan)}"
-    modes = recompute_modes(plan)
-    yield from (f"{mode} recomputation of {count} layer{'s' if count > 1 else ''}" for mode, count in modes.items())
-    if plan.pipeline.offload:
-        yield f"{plan.pipeline.offload} on the host"
 
 
 def _difference(plan: Plan, best: Plan) -> str:

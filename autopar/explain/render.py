@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.explain.decisions import recompute_modes, zero_stage
 from autopar.explain.explanation import Explanation, WhatIf
-from autopar.explain.questions import full_words
+from autopar.report.plan_words import full_words, recompute_modes, zero_stage
 from autopar.report.tables import plain_text, table_of
 from autopar.units import bytes_text, count_text, seconds_text
 

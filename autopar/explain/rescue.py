@@ -12,7 +12,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.decisions import pin_text, pins_of, without
 from autopar.pipelines import PipelineSearch
 from autopar.plan import Plan
-from autopar.report.costs import plan_words
+from autopar.report.plan_words import plan_words
 from autopar.request import Request
 from autopar.units import seconds_text
 
@@ -51,7 +51,7 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
 
 
 def cheapest_pin(request: Request, bases: Bases, limit: float) -> Remedy | None:
-    """The single pin without which the fastest plan exists."""
+    """The single pin without which the fastest plan exists; all of them where no single one is enough."""
     limits, found = request.constraints, list[Remedy]()
     for name in pins_of(limits):
         if time.monotonic() < limit:
@@ -59,6 +59,10 @@ def cheapest_pin(request: Request, bases: Bases, limit: float) -> Remedy | None:
             shared = None if isinstance(getattr(limits, name, None), tuple) else bases
             plan = plan_for(replace(request, constraints=without(limits, (name,))), shared)
             found += [Remedy(f"without {pin_text(limits, name)}", plan)] if plan is not None else []
+    pins = pins_of(limits)
+    if not found and len(pins) > 1 and time.monotonic() < limit:
+        plan = plan_for(replace(request, constraints=without(limits, pins)), None)
+        found += [Remedy("without " + ", ".join(pin_text(limits, n) for n in pins), plan)] if plan is not None else []
     return min(found, key=lambda r: r.plan.prediction.step_seconds, default=None)
 
 

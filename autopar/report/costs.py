@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.plan import Plan
 from autopar.planner import SearchResult
+from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
 
 HIDDEN = "hidden communication"
@@ -63,12 +64,6 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
     for bound, layout in result.skipped:
         rows.append(RunnerUp(layout, f"> {seconds_text(bound)}", "even with memory to spare it would be slower"))
     return rows + [RunnerUp(text, "-", "does not fit the memory of one rank") for text in result.infeasible]
-
-
-def plan_words(plan: Plan) -> str:
-    """`dp2 x tp2, 4 micro-batches`."""
-    count = plan.num_micro_batches
-    return f"{plan.layout}, {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def why_slower(plan: Plan, best: Plan) -> str:

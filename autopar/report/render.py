@@ -11,9 +11,10 @@ from rich.text import Text
 
 from autopar.compile import training_of
 from autopar.graph import Graph
-from autopar.report.costs import plan_words, runner_ups, time_rows
+from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
 from autopar.report.pipeline import pipeline_panels
+from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.tables import plain_text, table_of
 from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.block_costs import chain, nodes_of
 from autopar.graph import Graph
 from autopar.plan import Plan, StagePlan
+from autopar.report.plan_words import recompute_words
 from autopar.stage_costs import Simulated
 
 PICTURE_POSITIONS = 8
@@ -35,16 +36,6 @@ def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[Stage
     for index, (stage, cost) in enumerate(zip(stages, simulated.stages, strict=True)):
         words, modes = blocks_words(graph, stage), recompute_words(stage)
         yield StageRow(index, simulated.home[index], words, modes, cost.forward, cost.backward, held[index])
-
-
-def recompute_words(stage: StagePlan) -> str:
-    """`3 full, 5 none`, with the class where several are in the stage."""
-    several = len(stage.recompute) > 1
-    parts = [
-        (f"{name}: " if several else "") + ", ".join(f"{count} {mode}" for mode, count in runs)
-        for name, runs in stage.recompute.items()
-    ]
-    return "; ".join(parts) or "none"
 
 
 def blocks_words(graph: Graph, stage: StagePlan) -> str:

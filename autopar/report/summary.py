@@ -10,7 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.plan import Plan
-from autopar.report.costs import plan_words, time_rows
+from autopar.report.costs import time_rows
+from autopar.report.plan_words import full_words, recompute_words
 from autopar.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ def plan_summary(plan: Plan) -> Iterator[RenderableType]:
     """What a plan file says without its model: mesh, batch, predicted time and memory."""
     table = _table(f"{plan.model} on {plan.layout}", "", "")
     table.add_row("cluster", plan.cluster)
-    table.add_row("plan", f"{plan_words(plan)}, {plan.global_batch_size} rows a step, {plan.precision}")
+    table.add_row("plan", f"{full_words(plan)}, {plan.global_batch_size} rows a step, {plan.precision}")
+    for index, stage in enumerate(plan.pipeline.stages):
+        recomputed = recompute_words(stage)
+        words = f"blocks {stage.first}-{stage.last - 1}" + (f", recomputed: {recomputed}" if stage.recompute else "")
+        table.add_row(f"stage {index}", words)
     yield table
     times = _table("Predicted time of one step", "", "exposed", "hidden")
     for row in time_rows(plan.prediction.seconds):

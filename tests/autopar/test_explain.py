@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import re
 from functools import cache
 
 import pytest
@@ -12,15 +14,17 @@ from autopar.compile import advised_search
 from autopar.errors import InfeasibleError
 from autopar.explain import Explanation, compare, explain, render_comparison, render_explanation
 from autopar.explain.conditions import conditions, faster_link
-from autopar.explain.decisions import is_made, other_decisions, pins_of, recompute_modes, without
+from autopar.explain.decisions import is_made, other_decisions, pins_of, without
 from autopar.explain.rescue import advised, plan_for
 from autopar.plan import Plan
 from autopar.planner import SearchResult, search_plans
 from autopar.predict import predict
+from autopar.report.plan_words import recompute_modes
 from autopar.request import Request, pricer_for
+from autopar.units import bytes_text
 from tests.autopar.planning import request_for
 
-TIGHT = "2100MiB"
+PINS = {"zero": 0, "tp": 1, "pp": 1, "recompute": "none", "offload": "none"}
 
 
 @cache
@@ -38,6 +42,13 @@ def explained(name: str = "llama", cluster: str = "4 a100-80g", **constraints: o
     return explain(request(name, cluster, **constraints), seconds=600.0)
 
 
+def tight(share: float, name: str = "llama", cluster: str = "4 a100-80g", **constraints: object) -> int:
+    """A budget of the workspace and a share of what the best plan without one keeps beside it."""
+    free = searched(name, cluster, **constraints).best.plan.prediction
+    workspace = free.num_bytes["workspace"]
+    return int(workspace + share * (free.peak_bytes - workspace))
+
+
 def what_if(explanation: Explanation, resource: str) -> list[float]:
     """Step times of the best plan by condition."""
     return [w.seconds for w in explanation.what_ifs if w.resource == resource and w.seconds is not None]
@@ -45,8 +56,7 @@ def what_if(explanation: Explanation, resource: str) -> list[float]:
 
 def test_the_same_plan_is_priced_under_each_condition() -> None:
     """`same_plan_seconds` against the plan priced by hand on the changed cluster."""
-    asked = request(tp=2)
-    found = explained(tp=2)
+    asked, found = request(), explained()
     best = search_plans(asked, exact_devices=0).best
     assert found.plan == best.plan
     link = faster_link(asked.cluster.intra_node)
@@ -83,7 +93,7 @@ def test_conditions_change_one_thing() -> None:
 
 
 def test_memory_binds_where_a_budget_is_tight() -> None:
-    roomy, free = explained(memory=TIGHT), searched().best.plan.prediction
+    roomy, free = explained(memory=tight(0.6)), searched().best.plan.prediction
     assert roomy.plan.prediction.peak_bytes <= roomy.capacity_bytes < free.peak_bytes
     assert roomy.plan.prediction.step_seconds > free.step_seconds
     text = " ".join(roomy.verdict)
@@ -102,7 +112,7 @@ def test_the_verdict_names_what_helps_most() -> None:
     crippled = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, intra_node=slow))
     found = explain(crippled, seconds=600.0)
     assert found.verdict[0].startswith("bandwidth inside a node binds")
-    assert not explained(dp=4).verdict[0].startswith("bandwidth")
+    assert not explained().verdict[0].startswith("bandwidth")
 
 
 def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
@@ -120,9 +130,17 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
 
 
 def test_an_alternative_that_does_not_fit_says_by_how_much() -> None:
-    found = explained("gpt2", dp=4, pp=1, memory="2500MiB", offload="none")
-    refused = [a for a in found.alternatives if a.seconds is None]
-    assert any("does not fit: it needs" in a.why and "more than there is" in a.why for a in refused)
+    """ZeRO-0 under a budget below what it needs: the bytes named are those that it lacks."""
+    budget = tight(0.85, "gpt2", **PINS)
+    found = explained("gpt2", **{k: v for k, v in PINS.items() if k != "zero"}, memory=budget)
+    refused = next(a for a in found.alternatives if (a.dimension, a.value) == ("zero", "0"))
+    assert refused.seconds is None
+    match = re.search(r"does not fit: it needs (.*) per rank, (.*) more than there is", refused.why)
+    assert match is not None, refused.why
+    with pytest.raises(InfeasibleError) as caught:
+        search_plans(request("gpt2", **PINS, memory=budget))
+    assert caught.value.needed_bytes is not None
+    assert match.groups() == (bytes_text(caught.value.needed_bytes), bytes_text(caught.value.needed_bytes - budget))
 
 
 def test_decisions_pin_what_they_say() -> None:
@@ -154,7 +172,7 @@ def test_no_time_leaves_questions_and_says_so() -> None:
 
 
 def test_rendered_explanation_holds_every_row() -> None:
-    found = explained(memory=TIGHT)
+    found = explained(memory=tight(0.6))
     text = render_explanation(found)
     assert max(map(len, text.splitlines())) <= 110 and "\x1b" not in text
     flat = " ".join(text.split())
@@ -167,30 +185,29 @@ def test_rendered_explanation_holds_every_row() -> None:
 # --- what would make an infeasible request feasible ---------------------------------------------------------------
 
 
-def infeasible(**constraints: object) -> InfeasibleError:
-    asked = request_for("gpt2", "2 a100-80g", **constraints)
+def infeasible() -> tuple[Request, InfeasibleError]:
+    """A budget below what the pins need."""
+    asked = request("gpt2", "2 a100-80g", **PINS, memory=tight(0.7, "gpt2", "2 a100-80g", **PINS))
     with pytest.raises(InfeasibleError) as caught:
         search_plans(asked)
-    return advised(asked, caught.value, seconds=120.0)
+    return asked, advised(asked, caught.value, seconds=120.0)
 
 
 def test_the_cheapest_pin_and_the_smallest_cluster_are_named_and_do() -> None:
     """Both remedies of the message are feasible, and one node less than the smallest cluster is not."""
-    error = infeasible(zero=0, tp=1, pp=1, recompute="none", offload="none", memory="2100MiB")
+    asked, error = infeasible()
     message = str(error)
     assert "no plan fits the memory of one rank" in message and f"memory={error.needed_bytes}" in message
-    asked = request_for("gpt2", "2 a100-80g", zero=0, tp=1, pp=1, recompute="none", offload="none", memory="2100MiB")
     seconds = {}
     for name in pins_of(asked.constraints):
         plan = plan_for(dataclasses.replace(asked, constraints=without(asked.constraints, (name,))), None)
         if plan is not None:
             seconds[name] = plan.prediction.step_seconds
-    if seconds:
-        assert f"without {min(seconds, key=lambda n: seconds[n])}=" in message
-    nodes = [n for n in (2, 3, 4) if _fits(asked, n)]
-    if nodes:
-        assert f"{nodes[0]}x2 a100-80g ({2 * nodes[0]} devices)" in message
-    assert seconds or nodes
+    assert seconds, "one pin less is enough"
+    assert f"without {min(seconds, key=lambda n: seconds[n])}=" in message
+    smallest = next((n for n in (2, 3, 4) if _fits(asked, n)), None)
+    assert (smallest is None) == ("devices)" not in message)
+    assert smallest is None or f"{smallest}x2 a100-80g ({2 * smallest} devices)" in message
 
 
 def _fits(asked: Request, num_nodes: int) -> bool:
@@ -199,9 +216,7 @@ def _fits(asked: Request, num_nodes: int) -> bool:
 
 
 def test_advice_crosses_processes() -> None:
-    import pickle
-
-    error = infeasible(zero=0, pp=1, tp=1, recompute="none", offload="none", memory="1900MiB")
+    _, error = infeasible()
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.needed_bytes == error.needed_bytes
 
@@ -245,10 +260,7 @@ def test_compared_placements_are_those_that_differ(two: tuple[Plan, Plan]) -> No
 
 
 def _with_zero_3(plan: Plan) -> str:
-    import re
-
-    text = re.sub(r"( dp=Rp[^\n]*?)(?: zero=\d)?\n", r"\1 zero=3\n", plan.to_yaml().replace(": dp=Rp", ":  dp=Rp"))
-    return text
+    return re.sub(r"(: dp=Rp[^\n]*?)(?: zero=\d)?\n", r"\1 zero=3\n", plan.to_yaml())
 
 
 def test_rendered_comparison(two: tuple[Plan, Plan]) -> None:

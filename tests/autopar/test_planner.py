@@ -18,7 +18,9 @@ CLUSTERS = [("llama", "4 a100-80g"), ("gpt2", "4 a100-80g"), ("gpt2", "2x2 v100-
 
 @cache
 def searched(name: str, cluster: str = "4 a100-80g", **constraints: object) -> SearchResult:
-    return search_plans(request_for(name, cluster, **{"pp": 1, "recompute": "none", "offload": "none"} | constraints))
+    return search_plans(
+        request_for(name, cluster, **{"pp": 1, "ddp": 1, "recompute": "none", "offload": "none"} | constraints)
+    )
 
 
 @pytest.mark.parametrize(("name", "cluster"), CLUSTERS)

@@ -106,7 +106,10 @@ def test_peak_of_each_position_is_the_prediction(program: CompiledProgram) -> No
     simulated = simulation_of(program)
     peaks = [sum(kinds.values()) for kinds in simulated.memory]
     assert max(peaks) == pytest.approx(program.plan.prediction.peak_bytes, rel=1e-9)
-    assert capacity_bytes(program) == (20 * 2**30 if program.request.constraints.memory_bytes else 80 * 2**30)
+    budget = program.request.constraints.memory_bytes
+    assert capacity_bytes(program) == (budget or program.cluster.device.memory_bytes)
+    assert budget in (None, 20 * 2**30)
+    assert f"of {'20 GiB' if budget else '79 GiB'} per rank" in program.report()
 
 
 def test_picture_shows_the_bubble(program: CompiledProgram) -> None:

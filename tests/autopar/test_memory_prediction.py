@@ -1,0 +1,109 @@
+"""The predicted peak of each rank against the measured one. All pairs are in benchmarks/memory.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.compile import training_of
+from autopar.graph import Node, Ref, TensorMeta
+from autopar.live_bytes import LiveBytes
+from autopar.liveness import Liveness
+from autopar.peak import Life, Slot, at_peak, peaks
+from autopar.saved import saved_tensors
+from autopar.stage_costs import holding_states
+from benchmarks.memory import OVER, UNDER, Pair, measure
+from codegen.runtime.zero import BUCKET_BYTES
+
+PAIRS = [
+    Pair("gpt2", {"dp": 2, "zero": 0}),
+    Pair("llama", {"dp": 2, "zero": 2, "micro_batches": 4}),
+    Pair("llama", {"dp": 2, "zero": 3, "recompute": "full"}),
+    Pair("llama", {"tp": 2}),
+    Pair("gpt2", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.text)
+def test_predicted_peaks_are_close_to_measured_ones(pair: Pair) -> None:
+    for row in measure(pair):
+        assert 1 - UNDER <= row.ratio <= 1 + OVER, f"position {row.position}: {row}"
+
+
+def test_a_resized_storage_counts_as_large_as_it_is() -> None:
+    with LiveBytes() as live:
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        live.reset_peak()
+        assert live.num_bytes == 0
+        x.untyped_storage().resize_(4000)
+        x.zero_()
+        assert live.num_bytes == live.peak_bytes == 4000
+        x.untyped_storage().resize_(0)
+        torch.ones(1)
+        assert live.num_bytes == 0 and live.peak_bytes == 4000
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_temporaries_of_an_update_are_counted(together: bool) -> None:
+    """AdamW's denominator sqrt(v) / c + eps: two buffers for one parameter in turn, one for all of them at once."""
+    training = training_of(torch.optim.AdamW, "fp32", on_gpu=together)
+    assert training.updates_together == together
+    assert training.update_bytes == pytest.approx(4 if together else 8, rel=0.02)
+
+
+def test_plain_sgd_needs_no_temporaries() -> None:
+    assert training_of(lambda ps: torch.optim.SGD(ps, lr=0.1), "fp32").update_bytes == 0
+
+
+def layer(kept: float, forward: float, backward: float, *slots: Slot) -> Life:
+    live = Liveness(kept=kept, forward=forward, backward=backward, waiting=backward)
+    return Life("Layer", kept, live, slots)
+
+
+def test_a_later_blocks_transient_meets_all_activations_and_an_earlier_ones_does_not() -> None:
+    quiet, loud = layer(10, 10, 10), layer(10, 10, 50)
+    assert peaks([quiet, quiet, loud]).backward == 70
+    assert peaks([loud, quiet, quiet]).backward == 50
+
+
+def test_gradients_wait_for_their_bucket() -> None:
+    """Small parameters share one bucket: all gradients wait to the end, where the line is added; large ones go each by
+    themselves, and two lines are under way beside the third."""
+    own, size = 5.0, 7.0
+    small = Slot((2,), size, size, size, size, 0.0, 0.0)
+    large = Slot((2,), BUCKET_BYTES, size, size, size, 0.0, 0.0)
+    assert peaks([layer(0, own, own, small)] * 4).backward == 4 * size + 4 * size
+    assert peaks([layer(0, own, own, large)] * 4).backward == size + 3 * size
+
+
+def test_a_pipelines_first_position_holds_as_many_micro_batches_as_there_are_positions() -> None:
+    one = peaks([layer(10, 12, 15)])
+    for position, most in ((0, 4), (3, 1)):
+        states = holding_states("1f1b", 4, 100, 1)[position]
+        activations, peak = at_peak([(k, 0, tuple((0, h, w) for _, h, w in c)) for k, _, c in states], {0: one})
+        assert (activations, peak) == (10 * most, 10 * (most - 1) + 15)
+
+
+def test_what_two_calls_keep_in_two_layouts_is_two_tensors() -> None:
+    meta = TensorMeta((4, 4), torch.float32, True)
+    nodes = tuple(Node(n, "aten.linear.default", (Ref("x"), Ref("w")), (), (meta,)) for n in ("a", "b"))
+    metas = {Ref(name): meta for name in ("x", "w", "a", "b")}
+    parameters = frozenset("w")
+    assert saved_tensors(nodes, metas, parameters) == {"a": (Ref("x"),), "b": ()}
+    moved = saved_tensors(
+        nodes, metas, parameters, lambda node, ref: "S" if (node.name, ref.node) == ("b", "x") else None
+    )
+    assert moved == {"a": (Ref("x"),), "b": (Ref("x"),)}
+
+
+def test_the_tracker_counts_what_autograd_keeps() -> None:
+    """Linear, tanh, linear on 64 rows: tanh and the second linear keep the same tensor, and the result is there."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    x = torch.randn(64, 32)
+    with LiveBytes() as live:
+        out = model(x)
+        assert live.num_bytes == 4 * 64 * (64 + 32)
+        del out

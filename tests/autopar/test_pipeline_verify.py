@@ -1,0 +1,176 @@
+"""Pipelines against the single-process model, and what happens when a rank dies or a schedule cannot work.
+
+A small selection; the whole matrix is benchmarks/verify_pipelines.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import autopar
+from autopar.compiled import CompiledProgram
+from autopar.errors import PlanError
+from autopar.launch import RankError, run_ranks
+from benchmarks.verify_pipelines import Case, cluster_of, compiled, run
+from codegen.program import PipelineProgram
+
+CASES = (
+    Case(
+        "gpt2",
+        {"pp": 4, "dp": 1, "tp": 1, "schedule": "zero-bubble", "micro_batches": 4},
+        True,
+        factory={"layers": 4},
+    ),
+    Case(
+        "llama",
+        {"pp": 2, "dp": 2, "tp": 1, "zero": 3, "schedule": "interleaved", "chunks": 2, "micro_batches": 4},
+        True,
+        "adamw",
+        {"layers": 4},
+    ),
+    Case(
+        "qwen2",
+        {"pp": 2, "dp": 1, "tp": 2, "schedule": "zero-bubble-v", "micro_batches": 4, "recompute": "selective"},
+        factory={"layers": 4},
+    ),
+    Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3}),
+    Case(
+        "opt",
+        {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "recompute": "full", "offload": "optimizer", "micro_batches": 2},
+        True,
+        factory={"layers": 2},
+    ),
+    Case("bert", {"pp": 2, "dp": 1, "tp": 2, "schedule": "gpipe", "micro_batches": 2}, factory={"layers": 2}),
+    Case(
+        "gpt2",
+        {"pp": 2, "dp": 2, "tp": 2, "zero": 1, "schedule": "1f1b", "micro_batches": 4},
+        True,
+        factory={"layers": 2},
+    ),
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
+def test_pipelines_equal_the_single_process_model(case: Case) -> None:
+    wrong, report = run(case, cluster_of(case.num_ranks))
+    assert not wrong, f"{wrong}: {report}"
+    assert report is not None and report.gradients and len(report.losses) == 3
+
+
+# --- a rank that dies -------------------------------------------------------------------------------------------------
+
+THREE = Case("gpt2", {"pp": 3, "dp": 1, "tp": 1, "micro_batches": 4, "schedule": "1f1b"}, factory={"layers": 3})
+VICTIM = 1
+
+
+class KilledAfter(TorchFunctionMode):
+    """The process is killed, without a chance to say so, at the n-th call of torch."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.left = num_calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(TorchFunctionMode):
+    """Counts the calls of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _train_and_die(program: CompiledProgram, batch: dict[str, torch.Tensor]) -> float:
+    """The victim is killed half way through its second step."""
+    step = program.build()
+    local = program.local_batch(batch)
+    with Counted() as calls:
+        loss = float(step(local))
+    if torch.distributed.get_rank() == VICTIM:
+        with KilledAfter(calls.num_calls // 2):
+            step(local)
+    step(local)
+    return loss
+
+
+@pytest.mark.distributed
+def test_a_rank_killed_within_a_step_ends_all_with_an_error() -> None:
+    program, batch = compiled(THREE, cluster_of(3))
+    started = time.monotonic()
+    with pytest.raises(RankError, match=f"rank {VICTIM} died with exit code -9"):
+        run_ranks(_train_and_die, (program, batch), 3)
+    assert time.monotonic() - started < 30  # the process group alone would wait for 120 seconds
+
+
+# --- schedules that cannot work ---------------------------------------------------------------------------------------
+
+
+def _with_schedule(program: CompiledProgram, lines: tuple[str, ...]) -> CompiledProgram:
+    assert isinstance(program.program, PipelineProgram)
+    return replace(program, program=replace(program.program, schedule=lines))
+
+
+def _refused(program: CompiledProgram, batch: dict[str, torch.Tensor]) -> str:
+    try:
+        program.build()(program.local_batch(batch))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        # Position 0 wants the gradient of micro-batch 0 first, position 1 sends it only once it has micro-batch 1.
+        (("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"), "the schedule never ends: position 0: B0.0 waits for B1.0"),
+        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"), "position 1: stage 1 and micro-batch 1 need F and B"),
+    ],
+)
+def test_an_edited_schedule_that_would_deadlock_is_refused(lines: tuple[str, ...], message: str) -> None:
+    case = Case("gpt2", {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2, "schedule": "1f1b"})
+    program, batch = compiled(case, cluster_of(2))
+    started = time.monotonic()
+    answers = run_ranks(_refused, (_with_schedule(program, lines), batch), 2)
+    assert all(message in answer for answer in answers), answers
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schedule: 1f1b", "schedule: 2f2b", "'2f2b'"),
+        ("schedule: 1f1b", "schedule: zero-bubble-v", "2 stages on 2 positions"),
+    ],
+    ids=["unknown", "two stages per position"],
+)
+def test_a_plan_whose_schedule_does_not_fit_its_stages_is_refused(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    case = Case("gpt2", {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2, "schedule": "1f1b"})
+    program, batch = compiled(case, cluster_of(2))
+    text = program.plan.to_yaml()
+    assert old in text
+    path = tmp_path / "plan.yaml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(PlanError, match=message):
+        autopar.compile(program.model, cluster_of(2), example_inputs=batch, plan=str(path))
