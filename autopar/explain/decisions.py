@@ -93,7 +93,7 @@ def pin_text(limits: Constraints, name: str) -> str:
     if name in limits.degrees:
         return f"{name}={limits.degrees[name]}"
     value = getattr(limits, name)
-    return name if isinstance(value, tuple) else f"{name}={value or 'none'}"
+    return name if isinstance(value, tuple) else f"{name}={'none' if value == '' else value}"
 
 
 def without(limits: Constraints, names: Sequence[str]) -> Constraints:

@@ -12,7 +12,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
-from autopar.explain.verdict import time_words, verdict_words
+from autopar.explain.verdict import TIE, time_words, verdict_words
 from autopar.pipelines import PipelineSearch
 from autopar.plan import Plan
 from autopar.planner import search_plans
@@ -21,10 +21,6 @@ from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.request import Candidate, Request, pricer_for
 from autopar.units import bytes_text, seconds_text
-
-TIE = 1e-6
-"""Step times that differ by less than this share are called equal."""
-
 
 POLISH_ONLY = 0
 """Devices up to which one stage is searched exactly on every mesh: here on the best one only, which takes a tenth of
@@ -70,7 +66,7 @@ class _Questions:
             plan,
             capacity,
             self.searched.plan,
-            tuple(verdict_words(plan, capacity, what_ifs)),
+            tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
             tuple(time_words(plan)),
             tuple(what_ifs),
             tuple(alternatives),

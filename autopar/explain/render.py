@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.explain.explanation import Explanation, WhatIf
+from autopar.explain.verdict import TIE
 from autopar.report.plan_words import full_words, recompute_modes, zero_stage
 from autopar.report.tables import plain_text, table_of
 from autopar.units import bytes_text, count_text, seconds_text
@@ -40,7 +41,7 @@ def explanation_panels(explanation: Explanation) -> Iterator[RenderableType]:
 
 def _given(explanation: Explanation) -> Iterator[RenderableType]:
     mine, best = explanation.plan.prediction.step_seconds, explanation.searched.prediction.step_seconds
-    if best < mine * (1 - 1e-6):
+    if best < mine * (1 - TIE):
         words = full_words(explanation.searched)
         yield Text(f"The plan was given; the search finds a faster one: {words}, {seconds_text(best)} a step")
 

@@ -51,19 +51,29 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
 
 
 def cheapest_pin(request: Request, bases: Bases, limit: float) -> Remedy | None:
-    """The single pin without which the fastest plan exists; all of them where no single one is enough."""
-    limits, found = request.constraints, list[Remedy]()
-    for name in pins_of(limits):
-        if time.monotonic() < limit:
-            # Tables of placements bear on what bases decide; other pins do not.
-            shared = None if isinstance(getattr(limits, name, None), tuple) else bases
-            plan = plan_for(replace(request, constraints=without(limits, (name,))), shared)
-            found += [Remedy(f"without {pin_text(limits, name)}", plan)] if plan is not None else []
-    pins = pins_of(limits)
-    if not found and len(pins) > 1 and time.monotonic() < limit:
-        plan = plan_for(replace(request, constraints=without(limits, pins)), None)
-        found += [Remedy("without " + ", ".join(pin_text(limits, n) for n in pins), plan)] if plan is not None else []
-    return min(found, key=lambda r: r.plan.prediction.step_seconds, default=None)
+    """The single pin without which the fastest plan exists; a few of them where no single one is enough."""
+    pins, found = pins_of(request.constraints), list[Remedy]()
+    for name in pins:
+        remedy = _without(request, (name,), bases) if time.monotonic() < limit else None
+        found += [remedy] if remedy is not None else []
+    if found:
+        return min(found, key=lambda r: r.plan.prediction.step_seconds)
+    remedy = _without(request, tuple(pins), bases) if len(pins) > 1 and time.monotonic() < limit else None
+    dropped = tuple(pins)
+    for name in pins if remedy is not None else ():
+        fewer = tuple(other for other in dropped if other != name)
+        smaller = _without(request, fewer, bases) if fewer and time.monotonic() < limit else None
+        if smaller is not None:
+            remedy, dropped = smaller, fewer
+    return remedy
+
+
+def _without(request: Request, names: tuple[str, ...], bases: Bases) -> Remedy | None:
+    limits = request.constraints
+    # Tables of placements bear on what bases decide; other pins do not.
+    has_table = any(isinstance(getattr(limits, name, None), tuple) for name in names)
+    plan = plan_for(replace(request, constraints=without(limits, names)), None if has_table else bases)
+    return None if plan is None else Remedy("without " + ", ".join(pin_text(limits, n) for n in names), plan)
 
 
 def smallest_cluster(request: Request, bases: Bases, limit: float) -> Remedy | None:

@@ -14,42 +14,54 @@ from autopar.units import bytes_text, seconds_text
 LEAST_GAIN = 0.01
 """Share of the step below which a change is said to buy nothing."""
 
+TIE = 1e-6
+"""Step times that differ by less than this share are called equal."""
+
 COMPUTE = ("forward compute", "backward compute")
 
 
-def verdict_words(plan: Plan, capacity_bytes: float, what_ifs: Sequence[WhatIf]) -> Iterator[str]:
-    """What binds, that of which more helps most first; then what does not."""
-    now = plan.prediction.step_seconds
-    rates = [w for w in what_ifs if w.resource not in ("memory", "batch", "devices") and w.best_seconds is not None]
-    ranked = sorted(((gain_of(w, now), w) for w in rates), key=lambda pair: -pair[0])
-    helping = [(gain, w) for gain, w in ranked if gain >= LEAST_GAIN]
-    memory_gain = max((gain_of(w, now) for w in what_ifs if w.resource == "memory"), default=0.0)
-    bubble = plan.prediction.seconds.get(BUBBLE, 0.0)
-    lines = [(gain, w.resource, f"with {w.words} {_moved(now, w.best_seconds)}") for gain, w in helping]
-    slack = _memory_words(plan, capacity_bytes, what_ifs, now)
+def verdict_words(plan: Plan, searched: Plan, capacity_bytes: float, what_ifs: Sequence[WhatIf]) -> Iterator[str]:
+    """What binds, that of which more helps most first; then what does not.
+
+    searched: the best plan as things are. Where it is faster than the explained one, that plan is judged as it is, and
+    what needs a new plan (more memory, a larger batch) is judged by the best ones.
+    """
+    now, best = plan.prediction.step_seconds, searched.prediction.step_seconds
+    is_best = best >= now * (1 - TIE)
+    if not is_best:
+        yield f"the plan itself: with nothing changed, the best one takes {seconds_text(best)} instead of {seconds_text(now)}"
+    before = now if is_best else best
+    gains = []
+    for each in what_ifs:
+        after = each.best_seconds if is_best else each.same_plan_seconds
+        if each.resource not in ("memory", "batch", "devices") and after is not None:
+            gains.append((1 - after / now, each.resource, f"with {each.words} {_moved(now, after)}"))
+    lines = [line for line in gains if line[0] >= LEAST_GAIN]
+    memory_gain = max((_gain(w, before) for w in what_ifs if w.resource == "memory"), default=0.0)
+    slack = _memory_words(plan, capacity_bytes, what_ifs, before)
     if memory_gain >= LEAST_GAIN:
         lines.append((memory_gain, f"memory of {_fullest(plan)}", slack))
+    bubble = plan.prediction.seconds.get(BUBBLE, 0.0)
     if bubble:
         idle = f"the busiest position waits {seconds_text(bubble)}, {bubble / now:.0%} of the step"
         # Halving it is what compares with twice of something else.
-        lines.append((bubble / 2 / now, "the pipeline's bubble", idle + _amortised(plan, what_ifs, now)))
+        more = _amortised(plan, what_ifs, before)
+        lines.append((bubble / 2 / now, "the pipeline's bubble", idle + more))
     for index, (_, name, text) in enumerate(sorted(lines, key=lambda line: -line[0])):
         yield f"then {name}: {text}" if index else f"{name} binds: {text}"
     if memory_gain < LEAST_GAIN:
         yield slack
-    idle_rates = [w.resource for gain, w in ranked if gain < LEAST_GAIN]
+    idle_rates = [name for gain, name, _ in gains if gain < LEAST_GAIN]
     if idle_rates:
         yield f"more of these buys less than {LEAST_GAIN:.0%}: {', '.join(idle_rates)}"
 
 
-def gain_of(what_if: WhatIf, now: float) -> float:
-    """Share of the step that a change saves."""
-    after = what_if.best_seconds
-    return 1.0 - after / now if after is not None and now else 0.0
+def _gain(what_if: WhatIf, before: float) -> float:
+    """Share of the best plan's step that a change saves."""
+    return 1.0 - what_if.seconds / before if what_if.seconds is not None else 0.0
 
 
-def _moved(now: float, after: float | None) -> str:
-    assert after is not None
+def _moved(now: float, after: float) -> str:
     return f"a step takes {seconds_text(after)} instead of {seconds_text(now)} ({after / now - 1:+.0%})"
 
 
@@ -58,26 +70,26 @@ def _fullest(plan: Plan) -> str:
     return f"position {positions.index(max(positions))}" if positions else "a rank"
 
 
-def _memory_words(plan: Plan, capacity: float, what_ifs: Sequence[WhatIf], now: float) -> str:
+def _memory_words(plan: Plan, capacity: float, what_ifs: Sequence[WhatIf], before: float) -> str:
     peak = plan.prediction.peak_bytes
     used = f"{bytes_text(peak)} of {bytes_text(capacity)} are taken ({peak / capacity:.0%})"
     asked = [w for w in what_ifs if w.resource == "memory" and w.seconds is not None]
-    useful = sorted((w for w in asked if gain_of(w, now) >= LEAST_GAIN), key=lambda w: -(w.seconds or 0.0))
+    useful = sorted((w.seconds, w.words) for w in asked if w.seconds is not None and _gain(w, before) >= LEAST_GAIN)
     if useful:
-        least, most = useful[0], useful[-1]
-        more = f", with {most.words} {seconds_text(most.seconds or 0.0)}" if most is not least else ""
-        return f"{used}; with {least.words} {_moved(now, least.seconds)}{more}"
+        (least, words), (most, most_words) = useful[-1], useful[0]
+        more = f", with {most_words} {seconds_text(most)}" if most < least else ""
+        return f"{used}; with {words} {_moved(before, least)}{more}"
     if not asked:
         return f"memory of {_fullest(plan)}: {used}"
     return f"memory does not bind: {used} on {_fullest(plan)}, and {asked[0].words} buys nothing"
 
 
-def _amortised(plan: Plan, what_ifs: Sequence[WhatIf], now: float) -> str:
+def _amortised(plan: Plan, what_ifs: Sequence[WhatIf], step_seconds: float) -> str:
     """What a larger batch makes of it."""
     batch = next((w for w in what_ifs if w.resource == "batch" and w.seconds is not None), None)
     if batch is None or batch.seconds is None:
         return ""
-    before, after = now / plan.global_batch_size, batch.seconds / batch.rows
+    before, after = step_seconds / plan.global_batch_size, batch.seconds / batch.rows
     return f"; with {batch.words} a row takes {seconds_text(after)} instead of {seconds_text(before)}"
 
 

@@ -49,7 +49,9 @@ def _schedule_text(compiled: CompiledProgram, simulated: Simulated) -> str:
 
 def _picture(simulated: Simulated) -> Iterator[RenderableType]:
     lines = picture(simulated)
-    if lines:
+    if not lines:
+        yield Text("")
+    else:
         for position, line in enumerate(lines):
             yield Text(f"  position {position}  {line}", no_wrap=True)
         split = ", + weight gradients" if any("+" in line for line in lines) else ""

@@ -165,6 +165,7 @@ def cluster(measured: tuple[Measurements, Measurements]) -> Cluster:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_measured_cpu_is_sane(cluster: Cluster) -> None:
     device, link = cluster.device, cluster.intra_node
     assert cluster.num_devices == 2 and device.name == "cpu-measured"
@@ -179,12 +180,14 @@ def test_a_measured_cpu_is_sane(cluster: Cluster) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_backward_costs_more_than_forward(measured: tuple[Measurements, Measurements]) -> None:
     """Autograd's engine, accumulation and views come on top, whatever the machine."""
     for one in measured:
         assert 0 < one.forward_seconds < one.backward_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_kernels_are_predicted_within_a_factor_of_two(
     measured: tuple[Measurements, Measurements], cluster: Cluster
@@ -199,6 +202,7 @@ def test_kernels_are_predicted_within_a_factor_of_two(
         assert 0.5 < statistics.median(values) < 2, (kind, values)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_collectives_are_predicted_within_a_factor_of_two(

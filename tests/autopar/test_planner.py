@@ -13,7 +13,11 @@ from autopar.one_stage import lower_bound, meshes, micro_batch_counts
 from autopar.planner import SearchResult, search_plans
 from tests.autopar.planning import request_for
 
-CLUSTERS = [("llama", "4 a100-80g"), ("gpt2", "4 a100-80g"), ("gpt2", "2x2 v100-16g")]
+CLUSTERS = [
+    pytest.param("llama", "4 a100-80g", marks=pytest.mark.slow),
+    pytest.param("gpt2", "4 a100-80g", marks=pytest.mark.slow),
+    ("gpt2", "2x2 v100-16g"),
+]
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 from benchmarks import overhead
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_every_contest_gives_a_row(tmp_path: Path) -> None:
     results = tmp_path / "overhead.csv"

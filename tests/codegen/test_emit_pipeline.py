@@ -225,7 +225,8 @@ def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tm
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "dropout", "cut", "positions"), [
     ("gpt2", 0.1, (0, 3), (0, 1)),
-    ("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1)),  # two stages share a file, and so the name of what they send
+    # Two stages share a file, and so the name of what they send.
+    pytest.param("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_main_trains_under_torchrun(name, dropout, cut, positions, tmp_path) -> None:
     """The loss of its first step is the eager model's on the same random batch; the second step's differs."""

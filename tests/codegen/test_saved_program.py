@@ -36,6 +36,7 @@ def test_imports_torch_only(folder):
     assert found - set(sys.stdlib_module_names) <= {"torch", "safetensors"}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_trains_and_resumes_under_torchrun(folder, tmp_path):
     straight = _losses(folder, tmp_path, steps=4, checkpoint="a")

@@ -265,6 +265,7 @@ def test_chrome_trace_shows_every_action_once() -> None:
         assert sum(item["dur"] for item in shown if item["tid"] == position) == pytest.approx(4 * 0.75e6)
 
 
+@pytest.mark.slow
 def test_a_large_pipeline_takes_little_time() -> None:
     """64 positions, 1,024 micro-batches: 131,072 actions. CPU time, since other tests share the machine."""
     orders = schedule.orders("1f1b", 64, 1024)

@@ -143,6 +143,7 @@ def check_continuation(mesh: Mesh, folder: str) -> None:
                 step.close()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_update_on_the_host_is_the_same(tmp_path: Path) -> None:
     run_ranks(two_ranks, 2, str(tmp_path))

@@ -60,6 +60,7 @@ def save_and_load(rank: int, world_size: int, folder: str) -> None:
         check_continuation(make(LAYOUTS[loaded], micro=2), f"{folder}/{saved}", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_continues_under_other_pipelines(tmp_path: Path) -> None:
     run_ranks(save_and_load, 4, str(tmp_path))

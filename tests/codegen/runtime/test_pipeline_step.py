@@ -121,6 +121,7 @@ def four_positions(rank: int, world_size: int) -> None:
         check_training(rank, name, 4, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_four_positions_train_like_one_process() -> None:
     run_ranks(four_positions, 4)
@@ -149,6 +150,7 @@ def unequal(rank: int, world_size: int) -> None:
         check_training(rank, "zero-bubble", 2, 4, "adamw", 0.05, is_tied=False, meshes=meshes, zero=2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_positions_of_unequal_meshes_train_like_one_process() -> None:
     run_ranks(unequal, 3)
