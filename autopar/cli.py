@@ -206,6 +206,8 @@ def verify(
     print(found)
     is_ok = found.ok(tolerance)
     print(f"{'equal' if is_ok else 'DIFFERENT'} within {tolerance:g}")
+    if is_ok and found.explained(tolerance):
+        print(f"(or as near to it as the model's own training is to fp64: {', '.join(found.explained(tolerance))})")
     if not is_ok:
         raise typer.Exit(1)
 

@@ -91,7 +91,7 @@ class PipelineSearch:
 
     request: Request
     shared_bases: Bases | None = None
-    _stored: dict[tuple[Mesh, int, float, str], dict[str, StoredCost]] = field(default_factory=dict)
+    _stored: dict[tuple[Mesh, int, float, str, bool], dict[str, StoredCost]] = field(default_factory=dict)
     _borders: dict[tuple[Mesh, int, float], tuple[float, ...]] = field(default_factory=dict)
     _activity: dict[tuple[Mesh, int, float], dict[str, tuple[float, float]]] = field(default_factory=dict)
     _synchronised: dict[tuple[Mesh, int, float, str], dict[str, tuple[float, float]]] = field(default_factory=dict)
@@ -223,7 +223,8 @@ class PipelineSearch:
         """The parameters of every block on this layout."""
         base = self.base(layout)
         assert base is not None
-        key = (layout.mesh, layout.zero, layout.price, layout.offload)
+        # Gradients that are summed over micro-batches take room of their own; how many there are does not matter.
+        key = (layout.mesh, layout.zero, layout.price, layout.offload, layout.num_micro_batches > 1)
         if key not in self._stored:
             pricer = self.pricer(layout)
             parameters = base.parameters(layout.zero)

@@ -20,7 +20,7 @@ distance is reported beside the error, and an error of at most FLOORS of them is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ ROUND_OFF = 1e-3
 NO_DIGIT = 0.1
 VANISHING = 1e-12
 FLOORS = 4.0
+RESOLUTION = 2.0**-23
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,22 @@ class VerifyReport:
         return self.loss <= tolerance and not self.beyond(tolerance)
 
     def beyond(self, tolerance: float = 1e-5) -> tuple[str, ...]:
-        """Tensors that are off by more than `tolerance` and by more than the reference's own round-off explains."""
-        pairs = ((self.gradients, self.gradient_floors), (self.parameters, self.floors))
-        return tuple(n for errors, floors in pairs for n, e in errors.items() if e > max(tolerance, FLOORS * floors[n]))
+        """Tensors that are off by more than `tolerance` and by more than the reference's own round-off explains.
+
+        A tolerance below fp32's resolution is taken literally: round-off then explains nothing.
+        """
+        factor = FLOORS if tolerance >= RESOLUTION else 0.0
+        return tuple(n for n, error, floor in self._errors() if error > max(tolerance, factor * floor))
+
+    def explained(self, tolerance: float = 1e-5) -> tuple[str, ...]:
+        """Tensors that are off by more than `tolerance`, as the reference itself is."""
+        outside = set(self.beyond(tolerance))
+        return tuple(dict.fromkeys(n for n, error, _ in self._errors() if error > tolerance and n not in outside))
+
+    def _errors(self) -> Iterator[tuple[str, float, float]]:
+        """(name, error, the reference's own error) of all gradients and parameters."""
+        for errors, floors in ((self.gradients, self.gradient_floors), (self.parameters, self.floors)):
+            yield from ((name, error, floors[name]) for name, error in errors.items())
 
     def __str__(self) -> str:
         def worst(errors: Mapping[str, float]) -> str:

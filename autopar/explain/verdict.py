@@ -29,7 +29,7 @@ def verdict_words(plan: Plan, searched: Plan, capacity_bytes: float, what_ifs: S
     now, best = plan.prediction.step_seconds, searched.prediction.step_seconds
     is_best = best >= now * (1 - TIE)
     if not is_best:
-        yield f"the plan itself: with nothing changed, the best one takes {seconds_text(best)} instead of {seconds_text(now)}"
+        yield f"the plan itself: as things are, the best one takes {seconds_text(best)}, not {seconds_text(now)}"
     before = now if is_best else best
     gains = []
     for each in what_ifs:

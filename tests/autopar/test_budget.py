@@ -1,0 +1,75 @@
+"""What a memory budget does to a plan: it is kept, and less memory never makes a step faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.constraints import Constraints
+from autopar.errors import InfeasibleError
+from autopar.pipelines import PipelineSearch
+from autopar.planner import search_plans
+from autopar.predict import predict
+from autopar.request import operators_at, pricer_for, usable_bytes
+from benchmarks.budget import SLACK, Row, complaints
+from tests.autopar.planning import request_for
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_budgets_are_kept_and_less_memory_is_never_faster(name: str) -> None:
+    ample = search_plans(request_for(name)).best.plan.prediction
+    least = float(ample.num_bytes["workspace"])
+    rows, last = [], 0.0
+    for share in (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.02):
+        budget = int(least + share * (ample.peak_bytes - least)) + 1
+        try:
+            plan = search_plans(request_for(name, memory=budget)).best.plan
+        except InfeasibleError:
+            rows.append(Row(budget, None, 0.0))
+            continue
+        rows.append(Row(budget, plan, 0.0))
+        assert plan.prediction.peak_bytes <= budget
+        assert plan.prediction.step_seconds >= last * (1 - SLACK)
+        last = plan.prediction.step_seconds
+    assert rows[-1].plan is None and rows[0].plan is not None
+    assert len({row.plan.prediction.step_seconds for row in rows if row.plan is not None}) >= 3
+    assert not [text for text in complaints(rows) if "come in at rows" not in text]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_search_counts_the_bytes_that_the_prediction_counts(zero: int, micro_batches: int) -> None:
+    """Also after layouts with one micro-batch were priced, whose gradients need no room to be summed in."""
+    request = request_for("gpt2", pp=1, dp=4, tp=1, zero=zero)
+    search = PipelineSearch(request)
+    layouts = sorted(
+        (each for each in search.layouts if each.num_micro_batches <= 2 and not each.offload),
+        key=lambda each: each.num_micro_batches,
+    )
+    assert {each.num_micro_batches for each in layouts} == {1, 2}
+    for layout in layouts:
+        found = search.solve(layout, "1f1b", usable_bytes(request))
+        if layout.num_micro_batches != micro_batches:
+            continue
+        counted = search.position_bytes(layout, "1f1b", found.costs, found.solution)
+        graph, operators = operators_at(request, request.global_batch_size // micro_batches)
+        pricer = pricer_for(request, layout.mesh, micro_batches, layout.offload)
+        predicted = predict(graph, operators, pricer, found.base.choices(layout.zero)).num_bytes
+        for kind, size in counted[0].items():
+            assert size == pytest.approx(predicted[kind], rel=1e-9), (layout, kind)
+
+
+def test_what_must_not_happen_is_noticed() -> None:
+    plan = search_plans(request_for("mlp")).best.plan
+    faster = replace(plan, prediction=replace(plan.prediction, seconds={"compute": 1e-9}))
+    peak = int(plan.prediction.peak_bytes)
+    wrong = complaints([Row(2 * peak, plan, 0.0), Row(peak // 2, faster, 0.0)])
+    assert any("the peak is" in text for text in wrong)
+    assert any("is faster than" in text for text in wrong)
+    assert any("not impossible" in text for text in wrong)
+    assert any("come in at rows" in text for text in wrong)
+    assert any("feasible below" in text for text in complaints([Row(1, None, 0.0), Row(peak, plan, 0.0)]))
+    assert Constraints.parse({"memory": peak}).memory_bytes == peak
