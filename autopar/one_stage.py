@@ -106,7 +106,9 @@ def meshes(request: Request) -> list[Mesh]:
             values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{dp} x tp{tp}" for dp, tp in shapes),
             alternatives=f"a batch that is a multiple of {min(dp for dp, _ in shapes)}",
         )
-    return [named_mesh(dp, tp) for dp, tp in legal]
+    count = request.constraints.micro_batches or 1
+    dividing = [(dp, tp) for dp, tp in legal if request.global_batch_size // dp % count == 0]
+    return [named_mesh(dp, tp) for dp, tp in dividing or legal]
 
 
 def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:

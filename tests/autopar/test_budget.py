@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.constraints import Constraints
 from autopar.errors import InfeasibleError
 from autopar.pipelines import PipelineSearch
 from autopar.planner import search_plans
@@ -15,11 +14,11 @@ from autopar.request import operators_at, pricer_for, usable_bytes
 from benchmarks.budget import SLACK, Row, complaints
 from tests.autopar.planning import request_for
 
-GIB = 2**30
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_budgets_are_kept_and_less_memory_is_never_faster(name: str) -> None:
+    """A whole model down to nothing is benchmarks/budget.py."""
     ample = search_plans(request_for(name)).best.plan.prediction
     least = float(ample.num_bytes["workspace"])
     rows, last = [], 0.0
@@ -54,12 +53,14 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(zero: int, micro
         found = search.solve(layout, "1f1b", usable_bytes(request))
         if layout.num_micro_batches != micro_batches:
             continue
-        counted = search.position_bytes(layout, "1f1b", found.costs, found.solution)
         graph, operators = operators_at(request, request.global_batch_size // micro_batches)
         pricer = pricer_for(request, layout.mesh, micro_batches, layout.offload)
         predicted = predict(graph, operators, pricer, found.base.choices(layout.zero)).num_bytes
-        for kind, size in counted[0].items():
-            assert size == pytest.approx(predicted[kind], rel=1e-9), (layout, kind)
+        (counted,) = search.position_bytes(layout, "1f1b", found.costs, found.solution)
+        for kind in ("parameters", "gradients", "optimizer state"):
+            assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (layout, kind)
+        total = sum(predicted.values()) - predicted["workspace"]
+        assert sum(counted.values()) == pytest.approx(total, rel=1e-9), layout
 
 
 def test_what_must_not_happen_is_noticed() -> None:
@@ -72,4 +73,3 @@ def test_what_must_not_happen_is_noticed() -> None:
     assert any("not impossible" in text for text in wrong)
     assert any("come in at rows" in text for text in wrong)
     assert any("feasible below" in text for text in complaints([Row(1, None, 0.0), Row(peak, plan, 0.0)]))
-    assert Constraints.parse({"memory": peak}).memory_bytes == peak

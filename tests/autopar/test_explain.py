@@ -92,6 +92,7 @@ def test_conditions_change_one_thing() -> None:
     assert between.intra_node == asked.cluster.intra_node
 
 
+@pytest.mark.slow
 def test_memory_binds_where_a_budget_is_tight() -> None:
     roomy, free = explained(memory=tight(0.6)), searched().best.plan.prediction
     assert roomy.plan.prediction.peak_bytes <= roomy.capacity_bytes < free.peak_bytes
