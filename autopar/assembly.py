@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.lower import Staging, lower, lower_stages
+from autopar.lower import Modes, Staging, lower, lower_stages
 from autopar.plan import Pipeline
 from autopar.request import Candidate
 from codegen.emit import emit_model
@@ -23,9 +23,9 @@ def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     keeps_shards = pipeline.offload == "parameters"
     common = (candidate.graph, candidate.operators, plan, candidate.choices)
     if pipeline.num_positions == 1:
-        modes = pipeline.stages[0].recompute if pipeline.stages else {}
+        modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
         program = replace(
-            lower(*common, recompute=modes, offload_optimizer=home), offload_parameters=keeps_shards
+            lower(*common, recompute=modes, offload=held, offload_optimizer=home), offload_parameters=keeps_shards
         )
         return fuse(program) if fused else program
     staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
@@ -33,6 +33,20 @@ def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     if not fused:
         return staged
     return staged.map(fuse)
+
+
+def _split(modes: Modes) -> tuple[Modes, Modes]:
+    """How layers recompute, and which of them leave their activations with the host."""
+    recompute = {
+        name: tuple(("none" if mode == "offload" else mode, count) for mode, count in runs)
+        for name, runs in modes.items()
+    }
+    held = {
+        name: tuple((HOST if mode == "offload" else "", count) for mode, count in runs)
+        for name, runs in modes.items()
+        if any(mode == "offload" for mode, _ in runs)
+    }
+    return recompute, held
 
 
 def home_of(pipeline: Pipeline) -> str:
@@ -49,7 +63,8 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
         placement(name, positions, chunks),
         name,
         tuple(lines),
-        tuple(stage.recompute for stage in pipeline.stages),
+        tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
+        tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
         defers_weights=name.startswith("zero-bubble"),
     )
 

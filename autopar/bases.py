@@ -90,11 +90,15 @@ class Bases:
             self._bases[key] = self._make(*key)
         return self._bases[key]
 
+    def decided_for(self, rows: int) -> int:
+        """The rows that the decisions at `rows` rows were made for: what they store is equal where this is."""
+        return self.typical_rows or rows
+
     def _make(self, mesh: Mesh, rows: int, price: float) -> Base | None:
         tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
         fits_dp = 2 * tp <= self.request.cluster.num_devices
         solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
-        choices = self.choices(tp, solved_with_data, self.typical_rows or rows, price)
+        choices = self.choices(tp, solved_with_data, self.decided_for(rows), price)
         if choices is None:
             return None
         axes = named_mesh(2 if solved_with_data else 1, tp).axes

@@ -25,9 +25,11 @@ from autopar.strategies import Operator, Scope, num_local, scopes_of
 SYNCHRONISATION = "gradient and parameter synchronisation"
 HIDDEN = "hidden communication"
 RECOMPUTATION = "recomputation"
+FETCHING = "activations to and from the host"
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
-MODES = ("none", "selective", "full")
-"""What a layer keeps for its backward: everything; the results of its matmuls and attention; only its inputs."""
+MODES = ("none", "offload", "selective", "full")
+"""What a layer keeps for its backward: everything; everything, but with the host; the results of its matmuls and
+attention; only its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +385,17 @@ class _Meter:
             waiting=max(live.waiting, repeated),
             split=max(live.split, repeated),
         )
+        # The host holds everything; while a layer runs backward, its own and the next one's are back.
+        copied = everything / self.pricer.cluster.device.host_link_bytes_per_second
+        late = max(copied - block.forward_seconds, 0.0) + max(copied - block.backward_seconds, 0.0)
+        fetched = replace(
+            again,
+            backward=again.backward + everything,
+            waiting=again.waiting + everything,
+            split=again.split + everything,
+        )
+        transient = max(fetched.forward, fetched.waiting)
+        block.modes["offload"] = Mode(late, 0.0, transient, fetched)
         for name, kept, seconds in (
             ("selective", inputs + results, block.forward_seconds - costly),
             ("full", inputs, block.forward_seconds),

@@ -14,6 +14,7 @@ from autopar.block_costs import MODES, BlockCost
 from autopar.errors import ConstraintError
 from autopar.layouts import Layout
 from autopar.pipelines import GROUP, Found, PipelineSearch, modes_of, pipeline_of, point
+from autopar.price import is_cpu
 from autopar.request import usable_bytes
 from autopar.stage_costs import simulated, stage_cost
 from cost_models.schedule import placement
@@ -85,7 +86,7 @@ def _best_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Found 
         return None
     for mode in MODES:
         pinned = search.request.constraints.recompute
-        if pinned in (None, mode):
+        if pinned == mode or (pinned is None and (mode != "offload" or not is_cpu(search.request.cluster))):
             solution = _even_cut(search, layout, costs, mode, num_stages)
             if solution is None:
                 continue

@@ -36,7 +36,7 @@ Settings = Annotated[
         "--set",
         help="a constraint; may be repeated. pp=2, ddp=2, dp=4, tp=2: degrees; micro_batches=8; zero=3; "
         "schedule=gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; chunks=2: stages per position, interleaved; "
-        "recompute=none, selective or full; offload=none or optimizer; memory=20GiB",
+        "recompute=none, offload, selective or full; offload=none, optimizer or parameters; memory=20GiB",
         metavar="NAME=VALUE",
     ),
 ]

@@ -6,7 +6,7 @@ A plain dict:
      "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
-     "recompute": "full",                                 of every layer: none, selective or full
+     "recompute": "full",                                 of every layer: none, offload, selective or full
      "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
      "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
      "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes

@@ -82,6 +82,10 @@ class Pipelines:
     smallest: tuple[Failure, ...]
 
 
+Storage = tuple[Mesh, int, int, float, str, bool]
+"""What the costs of parameters depend on: see `PipelineSearch._storage`."""
+
+
 @dataclass
 class PipelineSearch:
     """All that layouts of one request share: bases, blocks, prices of parameters.
@@ -91,10 +95,10 @@ class PipelineSearch:
 
     request: Request
     shared_bases: Bases | None = None
-    _stored: dict[tuple[Mesh, int, float, str, bool], dict[str, StoredCost]] = field(default_factory=dict)
+    _stored: dict[Storage, dict[str, StoredCost]] = field(default_factory=dict)
     _borders: dict[tuple[Mesh, int, float], tuple[float, ...]] = field(default_factory=dict)
     _activity: dict[tuple[Mesh, int, float], dict[str, tuple[float, float]]] = field(default_factory=dict)
-    _synchronised: dict[tuple[Mesh, int, float, str], dict[str, tuple[float, float]]] = field(default_factory=dict)
+    _synchronised: dict[Storage, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph = self.request.trace(self.request.global_batch_size)
@@ -190,7 +194,7 @@ class PipelineSearch:
                 name: (cost.forward_seconds + cost.backward_seconds, cost.weight_seconds)
                 for name, cost in base.costs.items()
             }
-        own = (layout.mesh, layout.zero, layout.price, layout.offload)
+        own = self._storage(layout)
         if own not in self._synchronised:
             stored = self.stored(layout)
             self._synchronised[own] = {n: (exposed(s.per_micro), exposed(s.per_step)) for n, s in stored.items()}
@@ -223,13 +227,18 @@ class PipelineSearch:
         """The parameters of every block on this layout."""
         base = self.base(layout)
         assert base is not None
-        # Gradients that are summed over micro-batches take room of their own; how many there are does not matter.
-        key = (layout.mesh, layout.zero, layout.price, layout.offload, layout.num_micro_batches > 1)
+        key = self._storage(layout)
         if key not in self._stored:
             pricer = self.pricer(layout)
             parameters = base.parameters(layout.zero)
             self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
         return self._stored[key]
+
+    def _storage(self, layout: Layout) -> Storage:
+        """Mesh, rows that placements were decided for, ZeRO stage, price, offload, and whether gradients are summed
+        over micro-batches, which takes room of its own."""
+        rows = self.bases.decided_for(layout.rows)
+        return layout.mesh, rows, layout.zero, layout.price, layout.offload, layout.num_micro_batches > 1
 
     def _parameters(self, layout: Layout) -> Mapping[tuple[str, str], Stored]:
         base = self.base(layout)
@@ -303,7 +312,8 @@ class PipelineSearch:
         stretch = self.stretch(layout, schedule, costs)
         points = {
             (block, name): tuple(
-                point(cost, label, mode, schedule, stretch) for label, mode in modes_of(cost, limits.recompute).items()
+                point(cost, label, mode, schedule, stretch)
+                for label, mode in modes_of(cost, limits.recompute, has_host=not is_cpu(self.request.cluster)).items()
             )
             for block, cost in costs.items()
         }
@@ -356,11 +366,14 @@ def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
     return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0
 
 
-def modes_of(cost: BlockCost, pinned: str | None = None) -> Mapping[str, Mode]:
-    """The recompute modes of a block; calls outside layers keep everything."""
+def modes_of(cost: BlockCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
+    """The recompute modes of a block; calls outside layers keep everything. has_host: whether host memory is another
+    than the device's; else nothing is moved there unless that is pinned."""
     if not cost.modes:
         return {"none": Mode(0.0, cost.live.kept, cost.transient_bytes)}
-    return {pinned: cost.modes[pinned]} if pinned in cost.modes else cost.modes
+    if pinned in cost.modes:
+        return {pinned: cost.modes[pinned]}
+    return {name: mode for name, mode in cost.modes.items() if has_host or name != "offload"}
 
 
 def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:

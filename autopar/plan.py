@@ -21,7 +21,8 @@ from autopar.placement import Placement, Placements, R
 from autopar.price import Stored
 
 FORMAT = 1
-RECOMPUTE_MODES = ("none", "selective", "full")
+RECOMPUTE_MODES = ("none", "offload", "selective", "full")
+"""What becomes of a layer's activations until its backward: kept, held by the host, partly or wholly computed again."""
 OFFLOADS = ("none", "optimizer", "parameters")
 """What lives in host memory: the optimiser's state and masters; under ZeRO-3 the shards of the parameters too.
 `nvme:/a/folder` keeps the optimiser's state and masters in files of that folder."""

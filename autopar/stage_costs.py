@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.block_costs import FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
+from autopar.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
 from autopar.peak import Holding, Life, Peaks, at_peak, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
 from cost_models.schedule import StageTimes, Timeline, orders, placement, simulate
@@ -81,7 +81,7 @@ def stage_cost(
             lives.append(Life(name, cost.live.kept, cost.live, cost.slots))
             continue
         mode = cost.modes.get(label, cost.modes["none"])
-        micro[RECOMPUTATION] += mode.seconds
+        micro[FETCHING if label == "offload" else RECOMPUTATION] += mode.seconds
         backward += mode.seconds
         lives.append(Life(name, mode.kept_bytes, mode.live, cost.slots))
     received_bytes = lives[0].live.entering if stage.first else 0.0

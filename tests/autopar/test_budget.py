@@ -38,33 +38,31 @@ def test_budgets_are_kept_and_less_memory_is_never_faster(name: str) -> None:
     assert not [text for text in complaints(rows) if "come in at rows" not in text]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_search_counts_the_bytes_that_the_prediction_counts(zero: int, micro_batches: int) -> None:
-    """Also after layouts with one micro-batch were priced, whose gradients need no room to be summed in."""
-    request = request_for("gpt2", pp=1, dp=4, tp=1, zero=zero)
+@pytest.mark.parametrize(
+    "pinned",
+    [{"dp": 4, "tp": 1, "zero": zero} for zero in range(4)] + [{"dp": 2, "tp": 2, "zero": 3}, {"dp": 1, "tp": 4}],
+    ids=str,
+)
+def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str, int]) -> None:
+    """Of every layout in one search: what is kept of one must not serve another whose parameters lie elsewhere."""
+    request = request_for("gpt2", "4 v100-32g", pp=1, **pinned)
     search = PipelineSearch(request)
-    layouts = sorted(
-        (each for each in search.layouts if each.num_micro_batches <= 2 and not each.offload),
-        key=lambda each: each.num_micro_batches,
-    )
-    assert {each.num_micro_batches for each in layouts} == {1, 2}
+    layouts = sorted((each for each in search.layouts if not each.offload), key=lambda each: each.num_micro_batches)
+    assert len({each.num_micro_batches for each in layouts}) > 1
     for layout in layouts:
         found = search.solve(layout, "1f1b", usable_bytes(request))
-        if layout.num_micro_batches != micro_batches:
-            continue
-        graph, operators = operators_at(request, request.global_batch_size // micro_batches)
-        pricer = pricer_for(request, layout.mesh, micro_batches, layout.offload)
-        predicted = predict(graph, operators, pricer, found.base.choices(layout.zero)).num_bytes
         (counted,) = search.position_bytes(layout, "1f1b", found.costs, found.solution)
+        graph, operators = operators_at(request, request.global_batch_size // layout.num_micro_batches)
+        pricer = pricer_for(request, layout.mesh, layout.num_micro_batches, layout.offload)
+        predicted = predict(graph, operators, pricer, found.base.choices(layout.zero)).num_bytes
         for kind in ("parameters", "gradients", "optimizer state"):
             assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (layout, kind)
         total = sum(predicted.values()) - predicted["workspace"]
-        assert sum(counted.values()) == pytest.approx(total, rel=1e-9), layout
+        assert sum(counted.values()) == pytest.approx(total, rel=1e-4), layout
 
 
 def test_what_must_not_happen_is_noticed() -> None:
-    plan = search_plans(request_for("mlp")).best.plan
+    plan = search_plans(request_for("gpt2", dp=4)).best.plan
     faster = replace(plan, prediction=replace(plan.prediction, seconds={"compute": 1e-9}))
     peak = int(plan.prediction.peak_bytes)
     wrong = complaints([Row(2 * peak, plan, 0.0), Row(peak // 2, faster, 0.0)])
