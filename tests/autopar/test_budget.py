@@ -45,7 +45,8 @@ def test_budgets_are_kept_and_less_memory_is_never_faster(name: str) -> None:
 )
 def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str, int]) -> None:
     """Of every layout in one search: what is kept of one must not serve another whose parameters lie elsewhere."""
-    request = request_for("gpt2", "4 v100-32g", pp=1, **pinned)
+    # With these links tensor parallelism pays for some numbers of rows only, so placements differ by them.
+    request = request_for("llama", "4 cpu", pp=1, **pinned)
     search = PipelineSearch(request)
     layouts = sorted((each for each in search.layouts if not each.offload), key=lambda each: each.num_micro_batches)
     assert len({each.num_micro_batches for each in layouts}) > 1
@@ -57,7 +58,7 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str
         predicted = predict(graph, operators, pricer, found.base.choices(layout.zero)).num_bytes
         for kind in ("parameters", "gradients", "optimizer state"):
             assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (layout, kind)
-        total = sum(predicted.values()) - predicted["workspace"]
+        total = sum(predicted.values()) - predicted.get("workspace", 0.0)
         assert sum(counted.values()) == pytest.approx(total, rel=1e-4), layout
 
 

@@ -54,6 +54,7 @@ def what_if(explanation: Explanation, resource: str) -> list[float]:
     return [w.seconds for w in explanation.what_ifs if w.resource == resource and w.seconds is not None]
 
 
+@pytest.mark.slow
 def test_the_same_plan_is_priced_under_each_condition() -> None:
     """`same_plan_seconds` against the plan priced by hand on the changed cluster."""
     asked, found = request(), explained()
@@ -105,6 +106,7 @@ def test_memory_binds_where_a_budget_is_tight() -> None:
     assert "memory does not bind" in " ".join(explained().verdict)
 
 
+@pytest.mark.slow
 def test_the_verdict_names_what_helps_most() -> None:
     """A link a thousand times slower makes the bandwidth what binds; it does not bind before."""
     asked = request(dp=4)

@@ -9,8 +9,12 @@ from autopar.rebatch import BatchedTrace, NotAffineError, at_rows
 from autopar.trace import name_inputs, trace
 from examples.models import EXAMPLES
 
+QUICK = ("gpt2", "llama", "t5")
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(EXAMPLES)]
+)
 def test_computed_graph_equals_the_traced_one(name: str) -> None:
     example = EXAMPLES[name](dropout=0.1, batch_size=8)
     batch = name_inputs(example.model, example.inputs, example.loss_fn)

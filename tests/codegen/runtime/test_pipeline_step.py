@@ -139,6 +139,7 @@ def two_by_two(rank: int, world_size: int) -> None:
     check_training(rank, "zero-bubble-v", 2, 4, "sgd", 0.05, border="S(1)", **tp)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_positions_of_two_ranks_train_like_one_process() -> None:
     run_ranks(two_by_two, 4)
