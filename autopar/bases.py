@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from autopar.block_costs import BlockCost, activity_costs
+from autopar.block_costs import BlockCost, activity_costs, activity_seconds
 from autopar.choices import Choices
+from autopar.graph import Graph
 from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Rp
 from autopar.price import Pricer, Stored
@@ -32,20 +34,54 @@ TYPICAL_MICRO_BATCHES = 4
 """By which a base weighs what is done per micro-batch against what is done per step."""
 
 
+@dataclass
+class Activity:
+    """What decisions do on a mesh per micro-batch, parameters left out; found when it is asked for.
+
+    Bounds ask for seconds only, and most layouts get no further than their bound.
+    """
+
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    pricer: Pricer
+    choices: Choices
+
+    @cached_property
+    def seconds(self) -> Mapping[str, tuple[float, float]]:
+        """Block -> seconds of forward and backward, and of weight gradients that can be put off."""
+        return activity_seconds(self.graph, self.operators, self.pricer, self.choices)
+
+    @cached_property
+    def costs(self) -> Mapping[str, BlockCost]:
+        """Block -> seconds by kind and bytes."""
+        return activity_costs(self.graph, self.operators, self.pricer, self.choices)
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """Decisions for a mesh, and what they cost per micro-batch without parameters.
 
     costed: a mesh of which one rank does the same as one of `mesh`, with decisions and rows for all its ranks.
-    solved: the decisions as they were made, on the axes `solved_axes`.
+    solved: the decisions as they were made, on the axes `solved_axes`. storage: equal for bases that store all
+    parameters alike.
     """
 
     mesh: Mesh
-    costs: Mapping[str, BlockCost]
+    activity: Activity
     costed: Mesh
-    costed_choices: Choices
     solved: Choices
     solved_axes: tuple[str, ...]
+    storage: int
+
+    @property
+    def costs(self) -> Mapping[str, BlockCost]:
+        """Of every block, without its parameters."""
+        return self.activity.costs
+
+    @property
+    def costed_choices(self) -> Choices:
+        """The decisions on the mesh `costed`."""
+        return self.activity.choices
 
     def choices(self, zero: int) -> Choices:
         """All decisions on the mesh, with a ZeRO stage wherever one is possible."""
@@ -77,7 +113,9 @@ class Bases:
     typical_rows: int | None = None
     _choices: dict[Key, Choices | None] = field(default_factory=dict)
     _bases: dict[tuple[Mesh, int, float], Base | None] = field(default_factory=dict)
-    _costs: dict[tuple[Mesh, int, float], tuple[Choices, dict[str, BlockCost]]] = field(default_factory=dict)
+    _activity: dict[tuple[Mesh, int, float], Activity] = field(default_factory=dict)
+    _storage: dict[tuple[tuple[str, ...], frozenset[tuple[tuple[str, str], Stored]]], int] = field(default_factory=dict)
+    _stored_as: dict[tuple[Key, tuple[str, ...]], int] = field(default_factory=dict)
     _spaces: dict[tuple[int, bool, int], Space] = field(default_factory=dict)
     _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
@@ -90,29 +128,33 @@ class Bases:
             self._bases[key] = self._make(*key)
         return self._bases[key]
 
-    def decided_for(self, rows: int) -> int:
-        """The rows that the decisions at `rows` rows were made for: what they store is equal where this is."""
-        return self.typical_rows or rows
-
     def _make(self, mesh: Mesh, rows: int, price: float) -> Base | None:
         tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
         fits_dp = 2 * tp <= self.request.cluster.num_devices
         solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
-        choices = self.choices(tp, solved_with_data, self.decided_for(rows), price)
+        decided = (tp, solved_with_data, self.typical_rows or rows, price)
+        choices = self.choices(*decided)
         if choices is None:
             return None
         axes = named_mesh(2 if solved_with_data else 1, tp).axes
         # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
         costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp)
         key = (costed, rows, price)
-        if key not in self._costs:
+        if key not in self._activity:
             whole = rows * costed.num_data_ranks
-            graph = self.request.trace.estimate(whole)
             placed = on_axes(choices, axes, costed.axes)
-            costs = activity_costs(graph, self.operators(whole), self.pricer(costed), placed)
-            self._costs[key] = (placed, costs)
-        placed, costs = self._costs[key]
-        return Base(mesh, costs, costed, placed, choices, axes)
+            graph = self.request.trace.estimate(whole)
+            self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed)
+        return Base(mesh, self._activity[key], costed, choices, axes, self._storage_of(decided, axes))
+
+    def _storage_of(self, decided: Key, axes: tuple[str, ...]) -> int:
+        """A number for how the decisions store the parameters: equal where that is."""
+        if (decided, axes) not in self._stored_as:
+            choices = self.choices(*decided)
+            assert choices is not None
+            kind = axes, frozenset(choices.parameters.items())
+            self._stored_as[decided, axes] = self._storage.setdefault(kind, len(self._storage))
+        return self._stored_as[decided, axes]
 
     def priced_for(self, request: Request) -> Bases:
         """The same decisions for another cluster: only what they cost is found anew."""

@@ -133,6 +133,14 @@ def activity_costs(
     return _Meter(graph, operators, pricer, choices).measure()
 
 
+def activity_seconds(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+) -> dict[str, tuple[float, float]]:
+    """Block -> (forward and backward, weight gradients) of `activity_costs`, without counting any bytes."""
+    costs = _Meter(graph, operators, pricer, choices).measure(with_bytes=False)
+    return {name: (cost.forward_seconds + cost.backward_seconds, cost.weight_seconds) for name, cost in costs.items()}
+
+
 @dataclass(slots=True)
 class StoredCost:
     """The parameters of one block: seconds per micro-batch and per step, bytes that stay and that are gathered, and the
@@ -254,14 +262,17 @@ class _Meter:
         self.segment = segments(graph)
         self.costs: dict[str, BlockCost] = defaultdict(BlockCost)
 
-    def measure(self) -> dict[str, BlockCost]:
+    def measure(self, with_bytes: bool = True) -> dict[str, BlockCost]:
+        """All blocks; without bytes there are only seconds, and no modes."""
         for block in chain(self.graph):
             self.costs[block] = BlockCost()
         for scope in self.scopes.values():
             self._compute(scope)
+            if with_bytes:
+                self._keep(scope)
         self._moves()
         for scope in self.scopes.values():
-            if scope.layer:
+            if scope.layer and with_bytes:
                 self._modes(scope)
         return dict(self.costs)
 
@@ -269,9 +280,6 @@ class _Meter:
         return self.costs[scope.name or self.segment[node]]
 
     def _compute(self, scope: Scope) -> None:
-        names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
-        parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
-        kept = saved_tensors(scope.nodes, scope.metas, parameters)
         for node in scope.nodes:
             operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
             block = self._block(scope, node.name)
@@ -279,7 +287,16 @@ class _Meter:
             block.forward["forward compute"] += forward
             block.backward["backward compute"] += backward
             block.weight_seconds += self.pricer.weight_seconds(operator, option)
-            block.activation_bytes += self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
+
+    def _keep(self, scope: Scope) -> None:
+        """What the calls of a scope keep, and what is alive while they run."""
+        names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
+        parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
+        kept = saved_tensors(scope.nodes, scope.metas, parameters)
+        for node in scope.nodes:
+            operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
+            saved = self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
+            self._block(scope, node.name).activation_bytes += saved
         where = partial(self.place.where, scope)
         kept = saved_tensors(scope.nodes, scope.metas, parameters, partial(self._copied, scope))
         for name, (nodes, ends) in self._pieces(scope).items():

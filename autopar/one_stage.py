@@ -7,6 +7,7 @@ that could not win even with free memory are skipped.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -129,19 +130,32 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
 def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate | None:
     """The fastest plan on `mesh` over all micro-batch counts, or None.
 
-    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so the counts are tried until even
-    free memory would not make the next one faster.
+    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so from the first count that fits the
+    counts are tried until even free memory would not make the next one faster. That first count is found by bisection;
+    only a single micro-batch, whose gradients are not summed, can need less than the next count.
     """
+    tried: dict[int, Candidate | Failure] = {}
+
+    def at(count: int) -> Candidate | Failure:
+        if count not in tried:
+            graph, operators = operators_at(request, request.global_batch_size // count)
+            tried[count] = _solve(graph, operators, pricer_for(request, mesh, count), request, count)
+        return tried[count]
+
+    counts = micro_batch_counts(request, mesh)
+    first = 0
+    if isinstance(at(counts[0]), Failure):
+        first = bisect.bisect_left(counts, True, lo=1, key=lambda count: isinstance(at(count), Candidate))
     best: Candidate | None = None
-    for count in micro_batch_counts(request, mesh):
+    for count in counts[first:]:
         if best is not None and free_optimum(mesh, request, count) >= best.plan.prediction.step_seconds:
             break
-        graph, operators = operators_at(request, request.global_batch_size // count)
-        found = _solve(graph, operators, pricer_for(request, mesh, count), request, count)
-        if isinstance(found, Failure):
-            failures.append(found)
-        elif best is None or found.plan.prediction.step_seconds < best.plan.prediction.step_seconds:
+        found = at(count)
+        if isinstance(found, Candidate) and (
+            best is None or found.plan.prediction.step_seconds < best.plan.prediction.step_seconds
+        ):
             best = found
+    failures += [failure for failure in tried.values() if isinstance(failure, Failure)]
     return best
 
 

@@ -82,10 +82,6 @@ class Pipelines:
     smallest: tuple[Failure, ...]
 
 
-Storage = tuple[Mesh, int, int, float, str, bool]
-"""What the costs of parameters depend on: see `PipelineSearch._storage`."""
-
-
 @dataclass
 class PipelineSearch:
     """All that layouts of one request share: bases, blocks, prices of parameters.
@@ -95,10 +91,9 @@ class PipelineSearch:
 
     request: Request
     shared_bases: Bases | None = None
-    _stored: dict[Storage, dict[str, StoredCost]] = field(default_factory=dict)
+    _stored: dict[tuple[Mesh, int, int, str, bool], dict[str, StoredCost]] = field(default_factory=dict)
     _borders: dict[tuple[Mesh, int, float], tuple[float, ...]] = field(default_factory=dict)
-    _activity: dict[tuple[Mesh, int, float], dict[str, tuple[float, float]]] = field(default_factory=dict)
-    _synchronised: dict[Storage, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    _synchronised: dict[tuple[Mesh, int, int, str], dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph = self.request.trace(self.request.global_batch_size)
@@ -183,22 +178,16 @@ class PipelineSearch:
             stretch = stretched(weight, busy, layout.num_micro_batches)
         return fill + repeats * stretch * max(busy / positions, longest) + step / positions
 
-    def _totals(self, layout: Layout) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
+    def _totals(self, layout: Layout) -> tuple[Mapping[str, tuple[float, float]], dict[str, tuple[float, float]]]:
         """By block: (seconds, seconds of weight gradients) per micro-batch without parameters; (seconds per
         micro-batch, seconds per step) of parameters."""
         base = self.base(layout)
         assert base is not None
-        key = (base.costed, layout.rows, layout.price)
-        if key not in self._activity:
-            self._activity[key] = {
-                name: (cost.forward_seconds + cost.backward_seconds, cost.weight_seconds)
-                for name, cost in base.costs.items()
-            }
-        own = self._storage(layout)
+        own = (layout.mesh, base.storage, layout.zero, layout.offload)
         if own not in self._synchronised:
             stored = self.stored(layout)
             self._synchronised[own] = {n: (exposed(s.per_micro), exposed(s.per_step)) for n, s in stored.items()}
-        return self._activity[key], self._synchronised[own]
+        return base.activity.seconds, self._synchronised[own]
 
     def stretch(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
         """By what the bottleneck's time per micro-batch is multiplied under zero bubble.
@@ -227,18 +216,13 @@ class PipelineSearch:
         """The parameters of every block on this layout."""
         base = self.base(layout)
         assert base is not None
-        key = self._storage(layout)
+        # Gradients that are summed over micro-batches take room of their own, however many there are.
+        key = (layout.mesh, base.storage, layout.zero, layout.offload, layout.num_micro_batches > 1)
         if key not in self._stored:
             pricer = self.pricer(layout)
             parameters = base.parameters(layout.zero)
             self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
         return self._stored[key]
-
-    def _storage(self, layout: Layout) -> Storage:
-        """Mesh, rows that placements were decided for, ZeRO stage, price, offload, and whether gradients are summed
-        over micro-batches, which takes room of its own."""
-        rows = self.bases.decided_for(layout.rows)
-        return layout.mesh, rows, layout.zero, layout.price, layout.offload, layout.num_micro_batches > 1
 
     def _parameters(self, layout: Layout) -> Mapping[tuple[str, str], Stored]:
         base = self.base(layout)
