@@ -164,7 +164,7 @@ def test_recompute_alternatives_are_those_the_plan_lacks() -> None:
     assert recompute_modes(plan)["full"] == 3
     asked = request(pp=1)
     modes = [d.value for d in other_decisions(asked, plan, 5) if d.dimension == "recompute"]
-    assert modes == ["none", "selective"]
+    assert modes == ["none", "offload", "selective"]
 
 
 def test_no_time_leaves_questions_and_says_so() -> None:
