@@ -132,6 +132,7 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
     assert "recomputation" in by_name["recompute", "full"].why
 
 
+@pytest.mark.slow
 def test_an_alternative_that_does_not_fit_says_by_how_much() -> None:
     """ZeRO-0 under a budget below what it needs: the bytes named are those that it lacks."""
     budget = tight(0.85, "gpt2", **PINS)

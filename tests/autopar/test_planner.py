@@ -75,6 +75,7 @@ def test_micro_batch_counts() -> None:
     assert "1, 2, 4" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_would() -> None:
     """The number named as enough is enough, and a tenth less is not."""
     with pytest.raises(InfeasibleError) as caught:
@@ -91,6 +92,7 @@ def test_nothing_fits_says_what_would() -> None:
         searched("gpt2", dp=2, tp=2, memory=int(0.9 * needed))
 
 
+@pytest.mark.slow
 def test_memory_is_kept_to() -> None:
     """Less memory never gives a faster plan, and every plan fits."""
     roomy = searched("gpt2").best.plan.prediction

@@ -46,6 +46,7 @@ def test_in_its_own_process(file: str, interpret: bool, tmp_path: Path) -> None:
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout[-2000:]
 
 
+@pytest.mark.slow
 def test_benchmark_smoke(tmp_path: Path) -> None:
     """The GPU benchmark's whole path, on tiny shapes in the interpreter: no timings, no rows written."""
     csv = ROOT / "benchmarks" / "results" / "kernels.csv"

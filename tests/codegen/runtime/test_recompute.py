@@ -75,6 +75,7 @@ def train_alone() -> dict[str, Tensor]:
     return train(make_step(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same() -> None:
     run_ranks(two_ranks, 2)

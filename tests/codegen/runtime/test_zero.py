@@ -114,6 +114,7 @@ def two_ranks(rank: int, world_size: int) -> None:
     assert held == {0: 2 * whole, 1: 3 * whole // 2, 2: 3 * whole // 2, 3: whole}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_stages_agree_and_hold_what_they_should() -> None:
     run_ranks(two_ranks, 2)
