@@ -18,6 +18,7 @@ from autopar.bases import Base, Bases
 from autopar.block_costs import BlockCost, Mode, StoredCost, chain, combined, exposed, homes_of, stored_costs
 from autopar.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
 from autopar.layouts import Layout, layouts
+from autopar.memory_bound import least_seconds
 from autopar.mesh import Mesh
 from autopar.one_stage import Failure
 from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
@@ -120,9 +121,14 @@ class PipelineSearch:
         heapq.heapify(queue)
         found: dict[tuple[int, str], Found] = {}
         missing: list[tuple[float, int, Layout, str]] = []
+        too_large: list[tuple[int, Layout, str]] = []
         best = math.inf
         while queue and queue[0][0] < best:
             _, number, layout, schedule = heapq.heappop(queue)
+            bound = self.bound(layout, schedule, self.least_recompute(layout, schedule))
+            if bound >= best:
+                too_large += [(number, layout, schedule)] if bound == math.inf else []
+                continue
             try:
                 solved = self.solve(layout, schedule, usable_bytes(self.request), best)
             except PipelineInfeasibleError as error:
@@ -137,6 +143,8 @@ class PipelineSearch:
         left: dict[tuple[int, str], tuple[float, int, Mesh]] = {}
         for bound, _, layout, _ in sorted(queue):
             left.setdefault((layout.num_positions, str(layout.mesh)), (bound, layout.num_positions, layout.mesh))
+        if not found:
+            missing += self._excesses(too_large)
         smallest = () if found else self._smallest(sorted(m for m in missing if not math.isnan(m[0])))
         return Pipelines(
             tuple(sorted(found.values(), key=lambda f: (f.objective, f.layout.key, f.schedule))),
@@ -160,8 +168,19 @@ class PipelineSearch:
             return ("1f1b",)
         return self.schedules
 
-    def bound(self, layout: Layout, schedule: str) -> float:
-        """Seconds that no cut of this layout can undercut: free memory, no transfers, stages of equal length."""
+    def _excesses(self, too_large: list[tuple[int, Layout, str]]) -> Iterator[tuple[float, int, Layout, str]]:
+        """What layouts that fit in no way lack at least."""
+        for number, layout, schedule in too_large:
+            try:
+                self.solve(layout, schedule, usable_bytes(self.request))
+            except PipelineInfeasibleError as error:
+                yield error.smallest_excess, number, layout, schedule
+
+    def bound(self, layout: Layout, schedule: str, recompute_seconds: float = 0.0) -> float:
+        """Seconds that no cut of this layout can undercut: free memory, no transfers, stages of equal length.
+
+        recompute_seconds: of all layers per micro-batch, that any plan has.
+        """
         activity, stored = self._totals(layout)
         busy, weight, step, longest = 0.0, 0.0, 0.0, 0.0
         for name, count in self.counts.items():
@@ -172,11 +191,32 @@ class PipelineSearch:
             step += per_step * count
             longest = max(longest, micro + per_micro)
         positions, repeats = layout.num_positions, layout.num_micro_batches - 1
-        fill, stretch = busy, 1.0
+        stretch = 1.0
         if schedule == "zero-bubble":
-            fill -= 2 * weight
             stretch = stretched(weight, busy, layout.num_micro_batches)
+        busy += recompute_seconds
+        fill = busy - 2 * weight if schedule == "zero-bubble" else busy
         return fill + repeats * stretch * max(busy / positions, longest) + step / positions
+
+    def least_recompute(self, layout: Layout, schedule: str) -> float:
+        """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one; inf where
+        the layout does not fit even so. Every position holds at least what the one that holds the fewest
+        micro-batches does."""
+        base = self.base(layout)
+        assert base is not None
+        p, stored = layout.num_positions, self.stored(layout)
+        fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
+        held = HOLDING[schedule](layout.num_micro_batches)
+        room = p * usable_bytes(self.request) * (1 + 1e-6) - fixed
+        if room < 0:
+            return math.inf
+        modes = {name: self.modes(cost).values() for name, cost in base.costs.items()}
+        classes = [(n, [(mode.seconds, mode.kept_bytes) for mode in modes[name]]) for name, n in self.counts.items()]
+        return least_seconds(classes, room / min(held(p, i) for i in range(p)))
+
+    def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
+        """The modes of a block that the constraints and the device leave."""
+        return modes_of(cost, self.request.constraints.recompute, has_host=not is_cpu(self.request.cluster))
 
     def _totals(self, layout: Layout) -> tuple[Mapping[str, tuple[float, float]], dict[str, tuple[float, float]]]:
         """By block: (seconds, seconds of weight gradients) per micro-batch without parameters; (seconds per
@@ -292,12 +332,10 @@ class PipelineSearch:
         """The stages of a layout as an inter-op problem with one kind of submesh."""
         mesh, count = layout.mesh, layout.num_micro_batches
         name = str(mesh)
-        limits = self.request.constraints
         stretch = self.stretch(layout, schedule, costs)
         points = {
             (block, name): tuple(
-                point(cost, label, mode, schedule, stretch)
-                for label, mode in modes_of(cost, limits.recompute, has_host=not is_cpu(self.request.cluster)).items()
+                point(cost, label, mode, schedule, stretch) for label, mode in self.modes(cost).items()
             )
             for block, cost in costs.items()
         }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 import sys
 import time
 import warnings
@@ -55,7 +56,7 @@ class Case:
     @property
     def num_ranks(self) -> int:
         pinned = self.constraints
-        return int(pinned.get("pp", 1) * pinned.get("dp", 1) * pinned.get("tp", 1))
+        return math.prod(int(pinned.get(axis, 1)) for axis in ("pp", "ddp", "dp", "tp"))
 
     @property
     def text(self) -> str:
@@ -106,6 +107,12 @@ def _memory(model: str, quick: bool) -> Iterator[Case]:
         for recompute in ("selective", "full"):
             plain = {"pp": 1, "dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, "recompute": recompute}
             yield Case(model, plain, full=True, factory={"layers": 4})
+    groups = {"pp": 2, "ddp": 2, "dp": 2, "tp": 1, "zero": 3, "micro_batches": 2}
+    yield Case(model, groups, full=True, factory={"layers": 4})
+    shards = {"pp": 2, "dp": 2, "tp": 1, "zero": 3, "micro_batches": 2, "offload": "parameters"}
+    yield Case(model, shards, full=True, optimizer="adamw", factory={"layers": 4})
+    held = pipeline | {"recompute": "offload", "schedule": "zero-bubble"}
+    yield Case(model, held, full=True, factory={"layers": 4})
     for optimizer in ("sgd", "adamw"):
         pinned = pipeline | {"offload": "optimizer", "recompute": "full"}
         yield Case(model, pinned, full=optimizer == "sgd", optimizer=optimizer, factory={"layers": 4})
@@ -142,6 +149,7 @@ def not_as_pinned(case: Case, program: CompiledProgram) -> str:
     } or {"none"}
     found = {
         "pp": plan.pipeline.num_positions,
+        "ddp": plan.mesh.size("ddp"),
         "dp": plan.mesh.size("dp"),
         "tp": plan.mesh.size("tp"),
         "micro_batches": plan.num_micro_batches,
