@@ -1,26 +1,32 @@
 """The time of one collective operation on a process group laid over a cluster.
 
 Alpha-beta costs after R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
-MPICH", IJHPCA 19 (2005), with the choices and step counts of NCCL (``src/graph/tuning.cc``; bandwidth factors as in
-``doc/PERFORMANCE.md`` of nccl-tests). Notation:
+MPICH", IJHPCA 19 (2005), with the algorithms, protocols and step counts of NCCL (``src/graph/tuning.cc``; bandwidth
+factors as in ``doc/PERFORMANCE.md`` of nccl-tests). Every algorithm and protocol is a line, fixed + per_byte B, and the
+time is that of the lowest line. Notation:
 
     n ranks on N nodes, p = n / N ranks per node;  B bytes of the whole tensor (see `seconds`)
+    i      intra-node rate of one rank: achievable, times the share of its links that lead to its group
     w      inter-node rate of one device:  achievable / (1 + c log2 N), over devices_per_node if the node shares a link
-    r      rate of one rank in a ring: the intra-node rate; p w where the ring leaves the node; the smaller if both
-    lat(s) latency of s ring steps per rank pair: hops inside nodes cost alpha_intra, hops between nodes alpha_inter
+    hi, he one hop inside and between nodes, of the Simple protocol on a ring
     s0     startup_seconds of the slowest link in use
+    e      the share of a ring step that a rank's own chunk takes (``machines/nccl.toml``, own_step)
 
-alpha, s0 and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind, if any.
+A protocol multiplies s0, hops and rates (`nccl.protocol`); links that NCCL does not drive have one, with factors of 1
+and e = 0. s0, hops and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind.
 All groups of a mesh axis communicate at the same time, so a group owns p / devices_per_node of its nodes' network
-interfaces: that is where p w comes from.
+interfaces: its ring leaves a node at p w.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
+from cost_models import nccl
 from cost_models.hardware import COLLECTIVES, Link
 from cost_models.machine import Cluster
 
@@ -60,9 +66,13 @@ def lay_out(group: Group, cluster: Cluster) -> Layout:
     span = group.size * group.stride
     if span > cluster.num_devices:
         raise ValueError(f"{group} spans {span} ranks, but the cluster {cluster} has {cluster.num_devices} devices")
-    per_node = cluster.devices_per_node
+    return _lay_out(group, cluster.num_nodes, cluster.devices_per_node)
+
+
+def _lay_out(group: Group, num_nodes: int, per_node: int) -> Layout:
+    span = group.size * group.stride
     if span <= per_node:
-        across = per_node % span != 0 and cluster.num_devices % span == 0 and group.size > 1
+        across = per_node % span != 0 and num_nodes * per_node % span == 0 and group.size > 1
         num_nodes = 2 if across else 1
     else:
         num_nodes = min(group.size, math.ceil(span / per_node))
@@ -92,19 +102,19 @@ def seconds(kind: Kind, num_bytes: float, group: Group, cluster: Cluster) -> flo
     A group of one, and nothing to send, cost 0. Raises ValueError for an unknown kind, negative bytes, or a group
     larger than the cluster.
     """
-    _check(kind, num_bytes)
-    path = _path(kind, group, cluster)
+    if kind not in COLLECTIVES or not num_bytes >= 0:
+        _check(kind, num_bytes)
+    per_node = cluster.devices_per_node
+    if group.size * group.stride > cluster.num_nodes * per_node:
+        lay_out(group, cluster)
     if group.size == 1 or num_bytes == 0:
         return 0.0
-    if kind == "all_reduce":
-        return path.startup_seconds + _all_reduce(num_bytes, path)
-    if kind in ("all_gather", "reduce_scatter"):
-        return path.startup_seconds + _ring_pass(num_bytes, path)
-    if kind == "all_to_all":
-        return path.startup_seconds + _all_to_all(num_bytes, path)
-    if kind == "broadcast":
-        return path.startup_seconds + _broadcast(num_bytes, path)
-    return path.startup_seconds + path.slowest_latency + num_bytes / _p2p_rate(group, path, cluster)
+    shortest = math.inf
+    for fixed, per_byte in _lines(kind, group, cluster.num_nodes, per_node, cluster.intra_node, cluster.inter_node):
+        time = fixed + per_byte * num_bytes
+        if time < shortest:
+            shortest = time
+    return shortest
 
 
 def _check(kind: str, num_bytes: float) -> None:
@@ -114,18 +124,48 @@ def _check(kind: str, num_bytes: float) -> None:
         raise ValueError(f"num_bytes must be zero or more, got {num_bytes}")
 
 
+Line = tuple[float, float]
+"""Seconds whatever the size, and seconds per byte."""
+
+
+@lru_cache(maxsize=4096)
+def _lines(kind: Kind, group: Group, num_nodes: int, per_node: int, intra: Link, inter: Link) -> tuple[Line, ...]:
+    """The lines of every algorithm and protocol that is the fastest for some size, on num_nodes nodes of per_node
+    devices (not a Cluster, whose device takes longer to look up than the rest)."""
+    path = _path(kind, _lay_out(group, num_nodes, per_node), group, per_node, intra, inter)
+    if kind == "all_reduce":
+        return _lowest([*_rings(2, path), *_trees(path), *_switch(path)])
+    if kind in ("all_gather", "reduce_scatter"):
+        return _lowest(_rings(1, path))
+    if kind == "all_to_all":
+        return _lowest(_all_to_all(path))
+    if kind == "broadcast":
+        return _lowest(_broadcast(path))
+    rate = _p2p_rate(group, path, per_node)
+    return ((path.startup_seconds + path.slowest_latency, 1 / rate),)
+
+
+def _lowest(lines: Iterator[Line] | list[Line]) -> tuple[Line, ...]:
+    """Without the lines that another undercuts at every size."""
+    kept: list[Line] = []
+    for fixed, per_byte in sorted(lines):
+        if not kept or per_byte < kept[-1][1]:
+            kept.append((fixed, per_byte))
+    return tuple(kept)
+
+
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A group's layout with the rates and latencies that apply to it; rates in bytes per second of one rank."""
+    """A group's layout with the links that it uses (factors applied); rates in bytes per second of one rank."""
 
     size: int
     layout: Layout
+    intra: Link
+    inter: Link
     intra_rate: float
     device_rate: float
-    intra_latency: float
-    inter_latency: float
     startup_seconds: float
-    in_network_reduction: bool
+    by_nccl: bool
 
     @property
     def group_rate(self) -> float:
@@ -140,36 +180,33 @@ class _Path:
 
     @property
     def slowest_latency(self) -> float:
-        return self.intra_latency if self.layout.num_nodes == 1 else self.inter_latency
+        return self.intra.latency_seconds if self.layout.num_nodes == 1 else self.inter.latency_seconds
 
-    @property
-    def ring_latency(self) -> float:
-        """Of one pass around the ring: n - N hops inside nodes, N - 1 between them (NCCL's tuning.cc)."""
-        inter_hops = self.layout.num_nodes - 1
-        return (self.size - 1 - inter_hops) * self.intra_latency + inter_hops * self.inter_latency
-
-    @property
-    def tree_latency(self) -> float:
-        """From the leaves of a binary tree to its root: over the ranks of a node, then over the nodes."""
-        inside, between = _levels(self.layout.ranks_per_node), _levels(self.layout.num_nodes)
-        return inside * self.intra_latency + between * self.inter_latency
+    def protocols(self, algorithm: nccl.Algorithm) -> Iterator[tuple[nccl.Protocol, nccl.Protocol]]:
+        """Each protocol on the links (inside, between) nodes; a link that is not in use has the other's factors."""
+        if not self.by_nccl:
+            yield nccl.PLAIN, nccl.PLAIN
+            return
+        intra = self.inter if self.layout.ranks_per_node == 1 else self.intra
+        inter = self.intra if self.layout.num_nodes == 1 else self.inter
+        for name in nccl.protocols((intra, inter)):
+            yield nccl.protocol(algorithm, name, intra), nccl.protocol(algorithm, name, inter)
 
 
-def _path(kind: Kind, group: Group, cluster: Cluster) -> _Path:
-    layout = lay_out(group, cluster)
-    intra, inter = _for_kind(cluster.intra_node, kind), _for_kind(cluster.inter_node, kind)
-    sharers = cluster.devices_per_node if inter.shared_by_node else 1
+def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, inter: Link) -> _Path:
+    intra, inter = _for_kind(intra, kind), _for_kind(inter, kind)
+    sharers = per_node if inter.shared_by_node else 1
     contention = 1 + inter.contention_per_doubling * math.log2(layout.num_nodes)
     links = [inter] if layout.ranks_per_node == 1 else [intra] if layout.num_nodes == 1 else [intra, inter]
     return _Path(
         size=group.size,
         layout=layout,
-        intra_rate=intra.achievable_bytes_per_second,
+        intra=intra,
+        inter=inter,
+        intra_rate=intra.achievable_bytes_per_second * nccl.mesh_share(intra, layout.ranks_per_node),
         device_rate=inter.achievable_bytes_per_second / sharers / contention,
-        intra_latency=intra.latency_seconds,
-        inter_latency=inter.latency_seconds,
         startup_seconds=max(link.startup_seconds for link in links),
-        in_network_reduction=intra.in_network_reduction,
+        by_nccl=all(nccl.drives(link) for link in links),
     )
 
 
@@ -190,60 +227,93 @@ def _levels(count: int) -> int:
     return math.ceil(math.log2(count))
 
 
-def _ring_pass(num_bytes: float, path: _Path) -> float:
-    """all_gather or reduce_scatter on a ring: lat(n-1) + (n-1)/n B / r (Thakur et al., sections 4.1 and 4.2)."""
-    return path.ring_latency + num_bytes * (path.size - 1) / path.size / path.ring_rate
+def _ring_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> float:
+    """One pass around the ring: (n - N) hi + (N - 1) he (NCCL's tuning.cc)."""
+    inter_hops = path.layout.num_nodes - 1
+    intra_seconds = (path.size - 1 - inter_hops) * path.intra.latency_seconds * inside.hop
+    return intra_seconds + inter_hops * path.inter.latency_seconds * between.hop
 
 
-def _all_reduce(num_bytes: float, path: _Path) -> float:
-    """The fastest of
+def _tree_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> float:
+    """From the leaves to the root. NCCL: a chain over the ranks of a node, (p - 1) hi, then a binary tree over nodes,
+    log2(N) he. Other libraries: a binary tree in both places."""
+    per_node = path.layout.ranks_per_node
+    depth = per_node - 1 if path.by_nccl else _levels(per_node)
+    intra_seconds = depth * path.intra.latency_seconds * inside.hop
+    return intra_seconds + _levels(path.layout.num_nodes) * path.inter.latency_seconds * between.hop
 
-    ring: reduce_scatter, then all_gather: 2 lat(n-1) + 2 (n-1)/n B / r (Thakur et al., section 4.5)
-    tree: pipelined reduce to the root and broadcast: 2 lat(tree) + 2 B / r (NCCL's double binary tree)
-    in the switch, where the link sums: max(B / intra, 2 (N-1)/N B / (p w)) + latency of the node and of the tree over
-    nodes (NCCL's NVLS and NVLSTree)
+
+def _rings(passes: int, path: _Path) -> Iterator[Line]:
+    """all_gather and reduce_scatter in one pass, all_reduce in two (Thakur et al., sections 4.1, 4.2, 4.5):
+
+    s0 + passes ((n-N) hi + (N-1) he) + B max((passes (n-1) + e) / n / i, passes (n-1)/n / (p w))
     """
-    times = [
-        2 * _ring_pass(num_bytes, path),
-        2 * path.tree_latency + 2 * num_bytes / path.ring_rate,
-    ]
+    layout, size = path.layout, path.size
+    for inside, between in path.protocols("ring"):
+        steps = passes * (size - 1)
+        inside_node = (steps + inside.own_step) / size / (path.intra_rate * inside.rate)
+        leaving = steps / size / (path.group_rate * between.rate)
+        per_byte = leaving if layout.ranks_per_node == 1 else inside_node
+        if layout.num_nodes > 1:
+            per_byte = max(per_byte, leaving)
+        startup = path.startup_seconds * max(inside.startup, between.startup)
+        yield startup + passes * _ring_hops(path, inside, between), per_byte
+
+
+def _trees(path: _Path) -> Iterator[Line]:
+    """all_reduce, pipelined to the root and back (NCCL's double binary tree): s0 + 2 hops + 2 B / r."""
+    for inside, between in path.protocols("tree"):
+        rate = path.ring_rate * min(inside.rate, between.rate)
+        startup = path.startup_seconds * max(inside.startup, between.startup)
+        yield startup + 2 * _tree_hops(path, inside, between), 2 / rate
+
+
+def _switch(path: _Path) -> Iterator[Line]:
+    """all_reduce where the switch sums, each byte once up and once down (NCCL's NVLS and NVLSTree):
+
+    s0 + 2 hi + 2 log2(N) he + B max(1 / i, 2 (N-1)/N / (p w)), hops of NVLS: one for both ways inside a node
+    """
     layout = path.layout
-    if path.in_network_reduction and layout.ranks_per_node > 1:
-        between = 2 * (layout.num_nodes - 1) / layout.num_nodes * num_bytes / path.group_rate
-        latency = 2 * path.intra_latency + 2 * _levels(layout.num_nodes) * path.inter_latency
-        times.append(latency + max(num_bytes / path.intra_rate, between))
-    return min(times)
+    if not path.intra.in_network_reduction or layout.ranks_per_node == 1:
+        return
+    inside = nccl.switch_hop(path.intra) if path.by_nccl else 2.0
+    between = nccl.switch_hop(path.inter) if path.by_nccl and layout.num_nodes > 1 else 1.0
+    hops = path.intra.latency_seconds * inside + 2 * _levels(layout.num_nodes) * path.inter.latency_seconds * between
+    leaving = 2 * (layout.num_nodes - 1) / layout.num_nodes / path.group_rate
+    yield path.startup_seconds + hops, max(1 / path.intra_rate, leaving)
 
 
-def _all_to_all(num_bytes: float, path: _Path) -> float:
-    """The faster of pairwise exchange and Bruck's algorithm (Thakur et al., section 4.3).
+def _all_to_all(path: _Path) -> Iterator[Line]:
+    """Pairwise exchange, and Bruck's algorithm where NCCL is not the library (Thakur et al., section 4.3).
 
-    pairwise: (n-1) alpha + max((p-1)/n B / intra, (n-p)/n B / w): every rank sends B/n to each other, over NVLink and
-    network at once. Bruck: log2(n) messages of B/2, for small tensors.
+    pairwise: (p-1) hi + (n-p) he + max((p-1+e)/n B / i, (n-p)/n B / w): every rank sends B/n to each other, over NVLink
+    and network at once. Bruck: log2(n) messages of B/2, for small tensors.
     """
     size, per_node = path.size, path.layout.ranks_per_node
-    inside = num_bytes * (per_node - 1) / size / path.intra_rate
-    between = num_bytes * (size - per_node) / size / path.device_rate
-    pairwise = (per_node - 1) * path.intra_latency + (size - per_node) * path.inter_latency + max(inside, between)
-    slowest_rate = path.intra_rate if path.layout.num_nodes == 1 else min(path.intra_rate, path.device_rate)
-    bruck = _levels(size) * (path.slowest_latency + num_bytes / 2 / slowest_rate)
-    return min(pairwise, bruck)
+    own = next(path.protocols("ring"))[0].own_step if per_node > 1 else 0.0
+    inside = (per_node - 1 + own) / size / path.intra_rate
+    between = (size - per_node) / size / path.device_rate
+    hops = (per_node - 1) * path.intra.latency_seconds + (size - per_node) * path.inter.latency_seconds
+    yield path.startup_seconds + hops, max(inside, between)
+    if not path.by_nccl:
+        rate = path.intra_rate if path.layout.num_nodes == 1 else min(path.intra_rate, path.device_rate)
+        yield path.startup_seconds + _levels(size) * path.slowest_latency, _levels(size) / 2 / rate
 
 
-def _broadcast(num_bytes: float, path: _Path) -> float:
-    """The faster of a binomial tree, lat(tree) + ceil(log2 n) B / r (Thakur et al., section 4.4), and NCCL's
-    pipelined chain, lat(n-1) + B / r."""
-    binomial = path.tree_latency + _levels(path.size) * num_bytes / path.ring_rate
-    chain = path.ring_latency + num_bytes / path.ring_rate
-    return min(binomial, chain)
+def _broadcast(path: _Path) -> Iterator[Line]:
+    """NCCL's pipelined chain, s0 + (n-1) hops + B / r, and a binomial tree, s0 + log2(n) (hop + B / r), where NCCL is
+    not the library (Thakur et al., section 4.4)."""
+    for inside, between in path.protocols("ring"):
+        startup = path.startup_seconds * max(inside.startup, between.startup)
+        rate = path.ring_rate * min(inside.rate, between.rate)
+        yield startup + _ring_hops(path, inside, between), 1 / rate
+    if not path.by_nccl:
+        yield path.startup_seconds + _tree_hops(path, nccl.PLAIN, nccl.PLAIN), _levels(path.size) / path.ring_rate
 
 
-def _p2p_rate(group: Group, path: _Path, cluster: Cluster) -> float:
+def _p2p_rate(group: Group, path: _Path, per_node: int) -> float:
     """Of the slowest pair: a device's own network interface, or its part of the node's among the pairs that cross."""
     if path.layout.num_nodes == 1:
         return path.intra_rate
-    contention = 1 + cluster.inter_node.contention_per_doubling
-    rate = _for_kind(cluster.inter_node, "p2p").achievable_bytes_per_second / contention
-    if cluster.inter_node.shared_by_node:
-        return rate / min(group.stride, cluster.devices_per_node)
-    return rate
+    rate = path.inter.achievable_bytes_per_second / (1 + path.inter.contention_per_doubling)
+    return rate / min(group.stride, per_node) if path.inter.shared_by_node else rate

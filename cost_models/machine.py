@@ -1,5 +1,7 @@
 """A cluster: equal nodes of equal devices, one kind of link inside a node and one between nodes.
 
+(`mixed.py` has clusters of unlike node groups.)
+
 Ranks are laid out node by node: rank r is device r % devices_per_node of node r // devices_per_node.
 """
 
@@ -45,6 +47,11 @@ class Cluster:
         """Devices of all nodes together."""
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def groups(self) -> tuple[Cluster, ...]:
+        """Itself: the groups of equal nodes, as a mixed cluster has them."""
+        return (self,)
+
     @staticmethod
     def parse(text: str) -> Cluster:
         """A cluster of built-in parts from '[NODESx]DEVICES DEVICE [INTRA_LINK [INTER_LINK]]'; case is ignored.
@@ -77,7 +84,11 @@ class Cluster:
         device and the links are each a built-in name or a table of the fields of `Device` or `Link`. A link left out
         is the device's usual one. Raises ValueError for anything else.
         """
-        table = tomllib.loads(text)
+        return Cluster.from_table(tomllib.loads(text))
+
+    @staticmethod
+    def from_table(table: Mapping[str, Any]) -> Cluster:
+        """As `from_toml_text`, from what TOML is read to."""
         known = {"num_nodes", "devices_per_node", "device", "intra_node", "inter_node"}
         if surplus := sorted(table.keys() - known):
             raise ValueError(f"unknown keys {surplus}; the keys are {', '.join(sorted(known))}")
@@ -88,18 +99,14 @@ class Cluster:
             raise ValueError(f"num_nodes and devices_per_node must be whole numbers, got {counts}")
         device = _part(Device, "device", table["device"], catalog.devices())
         links = {"intra_node": device.intra_link, "inter_node": device.inter_link}
-        return Cluster(
-            device, *counts, *(_part(Link, key, table.get(key, usual), catalog.links()) for key, usual in links.items())
-        )
+        return Cluster(device, *counts, *(link_from(key, table.get(key, usual)) for key, usual in links.items()))
 
     def to_toml(self) -> str:
         """TOML text that `from_toml_text` reads back to an equal cluster: built-in parts by name, others in full."""
-        parts: dict[str, Device | Link]
-        parts = {"device": self.device, "intra_node": self.intra_node, "inter_node": self.inter_node}
-        lines = [f"num_nodes = {self.num_nodes}\ndevices_per_node = {self.devices_per_node}\n"]
-        lines += [f'{key} = "{part.name}"\n' for key, part in parts.items() if _is_builtin(part)]
-        lines += [f"\n[{key}]\n{catalog.to_table(part)}" for key, part in parts.items() if not _is_builtin(part)]
-        return "".join(lines)
+        counts = f"num_nodes = {self.num_nodes}\ndevices_per_node = {self.devices_per_node}\n"
+        return counts + part_lines(
+            {"device": self.device, "intra_node": self.intra_node, "inter_node": self.inter_node}
+        )
 
     def with_memory(self, num_bytes: int) -> Cluster:
         """The same cluster with devices of `num_bytes` bytes."""
@@ -107,14 +114,26 @@ class Cluster:
 
     def __str__(self) -> str:
         counts = f"{self.num_nodes}x{self.devices_per_node}" if self.num_nodes > 1 else f"{self.devices_per_node}"
-        words = [counts, _label(self.device)]
-        usual_intra = _label(self.intra_node) == self.device.intra_link
-        usual_inter = _label(self.inter_node) == self.device.inter_link
+        words = [counts, label(self.device)]
+        usual_intra = label(self.intra_node) == self.device.intra_link
+        usual_inter = label(self.inter_node) == self.device.inter_link
         if not (usual_intra and usual_inter):
-            words.append(_label(self.intra_node))
+            words.append(label(self.intra_node))
         if not usual_inter:
-            words.append(_label(self.inter_node))
+            words.append(label(self.inter_node))
         return " ".join(words)
+
+
+def part_lines(parts: Mapping[str, Device | Link]) -> str:
+    """TOML of devices and links: built-in ones by name, then tables of the others."""
+    lines = [f'{key} = "{part.name}"\n' for key, part in parts.items() if _is_builtin(part)]
+    lines += [f"\n[{key}]\n{catalog.to_table(part)}" for key, part in parts.items() if not _is_builtin(part)]
+    return "".join(lines)
+
+
+def link_from(key: str, value: Any) -> Link:
+    """A built-in link by name, or one in full. Raises ValueError."""
+    return _part(Link, key, value, catalog.links())
 
 
 def _is_builtin(part: Device | Link) -> bool:
@@ -123,7 +142,8 @@ def _is_builtin(part: Device | Link) -> bool:
     return part == builtin
 
 
-def _label(part: Device | Link) -> str:
+def label(part: Device | Link) -> str:
+    """The part's name, with '*' where it is not the built-in one of that name."""
     return part.name if _is_builtin(part) else f"{part.name}*"
 
 
