@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.lower import Modes, Staging, lower, lower_stages
 from autopar.plan import Pipeline
 from autopar.request import Candidate
+from autopar.seats import first_ranks
 from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.pipeline_source import emit_pipeline
@@ -66,6 +67,8 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
         tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
         tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
         defers_weights=name.startswith("zero-bubble"),
+        meshes=tuple(seat.mesh for seat in pipeline.seats),
+        first_ranks=first_ranks(pipeline.seats),
     )
 
 

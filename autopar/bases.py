@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from autopar.block_costs import BlockCost, activity_costs, activity_seconds
-from autopar.choices import Choices
+from autopar.choices import Choices, axis_sources, on_axes
 from autopar.graph import Graph
-from autopar.mesh import DATA_AXES, Mesh
+from autopar.mesh import Mesh
 from autopar.placement import Rp
 from autopar.price import Pricer, Stored
 from autopar.request import Request, decode, pricer_for
 from autopar.space import Space, build_space
-from autopar.strategies import Operator, Option, operators_of
+from autopar.strategies import Operator, operators_of
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
@@ -90,7 +89,7 @@ class Base:
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
         """The stored parameters with a ZeRO stage wherever one is possible."""
-        source = _sources(self.solved_axes, self.mesh.axes)
+        source = axis_sources(self.solved_axes, self.mesh.axes)
         on_dp = self.mesh.axes.index("dp") if "dp" in self.mesh.axes else None
         found = {}
         for key, stored in self.solved.parameters.items():
@@ -194,31 +193,6 @@ class Bases:
             return decode(space, fastest.choices)
         seconds_per_byte = price * fastest.objective / self.request.cluster.device.memory_bytes
         return decode(space, solve(_charged(space.problem, seconds_per_byte)).choices)
-
-
-def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
-    """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
-    each, and an axis that is left out had one rank."""
-    if axes == wanted:
-        return choices
-    source = _sources(axes, wanted)
-
-    def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(values[i] for i in source)
-
-    return Choices(
-        {
-            key: Option(pick(o.axes), tuple(pick(p) for p in o.inputs), tuple(pick(p) for p in o.outputs))
-            for key, o in choices.operators.items()
-        },
-        {key: pick(placements) for key, placements in choices.tensors.items()},
-        {key: Stored(pick(s.placements), 0) for key, s in choices.parameters.items()},
-    )
-
-
-def _sources(axes: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
-    """For each wanted axis, the position in `axes` of the one whose decisions it takes."""
-    return [axes.index("dp" if axis in DATA_AXES else axis) for axis in wanted]
 
 
 def _charged(problem: Problem, seconds_per_byte: float) -> Problem:

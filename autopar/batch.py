@@ -13,25 +13,23 @@ from autopar.placement import Placement
 from codegen.program import PipelineProgram, Program, Spec
 
 
-def local_batch(
-    program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int
-) -> dict[str, torch.Tensor]:
+def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
     """Rank's part of a global batch by name; of a pipeline, what the stages at the rank's position read.
 
     Raises TraceError for shapes that the program was not made for.
     """
-    one, inputs = program, program.inputs
     if isinstance(program, PipelineProgram):
-        one = program.any
-        position, rank = divmod(rank, one.num_ranks)
-        inputs = program.inputs_of(position)
-    assert isinstance(one, Program)
-    mesh = Mesh(one.axes, one.axis_sizes)
+        position, rank = program.place(rank)
+        mesh, inputs = Mesh(*program.meshes[position]), program.inputs_of(position)
+        num_micro_batches = program.any.num_micro_batches
+    else:
+        mesh, inputs = Mesh(program.axes, program.axis_sizes), program.inputs
+        num_micro_batches = program.num_micro_batches
     parts = {}
     for name, spec in inputs.items():
         if name not in batch:
             raise TraceError(f"the batch lacks {name!r}", alternatives=", ".join(program.inputs))
-        parts[name] = _part(name, batch[name], spec, one.num_micro_batches, mesh, rank)
+        parts[name] = _part(name, batch[name], spec, num_micro_batches, mesh, rank)
     return parts
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.block_costs import Placer, chain, homes_of, segments
 from autopar.choices import Choices
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.mesh import Mesh
 from autopar.price import Pricer, Stored
+from autopar.seats import Seat
 from autopar.strategies import num_local, scopes_of
 from cost_models import collective
+from cost_models.mixed import AnyCluster, MixedCluster
 
 
 def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...]:
@@ -78,6 +81,21 @@ def transfer_seconds(pricer: Pricer, num_positions: int, num_bytes: float) -> fl
     return collective.seconds("p2p", num_bytes, group, pricer.cluster)
 
 
+def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float) -> float:
+    """`transfer_seconds` between two positions that need not be alike; in a group of nodes they are taken to be
+    neighbours. num_bytes: of one rank, on the side that has more of them.
+    """
+    if not num_bytes or whole.groups[source.group].num_devices == 1 and source.group == target.group:
+        return 0.0
+    ranks = max(source.mesh.num_ranks, target.mesh.num_ranks)
+    cluster = whole.groups[source.group]
+    if isinstance(whole, MixedCluster) and source.group != target.group:
+        between = whole.between
+        cluster = replace(cluster, num_nodes=2, devices_per_node=ranks, intra_node=between, inter_node=between)
+    pair = collective.Group(2, min(ranks, cluster.num_devices // 2))
+    return collective.seconds("p2p", num_bytes, pair, cluster)
+
+
 def tie_costs(
     graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], num_positions: int
 ) -> dict[str, tuple[tuple[float, float, float], float]]:
@@ -90,7 +108,9 @@ def tie_costs(
         stored = parameters.get(("", name))
         if stored is not None and num_positions > 1:
             size = num_local(metas[name], stored.placements, pricer.mesh) * pricer.training.gradient_bytes
-            pair = collective.Group(2, pricer.mesh.num_ranks * (num_positions // 2))
+            # The other copy may lie in another group of nodes; it is priced as if it were in this one.
+            stride = min(pricer.mesh.num_ranks * (num_positions // 2), pricer.cluster.num_devices // 2)
+            pair = collective.Group(2 if stride else 1, max(stride, 1))
             seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
             found[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
     return found

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from autopar.choices import compress
+from dataclasses import replace
+
+from autopar.choices import Choices, compress, on_axes
+from autopar.mesh import Mesh
 from autopar.pipelines import Found, pipeline_of
-from autopar.plan import Plan
+from autopar.plan import Pipeline, Plan
 from autopar.predict import predict
-from autopar.request import Candidate, Request, operators_at, pricer_for
+from autopar.request import Candidate, Request, operators_at, pricer_for, unequal_of
+from autopar.seats import Seat, envelope
+from autopar.unequal import FoundUnequal
 
 
 def candidate_of(found: Found, request: Request) -> Candidate:
     """The plan of a solved layout on the graph of its micro-batch, with the prediction of its simulation."""
-    layout, base = found.layout, found.base
-    graph, operators = operators_at(request, request.global_batch_size // layout.num_micro_batches)
-    choices = base.choices(layout.zero)
+    layout = found.layout
     pipeline = pipeline_of(found.solution, layout.num_positions, found.schedule, layout.offload)
-    pricer = pricer_for(request, layout.mesh, layout.num_micro_batches, layout.offload)
+    return _candidate(request, layout.mesh, layout.num_micro_batches, found.base.choices(layout.zero), pipeline)
+
+
+def unequal_candidate(found: FoundUnequal, request: Request) -> Candidate:
+    """The plan of a pipeline whose positions are not alike; if they turn out to be, it is a plan as any other."""
+    pipeline, count = found.pipeline, found.terms.num_micro_batches
+    mesh = envelope([seat.mesh for seat in pipeline.seats])
+    seats = tuple(Seat(seat.mesh.over(mesh.axes), seat.group) for seat in pipeline.seats)
+    are_alike = request.mixed is None and len(set(seats)) == 1
+    pipeline = replace(pipeline, seats=() if are_alike else seats)
+    return _candidate(request, mesh, count, on_axes(found.choices, found.axes, mesh.axes), pipeline)
+
+
+def _candidate(request: Request, mesh: Mesh, count: int, choices: Choices, pipeline: Pipeline) -> Candidate:
+    graph, operators = operators_at(request, request.global_batch_size // count)
+    scopes = compress(graph, operators, mesh, choices)
     plan = Plan(
         graph.name,
-        str(request.cluster),
-        layout.mesh,
+        str(request.whole),
+        mesh,
         request.global_batch_size,
-        layout.num_micro_batches,
+        count,
         request.precision,
-        compress(graph, operators, layout.mesh, choices),
-        predict(graph, operators, pricer, choices, pipeline),
+        scopes,
         pipeline=pipeline,
     )
-    return Candidate(plan, graph, operators, choices, None)
+    pricer = pricer_for(request, mesh, count, pipeline.offload)
+    prediction = predict(graph, operators, pricer, choices, pipeline, unequal_of(request, plan))
+    return Candidate(replace(plan, prediction=prediction), graph, operators, choices, None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.graph import Graph, LayerRun, Ref
-from autopar.mesh import Mesh
+from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Placements, R, divides
 from autopar.plan import Plan, ScopePlan, labels_text, placements_text
 from autopar.price import Stored
@@ -229,6 +229,31 @@ def _check_shapes(scope: Scope, decided: ScopePlan, plan: Plan) -> None:
                 values=placements_text(stored.placements, mesh),
                 alternatives="zero=0, or dp=Rp",
             )
+
+
+def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
+    """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
+    each, and an axis that is left out has one rank."""
+    if axes == wanted:
+        return choices
+    source = axis_sources(axes, wanted)
+
+    def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in source)
+
+    return Choices(
+        {
+            key: Option(pick(o.axes), tuple(pick(p) for p in o.inputs), tuple(pick(p) for p in o.outputs))
+            for key, o in choices.operators.items()
+        },
+        {key: pick(placements) for key, placements in choices.tensors.items()},
+        {k: Stored(pick(s.placements), s.zero if "dp" in wanted else 0) for k, s in choices.parameters.items()},
+    )
+
+
+def axis_sources(axes: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
+    """For each wanted axis, the position in `axes` of the one whose decisions it takes."""
+    return [axes.index(axis if axis in axes else "dp" if axis in DATA_AXES else axis) for axis in wanted]
 
 
 def ref_name(ref: Ref) -> str:

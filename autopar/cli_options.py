@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
     from autopar.integrations.job import Job
-    from cost_models.machine import Cluster
+    from cost_models.mixed import AnyCluster
 
 P = ParamSpec("P")
 
@@ -77,7 +77,7 @@ def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def read_cluster(text: str, processes: int | None) -> Cluster:
+def read_cluster(text: str, processes: int | None) -> AnyCluster:
     """The cluster that --cluster names; what was noted while measuring one goes to stderr."""
     from autopar.training import resolve_cluster
 
@@ -108,7 +108,7 @@ def read_constraints(settings: list[str] | None, memory: str | None, file: str |
 
 def compile_job(
     job: Job,
-    cluster: Cluster,
+    cluster: AnyCluster,
     batch: int | None,
     precision: str,
     constraints: dict[str, Any],

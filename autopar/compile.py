@@ -26,7 +26,7 @@ from autopar.rebatch import BatchedTrace
 from autopar.request import Candidate, Request, operators_at
 from autopar.trace import common_batch, find_cuts, name_inputs, trace
 from cost_models import memory
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES, placement
 
 KERNEL_CHOICES = ("auto", "on", "off")
@@ -36,7 +36,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def compile(  # noqa: A001
     model: nn.Module,
-    cluster_spec: Cluster | str,
+    cluster_spec: AnyCluster | str,
     *,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -86,14 +86,14 @@ def compile(  # noqa: A001
         result = _plan_on_rank_0(request)
     else:
         result = advised_search(request)
-    best, cluster = result.best, request.cluster
-    program = program_of(best, fused=kernels == "on" or (kernels == "auto" and not is_cpu(cluster)))
-    return CompiledProgram(model, cluster, factory, best, result, program, source_of(program), loss_fn, request)
+    best = result.best
+    program = program_of(best, fused=kernels == "on" or (kernels == "auto" and not is_cpu(request.cluster)))
+    return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)
 
 
 def request_of(
     model: nn.Module,
-    cluster_spec: Cluster | str,
+    cluster_spec: AnyCluster | str,
     *,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -118,8 +118,9 @@ def request_of(
     traced = BatchedTrace(trace_at)
     limits = Constraints.parse(constraints)
     limits.check(traced(rows))
-    training = training_of(optimizer or torch.optim.AdamW, precision, not is_cpu(cluster))
-    return Request(traced, cluster, rows, precision, training, limits)
+    first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
+    training = training_of(optimizer or torch.optim.AdamW, precision, not is_cpu(first))
+    return Request(traced, first, rows, precision, training, limits, mixed)
 
 
 def advised_search(request: Request) -> SearchResult:
@@ -134,12 +135,7 @@ def advised_search(request: Request) -> SearchResult:
 
 def reprice(request: Request, plan: Plan) -> SearchResult:
     """Validate a given plan against the model and predict it anew. Raises PlanError."""
-    if plan.num_ranks != request.cluster.num_devices:
-        raise PlanError(
-            "the plan's mesh does not fill the cluster",
-            values=f"{plan.layout} for {request.cluster.num_devices} devices",
-            alternatives="a cluster of that size, or a new plan",
-        )
+    _check_devices(plan, request.whole)
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
         raise PlanError(
             "the plan's micro-batches do not divide its batch",
@@ -154,6 +150,27 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
     choices = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, choices)
     return SearchResult((candidate,), (), (), is_given=True)
+
+
+def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
+    """Raises PlanError unless the plan's positions take all devices of every group of nodes."""
+    used = [0] * len(cluster.groups)
+    for seat in plan.seats:
+        if seat.group >= len(used):
+            raise PlanError(
+                f"{plan.place('', 'pipeline')}: a position is of a group of nodes that the cluster does not have",
+                values=f"group {seat.group} of {cluster}",
+                alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
+            )
+        used[seat.group] += seat.mesh.num_ranks
+    for number, group in enumerate(cluster.groups):
+        if used[number] != group.num_devices:
+            where = f" {group}" if len(used) > 1 else ""
+            raise PlanError(
+                f"the plan's mesh does not fill the cluster{where}",
+                values=f"{plan.layout} has {used[number]} ranks for {group.num_devices} devices",
+                alternatives="a cluster of that size, or a new plan",
+            )
 
 
 def check_pipeline(plan: Plan, graph: Graph) -> None:

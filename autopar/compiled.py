@@ -23,12 +23,13 @@ from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.plan import Plan
 from autopar.planner import SearchResult
+from autopar.price import is_cpu
 from autopar.request import Candidate, Request
 from autopar.trace import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
 from codegen.program import PipelineProgram, Program
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
 
 _numbers = itertools.count()
 
@@ -42,7 +43,7 @@ class CompiledProgram:
     """
 
     model: nn.Module
-    cluster: Cluster
+    cluster: AnyCluster
     optimizer: Callable[..., torch.optim.Optimizer]
     best: Candidate
     result: SearchResult
@@ -99,7 +100,7 @@ class CompiledProgram:
         package = self.load_package()
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
         where = device or (
-            "cuda" if torch.cuda.is_available() and not self.cluster.device.name.startswith("cpu") else "cpu"
+            "cuda" if torch.cuda.is_available() and not is_cpu(self.cluster.groups[0]) else "cpu"
         )
         program, mesh, schedule = self._root(package, where)
         step = runtime_step.Step(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.price import is_cpu
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
@@ -142,7 +143,7 @@ def launch_program(
 
 
 def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    on_gpu = torch.cuda.is_available() and not compiled.cluster.device.name.startswith("cpu")
+    on_gpu = torch.cuda.is_available() and not is_cpu(compiled.cluster.groups[0])
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

@@ -60,7 +60,7 @@ def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
             pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
             for zero in pinned:
                 for price in PRICES:
-                    for offload in _offloads(request, zero or 0):
+                    for offload in offloads(request, zero or 0):
                         for mesh in meshes_of(request, num_positions, dp, tp, zero or 0):
                             yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
 
@@ -92,7 +92,7 @@ def inter_node_rate(cluster: Cluster) -> float:
     return link.achievable_bytes_per_second / (cluster.devices_per_node if link.shared_by_node else 1)
 
 
-def _offloads(request: Request, zero: int) -> tuple[str, ...]:
+def offloads(request: Request, zero: int) -> tuple[str, ...]:
     """What may live in host memory: parameters only in shards. A rank on a CPU has no memory but its host's."""
     pinned = request.constraints.offload
     if pinned == "parameters" and zero != 3:

@@ -44,7 +44,8 @@ class Staging:
 
     boundaries: first block of each stage (`stages.blocks_of`). positions: where each stage runs. schedule: one line of
     actions per position. recompute, offload: for each stage, how its layers recompute ("none", "selective", "full") and
-    whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules.
+    whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules. meshes,
+    first_ranks: of every position, where they differ from the plan's mesh and from position order.
     """
 
     boundaries: Cut
@@ -54,6 +55,12 @@ class Staging:
     recompute: tuple[Modes, ...] = ()
     offload: tuple[Modes, ...] = ()
     defers_weights: bool = False
+    meshes: tuple[Mesh, ...] = ()
+    first_ranks: tuple[int, ...] = ()
+
+    def mesh(self, stage: int, default: Mesh) -> Mesh:
+        """That a stage runs on."""
+        return self.meshes[self.positions[stage]] if self.meshes else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ def lower(
     context = _Context(operators, plan, choices, smallest_vocabulary(graph), offload_optimizer=offload_optimizer)
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
-    program = _lower_stage(context, 0, whole, root_class, recompute or {}, offload or {}, 0)
+    program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
     return _with_dropout_bases((program,))[0]
 
 
@@ -96,7 +103,8 @@ def lower_stages(
     *,
     offload_optimizer: str = "",
 ) -> PipelineProgram:
-    """The programs of a pipeline's stages. `choices` are of the whole graph on one position's mesh."""
+    """The programs of a pipeline's stages. `choices` are of the whole graph on the plan's axes, which all positions
+    have."""
     context = _Context(operators, plan, choices, smallest_vocabulary(graph), staging.defers_weights, offload_optimizer)
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
@@ -105,7 +113,8 @@ def lower_stages(
         recompute = staging.recompute[number] if staging.recompute else {}
         offload = staging.offload[number] if staging.offload else {}
         root_class = f"Stage{number}", _stage_doc(stage, is_first=number == 0)
-        program = _lower_stage(context, number, stage, root_class, recompute, offload, num_dropout_calls)
+        mesh = staging.mesh(number, plan.mesh)
+        program = _lower_stage(context, number, mesh, stage, root_class, recompute, offload, num_dropout_calls)
         num_dropout_calls = program.root.num_dropout_calls
         programs.append(program)
     numbered = _with_dropout_bases(tuple(programs))
@@ -118,12 +127,14 @@ def lower_stages(
         shared_parameters(stages),
         staging.schedule_name,
         staging.schedule,
+        staging.first_ranks,
     )
 
 
 def _lower_stage(
     context: _Context,
     number: int,
+    mesh: Mesh,
     stage: StageGraph,
     root_class: tuple[str, str],
     recompute: Modes,
@@ -136,7 +147,7 @@ def _lower_stage(
     crossing = {("", Ref(name)): border_placements(placements) for name, placements in kept.items()}
     choices = replace(context.choices, tensors={**context.choices.tensors, **crossing})
     scopes = {scope.name: scope for scope in scopes_of(graph)}
-    own = graph, context.operators, plan.mesh, choices, scopes, stage.results
+    own = graph, context.operators, mesh, choices, scopes, stage.results
     shared = Shared(*own, frozenset(kept), context.defers_weights)
     layers = tuple(_layer_class(shared, scope) for scope in scopes.values() if scope.layer)
     root = Lowering(shared, scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
@@ -162,8 +173,8 @@ def _lower_stage(
     )
     return Program(
         graph.name,
-        plan.mesh.axes,
-        plan.mesh.sizes,
+        mesh.axes,
+        mesh.sizes,
         plan.cluster,
         plan.precision,
         plan.global_batch_size,

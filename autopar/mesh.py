@@ -19,7 +19,10 @@ DATA_AXES = ("ddp", "dp")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`Mesh(("dp", "tp"), (2, 4))` prints as `dp2 x tp4`; a mesh of one rank prints as `single`."""
+    """`Mesh(("dp", "tp"), (2, 4))` prints as `dp2 x tp4`; a mesh of one rank prints as `single`.
+
+    Axes of one rank are left out, but where the mesh is one of several that are to have the same axes.
+    """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -27,8 +30,8 @@ class Mesh:
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"axes {self.axes} and sizes {self.sizes} must pair up without repetition")
-        if any(size < 2 for size in self.sizes):
-            raise ValueError(f"axes of one rank are left out of a mesh, got {self.axes} of {self.sizes}")
+        if any(size < 1 for size in self.sizes):
+            raise ValueError(f"an axis has one rank at least, got {self.axes} of {self.sizes}")
 
     @property
     def num_ranks(self) -> int:
@@ -51,8 +54,19 @@ class Mesh:
         """The rank's index on every axis."""
         return {axis: rank // self.stride(axis) % size for axis, size in zip(self.axes, self.sizes, strict=True)}
 
+    @property
+    def compact(self) -> Mesh:
+        """The mesh without axes of one rank."""
+        kept = [(axis, size) for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1]
+        return Mesh(tuple(axis for axis, _ in kept), tuple(size for _, size in kept))
+
+    def over(self, axes: tuple[str, ...]) -> Mesh:
+        """The same ranks with exactly these axes, of one rank where the mesh lacks them."""
+        return Mesh(axes, tuple(self.size(axis) for axis in axes))
+
     def __str__(self) -> str:
-        return " x ".join(f"{axis}{size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "single"
+        named = zip(self.axes, self.sizes, strict=True)
+        return " x ".join(f"{axis}{size}" for axis, size in named if size > 1) or "single"
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

@@ -8,25 +8,28 @@ the others are kept as runner-ups.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.bases import Bases
-from autopar.candidates import candidate_of
+from autopar.candidates import candidate_of, unequal_candidate
 from autopar.choices import Choices
 from autopar.chunked import refined
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.one_stage import OneStage, meshes, nothing_fits, search_one_stage
-from autopar.pipelines import PipelineSearch
+from autopar.pipelines import HOLDING, PipelineSearch
 from autopar.plan import Plan, layout_text
 from autopar.predict import predict
-from autopar.request import Candidate, Request, divisors, pricer_for
+from autopar.request import Candidate, Request, divisors, pricer_for, unequal_of
 from autopar.strategies import Operator
+from autopar.unequal import UnequalSearch
 from autopar.units import bytes_text
 
 ONE_STAGE_DEVICES = 64
 """On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
+UNEQUAL_DEVICES = 16
+"""On larger clusters of equal nodes all positions of a pipeline have equal meshes."""
 TIE = 1e-9
 """Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
 
@@ -57,12 +60,15 @@ def search_plans(
 
     Raises InfeasibleError with what the smallest plan needs.
     """
+    if request.mixed is not None:
+        return _search_mixed(request)
     search = PipelineSearch(request, shared_bases)
     pipelines = search.run()
     found = [candidate_of(each, request) for each in (*pipelines.found, *refined(search, pipelines.found))]
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
     found += one.candidates
+    found += _unequal(request, min((c.plan.prediction.step_seconds for c in found), default=math.inf))
     if not found:
         raise nothing_fits(request, list(one.failures), pipelines.smallest)
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
@@ -73,6 +79,47 @@ def search_plans(
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
+
+
+def _search_mixed(request: Request) -> SearchResult:
+    """The best pipeline over groups of unlike nodes. Raises InfeasibleError."""
+    search = UnequalSearch(request)
+    found = search.run()
+    if found is not None:
+        return SearchResult((unequal_candidate(found, request),), (), ())
+    capacities = {str(g): bytes_text(request.capacity_bytes(i)) for i, g in enumerate(request.whole.groups)}
+    if search.smallest_excess < math.inf:
+        error = InfeasibleError(
+            "no pipeline over the groups of nodes fits the memory of their ranks",
+            values={f"memory per rank of {group}": size for group, size in capacities.items()}
+            | {"lacking at least": bytes_text(search.smallest_excess)},
+            alternatives=["more devices, a smaller batch or sequence, or bf16 precision"],
+        )
+        raise error
+    raise InfeasibleError(
+        "no pipeline uses all devices of all groups of nodes",
+        values={
+            "groups": ", ".join(capacities),
+            "blocks of the model": len(search.blocks),
+            "global batch": request.global_batch_size,
+        },
+        alternatives=[
+            "a batch that more numbers of data-parallel ranks divide",
+            "fewer pinned degrees",
+            "as many blocks in the model as there are groups, or more",
+        ],
+    )
+
+
+def _unequal(request: Request, fastest: float) -> Iterator[Candidate]:
+    """A pipeline whose positions have meshes of several sizes, where that is faster; on few devices only."""
+    limits = request.constraints
+    is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
+    if not is_open or not 2 < request.cluster.num_devices <= UNEQUAL_DEVICES or limits.degrees.get("pp") == 1:
+        return
+    found = UnequalSearch(request).run(fastest)
+    if found is not None:
+        yield unequal_candidate(found, request)
 
 
 def _one_stage(request: Request, found: list[Candidate], fastest: float, exact_devices: int) -> OneStage:
@@ -106,8 +153,8 @@ def price_plan(
 ) -> Candidate:
     """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
     pricer = pricer_for(request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    prediction = predict(graph, operators, pricer, choices, plan.pipeline)
-    capacity = request.constraints.memory_bytes or request.cluster.device.memory_bytes
+    prediction = predict(graph, operators, pricer, choices, plan.pipeline, unequal_of(request, plan))
+    capacity = request.capacity_bytes(replace(plan, prediction=prediction).fullest_group)
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(
             "the plan does not fit the memory of one rank",

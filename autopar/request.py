@@ -16,6 +16,7 @@ from autopar.space import Space
 from autopar.strategies import Operator, operators_of
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION, workspace_bytes
+from cost_models.mixed import AnyCluster, MixedCluster
 from search.problem import Solution
 
 HIDDEN_FRACTION = 0.5
@@ -24,7 +25,11 @@ HIDDEN_FRACTION = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be planned. trace: the model's graph at any number of micro-batch rows."""
+    """What is to be planned.
+
+    trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
+    of them, the first.
+    """
 
     trace: BatchedTrace
     cluster: Cluster
@@ -32,6 +37,20 @@ class Request:
     precision: str
     training: Training
     constraints: Constraints
+    mixed: MixedCluster | None = None
+
+    @property
+    def whole(self) -> AnyCluster:
+        """All devices that there are."""
+        return self.mixed or self.cluster
+
+    def of_group(self, group: int) -> Request:
+        """The same for one of the cluster's groups of equal nodes."""
+        return replace(self, cluster=self.whole.groups[group], mixed=None)
+
+    def capacity_bytes(self, group: int = 0) -> int:
+        """What a rank of a group may use: the user's budget, or the device's memory."""
+        return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +71,30 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
     return Pricer(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
 
 
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """What positions that are not alike are priced by. pricers, capacities: of each position, and bytes of a rank
+    there. cluster: all devices."""
+
+    pricers: tuple[Pricer, ...]
+    capacities: tuple[float, ...]
+    cluster: AnyCluster
+
+
+def unequal_of(request: Request, plan: Plan) -> Unequal | None:
+    """What the positions of a plan are priced by where they are not alike."""
+    seats = plan.pipeline.seats
+    if not seats:
+        return None
+    count, offload = plan.num_micro_batches, plan.pipeline.offload
+    made = {s: pricer_for(request.of_group(s.group), s.mesh.compact, count, offload) for s in dict.fromkeys(seats)}
+    capacities = tuple(float(request.capacity_bytes(seat.group)) for seat in seats)
+    return Unequal(tuple(made[seat] for seat in seats), capacities, request.whole)
+
+
 def usable_bytes(request: Request) -> float:
     """What decisions and transients may take of one rank's memory: capacity less the device's own workspace."""
-    capacity = request.constraints.memory_bytes or request.cluster.device.memory_bytes
-    return float(capacity - (0 if is_cpu(request.cluster) else workspace_bytes(request.cluster.device)))
+    return float(request.capacity_bytes() - (0 if is_cpu(request.cluster) else workspace_bytes(request.cluster.device)))
 
 
 def decode(space: Space, chosen: tuple[int, ...]) -> Choices:

@@ -115,16 +115,18 @@ def simulated(
     num_micro_batches: int,
     transfers: Mapping[tuple[int, int], float],
     shared: Sequence[SharedCost] = (),
-    workspace_bytes: float = 0.0,
+    workspace_bytes: Sequence[float] = (),
+    capacities: Sequence[float] = (),
 ) -> Simulated:
     """The whole pipeline. transfers: (source stage, target stage) -> seconds of one micro-batch's message.
+    workspace_bytes, capacities: of a rank at each position (none, and equal ones, if left out).
 
     Seconds by kind are those of the busiest position, the rest of the simulated time is the bubble, and what is done
     once per step is that of the slowest position.
     """
     schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
     lines = orders(schedule, positions, num_micro_batches, chunks)
-    workspace = {"workspace": workspace_bytes} if workspace_bytes else {}
+    workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * positions]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
     timeline = simulate(lines, times, transfers, edges=tuple(transfers) or None)
     home = placement(schedule, positions, chunks)
@@ -137,8 +139,10 @@ def simulated(
     seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value
-    memory = [kinds | workspace for kinds in position_bytes(stages, pipeline, num_micro_batches, shared)]
-    fullest = max(memory, key=lambda kinds: sum(kinds.values()))
+    held = position_bytes(stages, pipeline, num_micro_batches, shared)
+    memory = [kinds | own for kinds, own in zip(held, workspace, strict=True)]
+    sizes = capacities or [1.0] * positions
+    fullest = memory[max(range(positions), key=lambda p: sum(memory[p].values()) / sizes[p])]
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
     return Simulated(prediction, timeline, tuple(stages), home, tuple(once for _, once in tables), tuple(memory))
 

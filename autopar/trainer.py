@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from autopar.errors import ConstraintError
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class TrainerConfig:
     """
 
     auto_parallel: bool = True
-    cluster: Cluster | str = "detect"
+    cluster: AnyCluster | str = "detect"
     num_processes: int | None = None
     steps: int = 100
     global_batch_size: int | None = None

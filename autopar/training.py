@@ -29,7 +29,7 @@ from autopar.progress import TrainingProgress
 from autopar.trace import _LossModule, name_inputs
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
 from codegen.runtime.reference import SameDropout
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
 
 WARM_STEPS = 2
 """Steps that the median leaves out: memory is followed in them, and torch allocates what later ones reuse."""
@@ -96,7 +96,7 @@ def compile_program(
     )
 
 
-def resolve_cluster(cluster: Cluster | str, num_processes: int | None = None) -> Cluster:
+def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None) -> AnyCluster:
     """The cluster, with "detect" measured: by rank 0 alone, so that ranks do not disturb one another."""
     if cluster != "detect":
         return as_cluster(cluster)
@@ -104,7 +104,7 @@ def resolve_cluster(cluster: Cluster | str, num_processes: int | None = None) ->
         return ClusterSpec.detect(num_processes)
     found: list[Any] = [ClusterSpec.detect(num_processes or dist.get_world_size()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
-    spec: Cluster = found[0]
+    spec: AnyCluster = found[0]
     return spec
 
 

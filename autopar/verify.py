@@ -33,7 +33,7 @@ from autopar.compiled import CompiledProgram
 from autopar.launch import run_ranks
 from autopar.trace import _LossModule, name_inputs
 from codegen.runtime.reference import SameDropout
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
 
 ROUND_OFF = 1e-3
 NO_DIGIT = 0.1
@@ -104,7 +104,7 @@ class VerifyReport:
 
 def verify(
     model: nn.Module,
-    cluster_spec: Cluster | str,
+    cluster_spec: AnyCluster | str,
     *,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None = None,

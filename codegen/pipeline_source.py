@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from codegen.emit import Words, batch_text, emit_classes, modes_text, offload_text, paths_text
 from codegen.expressions import literal
-from codegen.program import PipelineProgram, PipelineStage, Program
+from codegen.program import Border, PipelineProgram, PipelineStage, Program
+from codegen.runtime.positions import tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +80,22 @@ def _root_doc(pipeline: PipelineProgram, file: _File) -> str:
 
 def _border_comments(pipeline: PipelineProgram, file: _File) -> Mapping[str, Mapping[str, str]]:
     """`8 MiB from stage 0`; where stages share the file, what holds for all of them."""
-    first = pipeline.stages[file.stages[0]].program
+    programs = [pipeline.stages[number].program for number in file.stages]
     receives = {}
-    for name, border in first.receives.items():
+    for name in programs[0].receives:
         sources = {number: (pipeline.source(number, name),) for number in file.stages}
-        back = ", gradient back" if border.spec.requires_grad else ""
-        receives[name] = f"{border.size} from {_peers(sources, -1)}{back}"
+        receives[name] = _border([each.receives[name] for each in programs], f"from {_peers(sources, -1)}")
     sends = {}
-    for name, border in first.sends.items():
+    for name in programs[0].sends:
         readers = {number: pipeline.readers(number, name) for number in file.stages}
-        back = ", gradient back" if border.spec.requires_grad else ""
-        sends[name] = f"{border.size} to {_peers(readers, 1)}{back}"
+        sends[name] = _border([each.sends[name] for each in programs], f"to {_peers(readers, 1)}")
     return {"RECEIVES": receives, "SENDS": sends}
+
+
+def _border(borders: list[Border], peers: str) -> str:
+    """One rank's bytes differ where the stages' meshes do."""
+    sizes = " or ".join(dict.fromkeys(border.size for border in borders))
+    return f"{sizes} {peers}{', gradient back' if borders[0].spec.requires_grad else ''}"
 
 
 def _peers(peers: Mapping[int, tuple[int, ...]], direction: int) -> str:
@@ -117,7 +122,6 @@ def _numbers(stages: tuple[int, ...]) -> str:
 
 
 def _assembly(pipeline: PipelineProgram, files: tuple[_File, ...]) -> str:
-    program = pipeline.any
     home = {number: file for file in files for number in file.stages}
     lines = [
         f'"""{pipeline.name} as a pipeline of {len(pipeline.stages)} stages on {pipeline.mesh_text},'
@@ -135,12 +139,31 @@ def _assembly(pipeline: PipelineProgram, files: tuple[_File, ...]) -> str:
     ]
     for number, stage in enumerate(pipeline.stages):
         lines += [f"        {line}" for line in _stage_call(pipeline, number, stage, home[number])]
-    lines += ["    ),", f"    axes={literal(program.axes)},", f"    sizes={literal(program.axis_sizes)},"]
+    lines += ["    ),", *_meshes(pipeline)]
     if len(pipeline.tied) == 1:
         lines.append(f"    tied={literal(pipeline.tied)},")
     elif pipeline.tied:
         lines += ["    tied=(", *(f"        {literal(entry)}," for entry in pipeline.tied), "    ),"]
     return "\n".join([*lines, ")", ""])
+
+
+def _meshes(pipeline: PipelineProgram) -> list[str]:
+    """One mesh for all positions, or a line for each; first_ranks where they are not in position order."""
+    axes, sizes = pipeline.meshes[0]
+    firsts = tiled(pipeline.ranks_per_position, pipeline.first_ranks)
+    if len(set(pipeline.meshes)) == 1:
+        lines = [f"    axes={literal(axes)},", f"    sizes={literal(sizes)},"]
+    else:
+        each = zip(pipeline.meshes, pipeline.ranks_per_position, firsts, strict=True)
+        rows = [f"        {literal(mesh)},  # {_ranks_text(first, count)}" for mesh, count, first in each]
+        lines = ["    meshes=(", *rows, "    ),"]
+    if firsts != tiled(pipeline.ranks_per_position):
+        lines.append(f"    first_ranks={literal(firsts)},")
+    return lines
+
+
+def _ranks_text(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
 def _stage_call(pipeline: PipelineProgram, number: int, stage: PipelineStage, file: _File) -> list[str]:

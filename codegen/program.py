@@ -7,9 +7,12 @@ calls, reshards, and (in the root) loops over layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
+
+from codegen.runtime.positions import tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ class Program:
     @property
     def mesh_text(self) -> str:
         """`dp2 x tp2`, or `one rank`."""
-        return _mesh_text(self.axes, self.axis_sizes)
+        return axes_text(self.axes, self.axis_sizes) or "one rank"
 
     @property
     def num_ranks(self) -> int:
@@ -205,9 +208,11 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class PipelineProgram:
-    """Stages in model order, with equal meshes; position i's ranks come after those of position i - 1.
+    """Stages in model order; stages at one position have one mesh, whose ranks are consecutive.
 
-    tied: (parameter, stages that hold a copy). schedule: one line of actions per position.
+    tied: (parameter, stages that hold a copy). schedule: one line of actions per position. first_ranks: the first rank
+    of each position; empty if they come in position order. Raises ValueError for stages of one position with two
+    meshes, and for positions that share ranks or leave some out.
     """
 
     name: str
@@ -215,6 +220,15 @@ class PipelineProgram:
     tied: tuple[tuple[str, tuple[int, ...]], ...]
     schedule_name: str
     schedule: tuple[str, ...]
+    first_ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        meshes = self.meshes
+        for stage in self.stages:
+            own, other = (stage.program.axes, stage.program.axis_sizes), meshes[stage.position]
+            if own != other:
+                raise ValueError(f"stages of position {stage.position} have meshes {own} and {other}")
+        tiled(self.ranks_per_position, self.first_ranks)
 
     @property
     def any(self) -> Program:
@@ -231,13 +245,31 @@ class PipelineProgram:
         return max(stage.position for stage in self.stages) + 1
 
     @property
+    def meshes(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        """Axes and their sizes of each position."""
+        found = {stage.position: (stage.program.axes, stage.program.axis_sizes) for stage in self.stages}
+        return tuple(found[position] for position in range(self.num_positions))
+
+    @property
+    def ranks_per_position(self) -> tuple[int, ...]:
+        return tuple(math.prod(sizes) for _, sizes in self.meshes)
+
+    @property
     def num_ranks(self) -> int:
-        return self.num_positions * self.any.num_ranks
+        return sum(self.ranks_per_position)
 
     @property
     def mesh_text(self) -> str:
-        """`pp2 x dp2 x tp2`."""
-        return _mesh_text(("pp", *self.any.axes), (self.num_positions, *self.any.axis_sizes))
+        """`pp2 x dp2 x tp2`; see `positions_text`."""
+        return positions_text(self.meshes)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(position, rank within its mesh)."""
+        counts = self.ranks_per_position
+        for position, first in enumerate(tiled(counts, self.first_ranks)):
+            if first <= rank < first + counts[position]:
+                return position, rank - first
+        raise ValueError(f"the pipeline has ranks 0 to {self.num_ranks - 1}, got {rank}")
 
     @property
     def inputs(self) -> Mapping[str, Spec]:
@@ -259,5 +291,18 @@ class PipelineProgram:
         return tuple(n for n in later if name in self.stages[n].program.receives and self.source(n, name) == stage)
 
 
-def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
-    return " x ".join(f"{a}{n}" for a, n in zip(axes, sizes, strict=True)) or "one rank"
+def axes_text(axes: Sequence[str], sizes: Sequence[int]) -> str:
+    """`dp2 x tp4`: axes of one rank are left out; empty if none is left."""
+    return " x ".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True) if size > 1)
+
+
+def positions_text(meshes: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
+    """(axes, sizes) of every pipeline position -> `pp2 x dp2 x tp2`.
+
+    Unequal ones one after the other, equal neighbours together: `pp3 (2 of dp2 x tp4, single)`.
+    """
+    texts = [axes_text(axes, sizes) for axes, sizes in meshes]
+    if len(set(texts)) == 1:
+        return " x ".join(filter(None, (f"pp{len(texts)}", texts[0])))
+    runs = [(text or "single", len(list(equal))) for text, equal in groupby(texts)]
+    return f"pp{len(texts)} ({', '.join(f'{count} of {text}' if count > 1 else text for text, count in runs)})"

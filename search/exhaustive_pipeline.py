@@ -86,7 +86,7 @@ def _pipelines(problem: PipelineProblem) -> Iterator[tuple[Span, ...]]:
             for cut in itertools.combinations(range(1, num_blocks), p - 1):
                 bounds = (0, *cut, num_blocks)
                 spans = tuple((bounds[i], bounds[i + 1] - 1, submeshes[i]) for i in range(p))
-                if all(_alike(spans, tie.first, tie.second) for tie in problem.tied):
+                if all(_alike(spans, tie.first, tie.second) for tie in problem.tied if tie.alike):
                     yield spans
 
 

@@ -13,7 +13,8 @@ on submesh h_s and takes x_s,c,j blocks of class c with point j. With m micro-ba
         sum_j x_s,c,j = number of its blocks of class c,    x whole
         sum x (fixed_j + F(p, s) micro_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
         points of one class from one family, if asked
-    and sum_s devices(h_s) = devices of the group (or <=), tied blocks in one stage or on submeshes of one name.
+    and sum_s devices(h_s) = devices of the group (or <=), tied blocks in one stage or, if asked, on submeshes of one
+    name.
 
 F(p, s) is the number of micro-batches in flight: min(m, p - s) for 1F1B. One crossing of a border takes
 transfer_seconds x border_bytes; a micro-batch crosses it forward and backward, so a border adds twice that to the fill
@@ -180,10 +181,11 @@ def _placements(problem: PipelineProblem) -> Iterator[Mask]:
     def root(block: int) -> int:
         return block if parent[block] == block else root(parent[block])
 
-    for tie in problem.tied:
+    ties = [tie for tie in problem.tied if tie.alike]
+    for tie in ties:
         parent[root(tie.first)] = root(tie.second)
     sets: dict[int, set[int]] = {}
-    for tie in problem.tied:
+    for tie in ties:
         sets.setdefault(root(tie.first), set()).update((tie.first, tie.second))
     free = np.array(
         [[bool(problem.points.get((kind, s.name))) for kind in problem.blocks] for s in problem.submeshes],

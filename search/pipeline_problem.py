@@ -71,14 +71,15 @@ class Submesh:
 class Tied:
     """Two blocks that share a parameter.
 
-    In different stages they must be on submeshes of one name; the stage of ``second`` then holds ``fixed_bytes`` more
-    and both stages take ``step_seconds`` more per step (the sum of the two gradients).
+    In different stages the stage of ``second`` holds ``fixed_bytes`` more, and both stages take ``step_seconds`` more
+    per step (the sum of the two gradients); with ``alike`` they must be on submeshes of one name.
     """
 
     first: int
     second: int
     fixed_bytes: float
     step_seconds: float
+    alike: bool = True
 
     def __post_init__(self) -> None:
         if self.first == self.second or min(self.fixed_bytes, self.step_seconds) < 0:

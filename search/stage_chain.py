@@ -7,7 +7,7 @@ stages use u_k devices of group k. Backwards, so that the stage number, and with
 known. g and h' matter only where transfers keep stages busy (``Chain.neighbours``). With one submesh there is one u
 per i. The same program with max in place of + gives the least bottleneck.
 
-Shape legend: N blocks, L the longest stage.
+Shape legend: N blocks, L the longest stage, U device counts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,24 @@ Kind = tuple[int, int, int]
 """Submesh numbers of the stage before (-1: none or irrelevant), of the stage, and of the stage after it."""
 
 Used = tuple[int, ...]
-State = tuple[Used, int, int]
+State = tuple[int, int]
+"""Submesh numbers of the stage before (-1: none or irrelevant) and of the stage."""
+
 Tables = Mapping[Kind, Array]
 Library = dict[tuple[int, Kind], StageCosts]
-Choice = tuple[Indices, Indices, list[State]]
-"""Per first block the stage's length and the number of the next stage's state, and those states."""
+
+MOST_NUMBERS = 1 << 20
+"""Of one intermediate array."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What attains V_i of one state. length, after [U, N]: of the stage, by device count and first block, and the next
+    stage's submesh; source [U]: the next stage's device count. Counts are entries of ``Chain.layers``."""
+
+    length: Indices
+    after: Indices
+    source: Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,7 @@ class Chain:
         for submesh in problem.submeshes:
             self.devices.append(tuple(submesh.num_devices * (group == submesh.group) for group in self.groups))
         self.layers = self._reachable()
+        self.moves = self._moves()
         end = np.arange(self.num_blocks)[:, None] + np.arange(1, self.longest + 1)[None, :]
         self.end = np.minimum(end, self.num_blocks)
         ends = range(-1, len(problem.submeshes))
@@ -85,7 +99,23 @@ class Chain:
             crossing = outside[self.end] > outside[: self.num_blocks, None]
             self.forbidden[kind] = (cost.shape_of < 0) | (end > self.num_blocks) | crossing
 
-    def _reachable(self) -> list[set[Used]]:
+    def _moves(self) -> list[list[tuple[Indices, Indices]]]:
+        """Per i and submesh, which entries of layers[i] use it for stage i, and the entries of layers[i + 1] that the
+        other stages then use."""
+        found = []
+        for own, following in itertools.pairwise(self.layers):
+            number = {used: row for row, used in enumerate(following)}
+            pairs: list[list[tuple[int, int]]] = [[] for _ in self.devices]
+            for h, more in enumerate(self.devices):
+                for row, used in enumerate(own):
+                    rest = tuple(u - m for u, m in zip(used, more, strict=True))
+                    if rest in number:
+                        pairs[h].append((row, number[rest]))
+            arrays = [np.array(each, dtype=np.int64).reshape(-1, 2).T for each in pairs]
+            found.append([(rows, sources) for rows, sources in arrays])
+        return found
+
+    def _reachable(self) -> list[list[Used]]:
         """Per i: the device counts that stages i ... p - 1 may use so that stages 0 ... i - 1 can use the others."""
         total = tuple(self.problem.groups.values())
         sums: list[set[Used]] = [{(0,) * len(total)}]
@@ -99,7 +129,7 @@ class Chain:
             pairs = itertools.product(kept[-1], self.devices)
             before = {tuple(u - m for u, m in zip(used, more, strict=True)) for used, more in pairs}
             kept.append(before & sums[i])
-        return kept
+        return [sorted(layer) for layer in kept]
 
     def _kinds(self) -> list[Kind]:
         every = range(len(self.problem.submeshes))
@@ -142,58 +172,69 @@ class Chain:
         width = self._width(tables)
         spread = {kind: self._spread(kind, table, width) for kind, table in tables.items()}
         every = range(len(self.problem.submeshes))
-        done = np.full(self.num_blocks + 1, np.inf)
-        done[-1] = 0.0
-        values: dict[State, Array] = {((0,) * len(self.groups), -1, -1): done}
+        done = np.full((1, self.num_blocks + 1), np.inf)
+        done[0, -1] = 0.0
+        values: dict[State, Array] = {(-1, -1): done}
         choices: list[dict[State, Choice]] = [{} for _ in range(self.num_stages)]
         for i in range(self.num_stages - 1, -1, -1):
-            sources: dict[State, list[State]] = {}
-            for state in values:
-                for h in every if state[1] < 0 else (state[1],):
-                    total = _add(state[0], self.devices[h])
-                    if total in self.layers[i]:
-                        for g in every if self.neighbours and i > 0 else (-1,):
-                            sources.setdefault((total, g, h), []).append(state)
-            before, values = values, {}
-            for target, states in sources.items():
-                values[target], choices[i][target] = self._best(i, target, states, before, spread, bottleneck)
-        start = min(values, key=lambda state: float(values[state][0]), default=None)
-        if start is None or not np.isfinite(values[start][0]):
-            return float("inf"), ()
-        return float(values[start][0]), self._trace(start, choices)
+            following, values = values, {}
+            for g, h in itertools.product(every if self.neighbours and i > 0 else (-1,), every):
+                found = self._best(i, g, h, following, spread, bottleneck)
+                if found is not None:
+                    values[g, h], choices[i][g, h] = found
+        best, state, row = float("inf"), (-1, -1), 0
+        for key, value in values.items():
+            least = int(value[:, 0].argmin())
+            if value[least, 0] < best:
+                best, state, row = float(value[least, 0]), key, least
+        return best, self._trace(state, row, choices) if np.isfinite(best) else ()
 
     def _best(
-        self,
-        i: int,
-        target: State,
-        states: list[State],
-        values: Mapping[State, Array],
-        spread: Tables,
-        bottleneck: bool,
-    ) -> tuple[Array, Choice]:
-        """V_i of one state [N + 1], and the length and the next state that attain it."""
-        _, g, h = target
-        result = np.full(self.num_blocks + 1, np.inf)
-        length = np.zeros(self.num_blocks, dtype=np.int64)
-        following = np.zeros(self.num_blocks, dtype=np.int64)
-        start = np.arange(self.num_blocks)
-        for number, state in enumerate(states):
-            kind = self.kind(g, h, state[2])
-            own = spread[kind][self.f_of[i]]
-            end = self.end[:, : own.shape[1]]
-            if bottleneck:
-                total = np.maximum(own, values[state][end])
-            else:
-                total = own + (values[state] + self._borders[h, state[2]])[end]
-            place = total.argmin(axis=1)
-            least = total[start, place]
-            if len(states) == 1:
-                result[:-1], length = least, place + 1
-                break
-            better = least < result[:-1]
-            result[:-1][better] = least[better]
-            length[better], following[better] = place[better] + 1, number
-        return result, (length, following, states)
+        self, i: int, g: int, h: int, values: Mapping[State, Array], spread: Tables, bottleneck: bool
+    ) -> tuple[Array, Choice] | None:
+        """V_i of all device counts [U, N + 1], and what attains it; None where no stage of this kind can be here."""
+        rows, sources = self.moves[i][h]
+        before = h if self.neighbours else -1
+        afters = [n for b, n in values if b in (before, -1)]
+        if not len(rows) or not afters:
+            return None
+        nexts = {n: values[before if n >= 0 else -1, n][sources] for n in afters}
+        if not bottleneck:
+            nexts = {n: value + self._borders[h, n] for n, value in nexts.items()}
+        shape = len(self.layers[i]), self.num_blocks
+        result = np.full((shape[0], shape[1] + 1), np.inf)
+        choice = Choice(np.zeros(shape, dtype=np.int64), np.full(shape, -1), np.zeros(shape[0], dtype=np.int64))
+        choice.source[rows] = sources
+        if self.neighbours:
+            for n, value in nexts.items():
+                least, length = self._shortest(spread[g, h, n][self.f_of[i]], value, bottleneck)
+                better = least < result[rows, :-1]
+                at = np.nonzero(better)
+                where = rows[at[0]], at[1]
+                result[where], choice.length[where], choice.after[where] = least[at], length[at], n
+            return result, choice
+        stacked = np.stack(list(nexts.values()))
+        nearest = stacked.argmin(axis=0)
+        least, length = self._shortest(spread[-1, h, -1][self.f_of[i]], stacked.min(axis=0), bottleneck)
+        result[rows, :-1], choice.length[rows] = least, length
+        end = np.minimum(np.arange(self.num_blocks) + length, self.num_blocks)
+        choice.after[rows] = np.array(afters)[np.take_along_axis(nearest, end, axis=1)]
+        return result, choice
+
+    def _shortest(self, own: Array, following: Array, bottleneck: bool) -> tuple[Array, Indices]:
+        """Of stages with costs `own` [N, L], each followed by `following` [R, N + 1]: the best cost and length
+        [R, N]."""
+        end = self.end[:, : own.shape[1]]
+        least, length = np.empty(shape := (len(following), self.num_blocks)), np.empty(shape, dtype=np.int64)
+        step = max(MOST_NUMBERS // end.size, 1)
+        for first in range(0, len(following), step):
+            rows = slice(first, first + step)
+            total = following[rows][:, end]
+            np.maximum(own, total, out=total) if bottleneck else np.add(own, total, out=total)
+            place = total.argmin(axis=2)
+            least[rows] = np.take_along_axis(total, place[:, :, None], axis=2)[:, :, 0]
+            length[rows] = place + 1
+        return least, length
 
     def _spread(self, kind: Kind, table: Array, width: int) -> Array:
         """[F, N, width] costs by first block and length."""
@@ -216,18 +257,17 @@ class Chain:
                 longest = max(longest, int(lengths.max(initial=0)) + 1)
         return longest
 
-    def _trace(self, state: State, choices: list[dict[State, Choice]]) -> tuple[Cut, ...]:
-        """The path from block 0 in a state of stage 0."""
+    def _trace(self, state: State, row: int, choices: list[dict[State, Choice]]) -> tuple[Cut, ...]:
+        """The path from block 0 in a state of stage 0 and a device count."""
         cuts: list[Cut] = []
         start = 0
         for i in range(self.num_stages):
-            length, following, states = choices[i][state]
-            end = start + int(length[start])
-            after = states[int(following[start])]
-            kind = self.kind(state[1], state[2], after[2])
+            choice, (g, h) = choices[i][state], state
+            end, after = start + int(choice.length[row, start]), int(choice.after[row, start])
+            kind = self.kind(g, h, after)
             shape = int(self.costs[kind].shape_of[start, end - start - 1])
-            cuts.append(Cut(start, end, state[2], kind, int(self.f_of[i]), shape))
-            start, state = end, after
+            cuts.append(Cut(start, end, h, kind, int(self.f_of[i]), shape))
+            start, row, state = end, int(choice.source[row]), (h if self.neighbours else -1, after)
         return tuple(cuts)
 
 

@@ -19,7 +19,7 @@ from autopar.planner import search_plans
 from autopar.predict import predict
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
-from autopar.request import Candidate, Request, pricer_for
+from autopar.request import Candidate, Request, pricer_for, unequal_of
 from autopar.units import bytes_text, seconds_text
 
 POLISH_ONLY = 0
@@ -61,7 +61,7 @@ class _Questions:
         asked = list(other_decisions(self.request, plan, num_blocks))
         what_ifs = [w for c in conditions(self.request) if (w := self.what_if(best, c)) is not None]
         alternatives = [a for d in asked if (a := self.alternative(plan, d)) is not None]
-        capacity = float(self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes)
+        capacity = float(self.request.capacity_bytes(plan.fullest_group))
         return Explanation(
             plan,
             capacity,
@@ -106,7 +106,7 @@ class _Questions:
         return Alternative(name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan))
 
     def _refusal(self, error: AutoparError) -> str:
-        capacity = self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes
+        capacity = self.request.capacity_bytes()
         if isinstance(error, InfeasibleError) and error.needed_bytes is not None:
             excess = bytes_text(max(error.needed_bytes - capacity, 0))
             return f"does not fit: it needs {bytes_text(error.needed_bytes)} per rank, {excess} more than there is"
@@ -119,7 +119,8 @@ def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:
         return None
     plan = best.plan
     pricer = pricer_for(condition.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    return predict(best.graph, best.operators, pricer, best.choices, plan.pipeline).step_seconds
+    unequal = unequal_of(condition.request, plan)
+    return predict(best.graph, best.operators, pricer, best.choices, plan.pipeline, unequal).step_seconds
 
 
 def _difference(plan: Plan, best: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -71,8 +72,10 @@ def _header(compiled: CompiledProgram) -> RenderableType:
 
 
 def _axes_text(compiled: CompiledProgram) -> str:
-    mesh, cluster, positions = compiled.plan.mesh, compiled.cluster, compiled.plan.pipeline.num_positions
-    parts = []
+    if compiled.plan.pipeline.seats:
+        return _seats_text(compiled)
+    mesh, positions = compiled.plan.mesh, compiled.plan.pipeline.num_positions
+    cluster, parts = compiled.cluster.groups[0], []
     if positions > 1:
         spans = mesh.num_ranks * positions > cluster.devices_per_node
         parts.append(f"pp = {positions} positions {'across nodes' if spans else 'inside a node'}")
@@ -82,12 +85,23 @@ def _axes_text(compiled: CompiledProgram) -> str:
     return ", ".join(parts) or "one rank"
 
 
+def _seats_text(compiled: CompiledProgram) -> str:
+    """`positions 0-1: dp2 x tp4 of 8 a100-80g; position 2: dp4 of 4 l4`."""
+    parts, first = [], 0
+    for seat, run in itertools.groupby(compiled.plan.seats):
+        last = first + len(list(run)) - 1
+        numbers = f"position {first}" if first == last else f"positions {first}-{last}"
+        parts.append(f"{numbers}: {seat.mesh} of {compiled.cluster.groups[seat.group]}")
+        first = last + 1
+    return "; ".join(parts)
+
+
 def _batch_text(compiled: CompiledProgram) -> str:
     plan = compiled.plan
-    rows = plan.global_batch_size // plan.num_micro_batches // plan.mesh.num_data_ranks
-    count = plan.num_micro_batches
+    whole, count = plan.global_batch_size // plan.num_micro_batches, plan.num_micro_batches
+    rows = sorted({whole // seat.mesh.num_data_ranks for seat in plan.seats})
     noun = "micro-batch" if count == 1 else "micro-batches"
-    return f"{plan.global_batch_size} rows a step: {count} {noun} of {rows} rows per dp rank"
+    return f"{plan.global_batch_size} rows a step: {count} {noun} of {' or '.join(map(str, rows))} rows per dp rank"
 
 
 def _prediction_text(compiled: CompiledProgram) -> str:
@@ -100,7 +114,7 @@ def _prediction_text(compiled: CompiledProgram) -> str:
 def capacity_bytes(compiled: CompiledProgram) -> int:
     """What a rank may use: the user's budget, or the device's memory."""
     budget = compiled.request.constraints.memory_bytes if compiled.request else None
-    return budget or compiled.cluster.device.memory_bytes
+    return budget or compiled.cluster.groups[compiled.plan.fullest_group].device.memory_bytes
 
 
 def _sharding(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.block_costs import HIDDEN
 from autopar.errors import PlanError
 from autopar.predict import simulate_plan
-from autopar.request import pricer_for
+from autopar.request import pricer_for, unequal_of
 from autopar.stage_costs import Simulated
 from cost_models.schedule import chrome_trace
 
@@ -24,7 +24,8 @@ def simulation_of(compiled: CompiledProgram) -> Simulated:
         raise PlanError("the program came from another process, without what it was planned for")
     plan, best = compiled.plan, compiled.best
     pricer = pricer_for(compiled.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    return simulate_plan(best.graph, best.operators, pricer, best.choices, plan.pipeline)
+    unequal = unequal_of(compiled.request, plan)
+    return simulate_plan(best.graph, best.operators, pricer, best.choices, plan.pipeline, unequal)
 
 
 def trace_of(simulated: Simulated) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .flat import Entry
+from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Param, runs
 from .step import Step
@@ -85,9 +85,9 @@ def _wait(step: Step) -> None:
 
 
 def _write(step: Step, directory: Path) -> None:
-    pieces = list(_model_pieces(step))
+    pieces = list(_model_pieces(step, with_copies=False))
     plain: dict[str, Any] = {}
-    for entry, parameter in _optimized(step):
+    for entry, parameter in _optimized(step, with_copies=False):
         for key, value in step.optimizer.state.get(parameter, {}).items():
             name = f"{_OPTIMIZER}{entry.slot.name}.{key}"
             if not isinstance(value, Tensor):
@@ -113,12 +113,12 @@ def load(step: Step, directory: str | Path) -> None:
     if not directory.exists() and _moved_aside(directory).exists():
         directory = _moved_aside(directory)
     metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
-    pieces = list(_model_pieces(step))
+    pieces = list(_model_pieces(step, with_copies=True))
     plain: dict[str, Any] = {_GROUPS: None, _PROGRESS: None}
     copies: list[tuple[Tensor, Tensor]] = []
     step.optimizer.state.clear()
     saved = _saved_optimizer_state(metadata)
-    for entry, parameter in _optimized(step):
+    for entry, parameter in _optimized(step, with_copies=True):
         state: dict[str, Tensor] = {}
         for key, stored in saved.get(entry.slot.name, {}).items():
             name = f"{_OPTIMIZER}{entry.slot.name}.{key}"
@@ -197,18 +197,26 @@ def _cuts(held: list[tuple[int, int, int]], offset: int, size: int) -> list[tupl
     return found
 
 
-def _model_pieces(step: Step) -> Iterator[Piece]:
-    for _, entry in step.entries():
+def _model_pieces(step: Step, with_copies: bool) -> Iterator[Piece]:
+    """with_copies: also of what an earlier stage of the pipeline has too, on a mesh that may be cut otherwise."""
+    for _, entry in _entries(step, with_copies):
         if entry.stored is not None:
             yield from pieces_of(entry.slot.name, entry.slot.spec, step.mesh, entry.stored.detach().view(-1), entry.lo)
-    for name, spec, value in (slot for part in step.parts for slot in part.model.buffer_slots()):
-        # Those outside the state dict too, so that a checkpoint is all that a run needs to continue.
-        saved_name = name if spec.persistent else _NON_PERSISTENT + name
-        yield from pieces_of(saved_name, spec, step.mesh, value.view(-1))
+    for part in step.parts:
+        for name, spec, value in part.model.buffer_slots():
+            # Those outside the state dict too, so that a checkpoint is all that a run needs to continue.
+            saved_name = name if spec.persistent else _NON_PERSISTENT + name
+            if with_copies or name not in part.tied.copies:
+                yield from pieces_of(saved_name, spec, step.mesh, value.view(-1))
 
 
-def _optimized(step: Step) -> Iterator[tuple[Entry, nn.Parameter]]:
-    for bucket, entry in step.entries():
+def _entries(step: Step, with_copies: bool) -> Iterator[tuple[Bucket, Entry]]:
+    for part in step.parts:
+        yield from (each for each in part.entries() if with_copies or each[1].slot.name not in part.tied.copies)
+
+
+def _optimized(step: Step, with_copies: bool) -> Iterator[tuple[Entry, nn.Parameter]]:
+    for bucket, entry in _entries(step, with_copies):
         if bucket.key.requires_grad and entry.stored is not None:
             yield entry, entry.stored
 

@@ -306,3 +306,9 @@ class Bucket:
         """Set the masters of one entry from its tensor in local shape; call `start_publish` after the last."""
         if entry.stored is not None:
             entry.stored.data.view(-1).copy_(local.reshape(-1)[entry.lo : entry.hi])
+
+    def set_gradient(self, entry: Entry, local: Tensor) -> None:
+        """Set this rank's range of one entry's gradient from its tensor in local shape."""
+        if entry.hi > entry.lo:
+            own = self.gradient.narrow(0, entry.start + entry.lo - self.offset, entry.hi - entry.lo)
+            own.copy_(local.reshape(-1)[entry.lo : entry.hi])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import collectives, reshard
 from .collectives import Group, Work
+from .positions import tiled
 
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
@@ -222,30 +223,32 @@ class Mesh:
         shapes: Sequence[Shape],
         device: torch.device | str = "cpu",
         *,
+        first_ranks: Sequence[int] | None = None,
         joints: Sequence[Collection[tuple[str, ...]]] = (),
         timeout: timedelta | None = None,
     ) -> Mesh:
-        """The one of several meshes that this process belongs to; each is over as many processes as follow the last's.
+        """The one of several meshes that this process belongs to; each is over consecutive processes.
 
-        shapes: axes and sizes of each. joints: for each, what `joint` may be asked for. timeout: of its collectives;
-        torch's default if None. Every process must call it with equal arguments, since torch wants all groups made by
-        all. Raises ValueError if the number of processes is another.
+        shapes: axes and sizes of each. first_ranks: where each begins, if not where the last ends. joints: for each,
+        what `joint` may be asked for. timeout: of its collectives; torch's default if None. Every process must call it
+        with equal arguments, since torch wants all groups made by all. Raises ValueError if the number of processes is
+        another.
         """
-        everyone, first, found = _everyone(), 0, None
-        for index, (axes, sizes) in enumerate(shapes):
+        everyone, found = _everyone(), None
+        counts = [math.prod(sizes) for _, sizes in shapes]
+        for index, ((axes, sizes), first) in enumerate(zip(shapes, tiled(counts, first_ranks), strict=True)):
             device = _checked(axes, sizes, device)
             wanted = [axes, *((name,) for name in axes), *(joints[index] if joints else ())]
             keys = dict.fromkeys(_sizable(axes, sizes, names) for names in wanted)
             made = {key: _axis_of(axes, sizes, key, first, everyone, timeout) for key in keys}
-            if first <= everyone.rank < first + math.prod(sizes):
+            if first <= everyone.rank < first + counts[index]:
                 whole = made[_sizable(axes, sizes, axes)]
                 world = Axis("world", whole.size, whole.rank, whole.group)
                 built = tuple(made[name,] if (name,) in made else Axis(name) for name in axes)
                 found = cls(built, world, device, everyone=everyone, first_rank=first, timeout=timeout)
                 found._joint.update({key: axis for key, axis in made.items() if len(key) > 1})
-            first += math.prod(sizes)
-        if found is None or first != everyone.size:
-            raise ValueError(f"the meshes are over {first} processes together, but {everyone.size} run")
+        if found is None or sum(counts) != everyone.size:
+            raise ValueError(f"the meshes are over {sum(counts)} processes together, but {everyone.size} run")
         return found
 
     def finish(self) -> None:

@@ -27,7 +27,7 @@ class Tied:
     """Parameters of this module that other stages hold too.
 
     aliases: further names that any of the stages gives it, for each. copies: those of which an earlier stage has the
-    copy that counts (in the gradient's norm, when saving).
+    copy that counts (in the gradient's norm, when saving), and such buffers.
     """
 
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from .flat import key_of
 from .mesh import Mesh, Shape
 from .parameters import Module, Param
 from .part import Tied
+from .positions import tiled
 from .recompute import Mode
 from .transfer import Edge, Place, plan_copies
 
@@ -61,9 +63,10 @@ class Pipeline:
     """Stages in model order, on positions that own consecutive processes.
 
     axes, sizes: of every position's mesh; meshes: one (axes, sizes) per position where they differ. tied: (name of a
-    parameter, stages that hold a copy of it). A tensor comes from the latest earlier stage that sends its name. Raises
-    ValueError for one that is received and not sent before, for two holders of a parameter that is not tied, and for
-    tied weights that do not lie alike on equal meshes.
+    parameter, stages that hold a copy of it). first_ranks: the first process of each position, if not in position
+    order. A tensor comes from the latest earlier stage that sends its name. Raises ValueError for one that is received
+    and not sent before, for two holders of a parameter that is not tied, for tied weights with different layouts, and
+    for positions that share processes or leave some out.
     """
 
     stages: tuple[Stage, ...]
@@ -71,6 +74,7 @@ class Pipeline:
     sizes: tuple[int, ...] = ()
     meshes: tuple[Shape, ...] | None = None
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    first_ranks: tuple[int, ...] | None = None
     places: tuple[Place, ...] = field(init=False)
     """The mesh of each position."""
 
@@ -81,8 +85,8 @@ class Pipeline:
         shapes = self.meshes or ((self.axes, self.sizes),) * count
         if len(shapes) != count:
             raise ValueError(f"{len(shapes)} meshes for {count} positions")
-        firsts = itertools.accumulate((math.prod(sizes) for _, sizes in shapes), initial=0)
-        places = tuple(Place(axes, sizes, first) for (axes, sizes), first in zip(shapes, firsts, strict=False))
+        firsts = tiled([math.prod(sizes) for _, sizes in shapes], self.first_ranks)
+        places = tuple(Place(axes, sizes, first) for (axes, sizes), first in zip(shapes, firsts, strict=True))
         object.__setattr__(self, "places", places)
         self._check_names()
         self._check_tied()
@@ -124,8 +128,9 @@ class Pipeline:
             )
         joints = [{self._others(spec, place) for spec in self._specs_at(i)} for i, place in enumerate(self.places)]
         shapes = [(place.axes, place.sizes) for place in self.places]
+        firsts = [place.first_rank for place in self.places]
         ordered = [sorted(each) for each in joints]
-        return Mesh.create_position(shapes, device, joints=ordered, timeout=timeout)
+        return Mesh.create_position(shapes, device, first_ranks=firsts, joints=ordered, timeout=timeout)
 
     def _specs_at(self, position: int) -> Iterator[Param]:
         for stage in self.stages:
@@ -179,26 +184,49 @@ class Pipeline:
     # Tied weights -----------------------------------------------------------------------------------------------------
 
     def tied_in(self, stage: int) -> Tied:
-        """Which parameters of a stage others hold too."""
+        """Which parameters of a stage others hold too, and what earlier ones have (of root buffers too)."""
         own = [(name, stages) for name, stages in self.tied if stage in stages]
         aliases = {}
         for name, stages in own:
             tables = ((each, names) for other in stages for each, _, names in self.stages[other].parameters())
             aliases[name] = tuple(dict.fromkeys(alias for each, names in tables if each == name for alias in names))
-        return Tied(aliases, frozenset(name for name, stages in own if min(stages) != stage))
+        copies = {name for name, stages in own if min(stages) != stage}
+        before = {name for earlier in self.stages[:stage] for name in earlier.program.BUFFERS}
+        return Tied(aliases, frozenset(copies | before.intersection(self.stages[stage].program.BUFFERS)))
+
+    def exchanges(self, name: str, stages: tuple[int, ...]) -> tuple[Edge, ...]:
+        """A tied weight's gradient, from every position that has it to each other; none where their meshes are equal.
+
+        An edge's source and target are the first stages there.
+        """
+        first_stages = {self.place(stage): stage for stage in sorted(stages, reverse=True)}
+        places = sorted(first_stages, key=first_stages.__getitem__)
+        spec = self._parameter(stages[0], name)
+        if len({place.shape for place in places}) == 1:
+            return ()
+        cut: dict[str, Any] = {axis: text for axis, text in spec.placements.items() if text.startswith("S")}
+        held = Param(spec.shape, **cut)
+        dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
+        return tuple(
+            Edge(name, first_stages[a], first_stages[b], held, held, dtype, plan_copies(held, a, held, b), ())
+            for a, b in itertools.permutations(places, 2)
+        )
+
+    def _parameter(self, stage: int, name: str) -> Param:
+        found = [spec for each, spec, _ in self.stages[stage].parameters() if each == name]
+        if not found:
+            raise ValueError(f"{name} is tied, but stage {stage} has no parameter of that name")
+        return found[0]
 
     def _check_tied(self) -> None:
         for name, stages in self.tied:
             copies = []
             for stage in stages:
-                specs = [spec for each, spec, _ in self.stages[stage].parameters() if each == name]
-                if not specs:
-                    raise ValueError(f"{name} is tied, but stage {stage} has no parameter of that name")
-                place, spec = self.place(stage), specs[0]
+                spec = self._parameter(stage, name)
                 layout = (spec.shape, dict(spec.placements), spec.zero, spec.zero_axis, spec.dtype, spec.requires_grad)
-                copies.append((place.axes, place.sizes, layout))
+                copies.append(layout)
             if any(copy != copies[0] for copy in copies):
-                raise ValueError(f"the copies of {name} in stages {stages} must lie alike on equal meshes")
+                raise ValueError(f"the copies of {name} in stages {stages} must lie alike on their meshes")
 
     # For checks -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ pipeline. Where they are split, everything adds up from zero. After the last lin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,41 @@ class _Tie:
             bucket.gradient.copy_(total)
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A tied weight of this rank whose copies lie on unequal meshes.
+
+    buckets: its copies here. stage: the first stage here that has it. edges: from and to its other positions.
+    incoming: what this rank gets.
+    """
+
+    buckets: tuple[Bucket, ...]
+    stage: int
+    edges: tuple[Edge, ...]
+    incoming: Mapping[int, Sequence[Message]]
+
+    def sum_gradients(self, mesh: Mesh, directions: Directions) -> None:
+        """In the order of the stages, so that all copies stay equal."""
+        here = self.buckets[0].gradient
+        for bucket in self.buckets[1:]:
+            here.add_(bucket.gradient)
+        parts = {self.stage: self.buckets[0].whole(here)[0]}
+        mail = Mail(mesh, directions, self.incoming)
+        for edge in self.edges:
+            if edge.source == self.stage:
+                mail.send(Parcel(edge, 0), parts[self.stage])
+        for edge in self.edges:
+            if edge.target == self.stage:
+                parts[edge.source] = mail.receive(Parcel(edge, 0))
+        first, *others = (parts[stage] for stage in sorted(parts))
+        total = first.clone()
+        for part in others:
+            total.add_(part)
+        mail.finish()
+        for bucket in self.buckets:
+            bucket.set_gradient(bucket.entries[0], total)
+
+
 class PipelineCourse:
     """The stages of this rank and how they train; `Step` is the rest.
 
@@ -120,7 +155,7 @@ class PipelineCourse:
             if position == self._position
         }
         self.parts = tuple(stage.part for stage in self._stages.values())
-        self._ties = self._make_ties()
+        self._ties, self._exchanges = self._make_ties()
         self._rows_are_known = False
         self._learn_dtype()
         self._directions = Directions.create(mesh)
@@ -128,7 +163,8 @@ class PipelineCourse:
         self._evaluation = forward_only(self._lines)
         self._incoming_evaluation = self._plan(self._evaluation)
         if mesh.device.type == "cuda":
-            copies = (copy for edge in self._edges for copy in (*edge.forward, *edge.backward))
+            edges = (*self._edges, *(edge for tied in pipeline.tied for edge in pipeline.exchanges(*tied)))
+            copies = (copy for edge in edges for copy in (*edge.forward, *edge.backward))
             pairs = ((copy.source, copy.target) for copy in copies if copy.source != copy.target)
             self._directions.connect(pairs, self._rank, mesh.device)
 
@@ -151,21 +187,28 @@ class PipelineCourse:
             deferred,
         )
 
-    def _make_ties(self) -> list[_Tie]:
+    def _make_ties(self) -> tuple[list[_Tie], list[_Exchange]]:
         """Every process makes every group, as torch requires."""
         groups: dict[tuple[int, ...], Group] = {}
-        ties = []
+        ties, exchanges = [], []
         for name, stages in self.pipeline.tied:
             firsts = sorted({self.pipeline.place(number).first_rank for number in stages})
-            own = [self._stages[number].part for number in stages if number in self._stages]
-            held = [(bucket, entry) for part in own for bucket, entry in part.entries() if entry.slot.name == name]
+            own = [number for number in stages if number in self._stages]
+            entries = (each for number in own for each in self._stages[number].part.entries())
+            held = tuple(bucket for bucket, entry in entries if entry.slot.name == name and bucket.key.requires_grad)
+            edges = self.pipeline.exchanges(name, stages)
+            if edges:
+                if held:
+                    incoming = self._expected(Parcel(edge, 0) for edge in edges)
+                    exchanges.append(_Exchange(held, min(own), edges, incoming))
+                continue
             for index in range(self.pipeline.place(stages[0]).num_ranks):
                 ranks = tuple(first + index for first in firsts)
                 if len(ranks) > 1 and ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks), timeout=self.mesh.timeout)
-                if self._rank in ranks and held[0][0].key.requires_grad:
-                    ties.append(_Tie(tuple(bucket for bucket, _ in held), groups.get(ranks)))
-        return ties
+                if self._rank in ranks and held:
+                    ties.append(_Tie(held, groups.get(ranks)))
+        return ties, exchanges
 
     def _agree(self, schedule: Sequence[str]) -> None:
         if self.mesh.everyone.size == 1:
@@ -188,12 +231,14 @@ class PipelineCourse:
 
     def _plan(self, lines: Lines) -> dict[int, list[Message]]:
         """What this rank gets from each other, in the order in which it is sent."""
+        return self._expected(parcel for action in itertools.chain(*lines) for parcel in self._makes(action))
+
+    def _expected(self, parcels: Iterable[Parcel]) -> dict[int, list[Message]]:
         incoming: dict[int, list[Message]] = {}
-        for action in itertools.chain(*lines):
-            for parcel in self._makes(action):
-                for copy in parcel.copies:
-                    if copy.target == self._rank != copy.source:
-                        incoming.setdefault(copy.source, []).append((parcel, copy))
+        for parcel in parcels:
+            for copy in parcel.copies:
+                if copy.target == self._rank != copy.source:
+                    incoming.setdefault(copy.source, []).append((parcel, copy))
         return incoming
 
     def _makes(self, action: Action) -> list[Parcel]:
@@ -226,6 +271,8 @@ class PipelineCourse:
         losses = self._run(self._lines[self._position], self._incoming)
         for tie in self._ties:
             tie.sum_gradients()
+        for exchange in self._exchanges:
+            exchange.sum_gradients(self.mesh, self._directions)
         self._learn_rows()
         return self._share(losses)
 
@@ -348,9 +395,7 @@ class PipelineCourse:
         self.rng.micro_batch_rows = int(rows.item())
         self._rows_are_known = True
 
-    def read(
-        self, what: Literal["gradients", "state"], rank0_only: bool
-    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def read(self, what: Literal["gradients", "state"], rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Whole tensors of all stages by their names, on every rank or on rank 0. Collective."""
         for number in range(len(self.pipeline.stages)):
             first = self.pipeline.place(number).first_rank

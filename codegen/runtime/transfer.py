@@ -39,6 +39,11 @@ class Place:
         return math.prod(self.sizes)
 
     @property
+    def shape(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes that have more than one rank: equal for meshes on which all lies alike."""
+        return tuple((name, size) for name, size in zip(self.axes, self.sizes, strict=True) if size > 1)
+
+    @property
     def ranks(self) -> range:
         """The processes of the mesh, in its order."""
         return range(self.first_rank, self.first_rank + self.num_ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,13 @@ from autopar.batch import local_batch
 from autopar.folder import copy_package
 from autopar.launch import run_ranks
 from autopar.lower import Staging, lower, lower_stages
+from autopar.mesh import Mesh
 from autopar.request import Candidate
 from autopar.trace import name_inputs
 from codegen.emit import emit_model
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline
-from codegen.program import PipelineProgram
+from codegen.program import PipelineProgram, positions_text
 from codegen.runtime.reference import SameDropout
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import tensors_of
@@ -127,6 +130,24 @@ def pipeline_of(
     return lower_stages(best.graph, best.operators, best.plan, best.choices, staged)
 
 
+def unequal_of(
+    name: str,
+    cut: tuple[int, ...],
+    sizes: tuple[tuple[int, int], ...],
+    first_ranks: tuple[int, ...] = (),
+    dropout: float = 0.0,
+    **mesh: int,
+) -> PipelineProgram:
+    """A stage per position, on (dp, tp) of that position's sizes."""
+    best = planned(name, 4, dropout, tuple((DP2_TP2 | mesh).items()))
+    lines = tuple(f"F{stage}.0 B{stage}.0" for stage in range(len(cut)))
+    staged = Staging(cut, tuple(range(len(cut))), "1f1b", lines)
+    plans = [replace(best.plan, mesh=Mesh(("dp", "tp"), each)) for each in sizes]
+    lowered = [lower_stages(best.graph, best.operators, plan, best.choices, staged) for plan in plans]
+    stages = tuple(pipeline.stages[position] for position, pipeline in enumerate(lowered))
+    return replace(lowered[0], stages=stages, first_ranks=first_ranks)
+
+
 def join(texts: Mapping[str, str]) -> str:
     return "\n".join(f"{'=' * 20} {name}\n{text}" for name, text in texts.items())
 
@@ -184,6 +205,67 @@ def test_a_position_reads_only_what_its_stages_read() -> None:
     assert [sorted(part) for part in parts] == [["input_ids", "labels"]] * 4 + [[]] * 4
     assert torch.equal(torch.cat((parts[0]["labels"], parts[2]["labels"])), one.inputs["labels"])
     assert pipeline.num_ranks == 8 and pipeline.mesh_text == "pp2 x dp2 x tp2"
+
+
+def test_positions_of_unequal_meshes() -> None:
+    one = example("gpt2", 4, 0.0)
+    pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)), (4, 0, 2))
+    assert pipeline.num_ranks == 8 and pipeline.mesh_text == "pp3 (dp2 x tp2, dp2, tp2)"
+    assert [pipeline.place(rank) for rank in (0, 1, 2, 3, 4, 7)] == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 3)]
+    with pytest.raises(ValueError, match="the pipeline has ranks 0 to 7, got 8"):
+        pipeline.place(8)
+    batch = name_inputs(one.model, one.inputs, None)
+    parts = [local_batch(pipeline, batch, rank) for rank in range(8)]
+    assert [sorted(part) for part in parts] == [[]] * 2 + [["labels"]] * 2 + [["input_ids"]] * 4
+    assert all(torch.equal(part["labels"], batch["labels"]) for part in parts[2:4])
+    halves = batch["input_ids"].chunk(2)
+    assert all(torch.equal(parts[rank]["input_ids"], halves[(rank - 4) // 2]) for rank in range(4, 8))
+    text = emit_pipeline(pipeline)["pipeline.py"]
+    meshes = """    meshes=(
+        (("dp", "tp"), (2, 2)),  # ranks 4 to 7
+        (("dp", "tp"), (2, 1)),  # ranks 0 to 1
+        (("dp", "tp"), (1, 2)),  # ranks 2 to 3
+    ),
+    first_ranks=(4, 0, 2),
+    tied="""
+    assert meshes in text and "axes=" not in text and "as a pipeline of 3 stages on pp3 (dp2 x tp2, dp2, tp2)," in text
+    assert "--nproc-per-node 8 main.py" in emit_main(pipeline)
+    # In position order nothing needs to be said.
+    assert "first_ranks" not in emit_pipeline(replace(pipeline, first_ranks=(0, 4, 6)))["pipeline.py"]
+
+
+def test_programs_whose_ranks_or_meshes_do_not_fit_are_refused() -> None:
+    pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)))
+    with pytest.raises(ValueError, match="position 1 begins at rank 3, where the ranks before it end at 4"):
+        replace(pipeline, first_ranks=(0, 3, 6))
+    first, second, third = pipeline.stages
+    with pytest.raises(ValueError, match=r"stages of position 1 have meshes .*\(2, 1\).* and .*\(1, 2\)"):
+        replace(pipeline, stages=(first, second, replace(third, position=1)))
+
+
+def test_stages_on_unequal_meshes_share_a_file_where_their_text_is_equal() -> None:
+    one, half = (2, 1), (1, 1)
+    apart = emit_pipeline(unequal_of("skips", (0, 4, 5, 6), (one, one, half, half), dropout=0.2))
+    together = unequal_of("skips", (0, 4, 5, 6), (one, one, one, half), dropout=0.2)
+    texts = emit_pipeline(together)
+    # Bytes in the comments on reshards are part of a stage's text, those of its borders are not.
+    assert list(apart)[:4] == ["stage_0.py", "stage_1.py", "stage_2.py", "stage_3.py"] and "stage_2.py" not in texts
+    assert "# 128 B to the next stage, gradient back" in texts["stage_1.py"]
+    third = together.stages[2]
+    sends = {name: replace(border, size="256 B") for name, border in third.program.sends.items()}
+    third = replace(third, program=replace(third.program, axis_sizes=half, sends=sends))
+    mixed = emit_pipeline(replace(together, stages=(*together.stages[:2], third, together.stages[3])))
+    assert list(mixed) == list(texts)
+    assert "# 128 B or 256 B to the next stage, gradient back" in mixed["stage_1.py"]
+
+
+def test_text_of_positions() -> None:
+    axes = ("dp", "tp")
+    assert positions_text([(axes, (2, 2))] * 3) == "pp3 x dp2 x tp2"
+    assert positions_text([(axes, (2, 1)), (("dp",), (2,))]) == "pp2 x dp2"
+    assert positions_text([((), ()), (axes, (1, 1))]) == "pp2"
+    assert positions_text([(axes, (2, 4)), (axes, (2, 4)), (axes, (4, 1))]) == "pp3 (2 of dp2 x tp4, dp4)"
+    assert positions_text([(axes, (1, 1)), (axes, (2, 1)), (axes, (1, 1))]) == "pp3 (single, dp2, single)"
 
 
 # --- what they compute ------------------------------------------------------------------------------------------------
@@ -247,6 +329,56 @@ def test_main_trains_under_torchrun(name, dropout, cut, positions, tmp_path) -> 
     with SameDropout(seed=0, step=0), torch.no_grad():
         want = one.model(**batch).loss.item()
     assert first == pytest.approx(want, abs=1e-4) and second != first
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "dropout", "zero", "sizes", "first_ranks"), [
+    ("gpt2", 0.1, 0, ((1, 1), (1, 2)), (2, 0)),
+    pytest.param("llama", 0.0, 3, ((2, 1), (1, 2)), (2, 0), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_unequal_positions_train_like_the_model(name, dropout, zero, sizes, first_ranks, tmp_path) -> None:
+    """Three steps of the saved program on real processes against the eager model: losses, gradients, weights."""
+    one = example(name, 4, dropout)
+    pipeline = unequal_of(name, (0, 3), sizes, first_ranks, dropout, zero=zero)
+    folder = write(pipeline, tmp_path / f"{name}_unequal")
+    batch = name_inputs(one.model, one.inputs, one.loss_fn)
+    state = {n: tensor.detach().clone() for n, tensor in tensors_of(one.model).items()}
+    model = copy.deepcopy(one.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted, gradients = [], {}
+    for step in range(3):
+        with SameDropout(seed=0, step=step):
+            loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        wanted.append(loss.item())
+    for losses, found, weights in run_ranks(_train, (folder, pipeline, state, batch), pipeline.num_ranks):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        for each, expected in gradients.items():
+            assert (torch.from_numpy(found[each]) - expected).norm() <= 1e-5 * expected.norm() + 1e-7, each
+        for each, expected in model.named_parameters():
+            assert (torch.from_numpy(weights[each]) - expected).norm() <= 1e-6 * expected.norm() + 1e-7, each
+
+
+def _train(folder: Path, pipeline: PipelineProgram, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+    """Losses, first gradients and last weights of three steps."""
+    sys.path.insert(0, str(folder.parent))
+    saved = importlib.import_module(f"{folder.name}.pipeline").PIPELINE
+    runtime = importlib.import_module(f"{folder.name}.runtime.step")
+    step = runtime.Step(
+        saved, saved.create_mesh(), optimizer_factory=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        schedule=pipeline.schedule,
+    )  # fmt: skip
+    step.load(state)
+    own = local_batch(pipeline, batch, torch.distributed.get_rank())
+    losses, gradients = [], {}
+    for _ in range(3):
+        losses.append(step.forward_backward(own).item())
+        gradients = gradients or {n: gradient.numpy() for n, gradient in step.gradients().items()}
+        step.update()
+    return losses, gradients, {n: tensor.numpy() for n, tensor in step.full_state_dict().items()}
 
 
 def write(pipeline: PipelineProgram, folder: Path) -> Path:

@@ -56,7 +56,8 @@ def small_problem(seed: int) -> PipelineProblem:
     tied = []
     for _ in range(int(rng.choice([0, 0, 0, 1, 2])) if num_blocks > 1 else 0):
         first, second = (int(b) for b in rng.choice(num_blocks, size=2, replace=False))
-        tied.append(Tied(first, second, float(rng.integers(0, 20)), float(rng.integers(0, 6))))
+        alike = bool(rng.random() < 0.7)
+        tied.append(Tied(first, second, float(rng.integers(0, 20)), float(rng.integers(0, 6)), alike))
     names = [mesh.name for mesh in submeshes]
     seconds = {(a, b): float(rng.integers(0, 4)) / 2 for a in names for b in names if rng.random() < 0.8}
     m = int(rng.integers(1, 9))

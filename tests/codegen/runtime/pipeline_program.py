@@ -59,8 +59,11 @@ def make_pipeline(
     recompute: str = "none",
     dtype: str = "float64",
     meshes: tuple[Any, ...] | None = None,
+    first_ranks: tuple[int, ...] | None = None,
+    table: str = "R",
 ) -> Pipeline:
-    """Stages for micro-batches of `rows` rows. border: how tp holds hidden states between stages."""
+    """Stages for micro-batches of `rows` rows. border: how tp holds hidden states between stages, table ("R" or
+    "S(1)"): the embedding's weight and the head's."""
 
     def weight(*shape: int, **options: Any) -> Param:
         return Param(shape, zero=zero, dtype=dtype, **{"dp": "Rp", **options})
@@ -87,20 +90,21 @@ def make_pipeline(
         return x
 
     class First(Module):
-        PARAMETERS = {TIED: weight(VOCABULARY, WIDTH)}
+        PARAMETERS = {TIED: weight(VOCABULARY, WIDTH, tp=table)}
         LAYERS = {Block: ()}
         INPUTS = {"ids": ids}
         SENDS = {"hidden_0": hidden(), "skip": hidden("R"), "mask": ids}
 
         def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
             x = F.embedding(ids, self.embed.weight)
+            x = self.mesh.tp.all_gather(x, 2, grad="full") if table != "R" else x
             skip = self.same_dropout(x, DROPOUT, call=0, layout=Block.layout)
             return part(self, run(self, part(self, x))), skip, (ids % 3 > 0).long()
 
     class Last(Module):
         PARAMETERS = {
-            **({TIED: weight(VOCABULARY, WIDTH, aliases=("head.weight",))} if is_tied else {}),
-            **({} if is_tied else {"head.weight": weight(VOCABULARY, WIDTH)}),
+            **({TIED: weight(VOCABULARY, WIDTH, tp=table, aliases=("head.weight",))} if is_tied else {}),
+            **({} if is_tied else {"head.weight": weight(VOCABULARY, WIDTH, tp=table)}),
             "final.weight": weight(WIDTH),
         }
         BUFFERS = {"scale": Param((WIDTH,), dtype=dtype)}
@@ -115,7 +119,10 @@ def make_pipeline(
         def forward(self, skip: Tensor, mask: Tensor, labels: Tensor, num_targets: Any, **hidden: Tensor) -> Tensor:
             (x,) = hidden.values()
             x = run(self, x) * mask.unsqueeze(-1) + skip
-            logits = linear(x * self.final.weight * self.scale.to(x.dtype), self.head.weight)
+            x = x * self.final.weight * self.scale.to(x.dtype)
+            x = self.mesh.tp.slice(x, 2) if table != "R" else x
+            logits = linear(x, self.head.weight)
+            logits = self.mesh.tp.all_reduce(logits) if table != "R" else logits
             total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             return self.mesh.dp.all_reduce(total / num_targets[0])
 
@@ -145,7 +152,7 @@ def make_pipeline(
         )
         for index, (program, position) in enumerate(zip(programs, positions, strict=True))
     )
-    return Pipeline(stages, axes, sizes, meshes, ((TIED, (0, count - 1)),) if is_tied else ())
+    return Pipeline(stages, axes, sizes, meshes, ((TIED, (0, count - 1)),) if is_tied else (), first_ranks)
 
 
 def whole_state(is_tied: bool = True) -> dict[str, Tensor]:

@@ -91,8 +91,12 @@ def test_pipelines_that_cannot_be_are_refused() -> None:
         Pipeline(stages)
     with pytest.raises(ValueError, match="stage 0 receives 'x', which no earlier stage sends"):
         Pipeline(stages[::-1], tied=(("w", (0, 1)),))
-    with pytest.raises(ValueError, match="copies of w in stages .* must lie alike on equal meshes"):
-        Pipeline(stages, meshes=((("dp",), (2,)), ((), ())), tied=(("w", (0, 1)),))
+
+    class Other(Receiver):
+        PARAMETERS = {"w": Param((2,), dp="Rp", zero=1)}
+
+    with pytest.raises(ValueError, match="copies of w in stages .* must lie alike on their meshes"):
+        Pipeline((stages[0], Stage(Other, 1)), tied=(("w", (0, 1)),))
     with pytest.raises(ValueError, match="v is tied, but stage 0 has no parameter of that name"):
         Pipeline(stages, tied=(("w", (0, 1)), ("v", (0, 1))))
     class Wrong(Receiver):
