@@ -1,6 +1,8 @@
 # `make demo` and `make test` need Python 3.11 or newer and nothing else: they create .venv and install into it.
 # Byte-compiling torch and transformers whole takes longer than compiling on first use what is used, hence --no-compile.
 # A stamp file per set of extras keeps later calls from installing again, until pyproject.toml changes.
+# Compiled modules are kept even where the environment says not to: every process that a test starts imports torch.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -8,12 +8,12 @@ maker's where several read what was made once), a parameter's into that of its f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.choices import Choices
-from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta
+from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta, derived
 from autopar.liveness import Liveness, Walk, is_free
 from autopar.peak import Slot, slot_of
 from autopar.placement import Placements, R
@@ -92,6 +92,7 @@ def exposed(seconds: Mapping[str, float]) -> float:
     return sum(value for kind, value in seconds.items() if kind != HIDDEN)
 
 
+@derived
 def segments(graph: Graph) -> dict[str, str]:
     """Top-level call -> its block: "top 0" before the first layers, and so on."""
     found: dict[str, str] = {}
@@ -106,6 +107,7 @@ def segments(graph: Graph) -> dict[str, str]:
     return found
 
 
+@derived
 def chain(graph: Graph) -> tuple[str, ...]:
     """The block of every link in execution order: "top 0", then each layer's class, and so on."""
     top, blocks = segments(graph), list[str]()
@@ -141,16 +143,21 @@ def activity_seconds(
     return {name: (cost.forward_seconds + cost.backward_seconds, cost.weight_seconds) for name, cost in costs.items()}
 
 
-@dataclass(slots=True)
+@dataclass
 class StoredCost:
     """The parameters of one block: seconds per micro-batch and per step, bytes that stay and that are gathered, and the
-    buffers of each trained one."""
+    buffers of each trained one, found when they are asked for: bounds ask for seconds only."""
 
     per_micro: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     per_step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathered_bytes: float = 0.0
-    slots: list[Slot] = field(default_factory=list)
+    make_slots: Callable[[], list[Slot]] = list
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """The buffers of each trained parameter."""
+        return self.make_slots()
 
 
 def stored_costs(
@@ -164,13 +171,15 @@ def stored_costs(
 
     homes: block of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
     """
-    home, hidden, last = homes or homes_of(graph), pricer.hidden_fraction, last_readers(graph)
+    home, hidden = homes or homes_of(graph), pricer.hidden_fraction
     found: dict[str, StoredCost] = defaultdict(StoredCost)
+    trained: dict[str, list[Trained]] = defaultdict(list)
     for scope in scopes or scopes_of(graph):
-        own = {n: s for (owner, n), s in chosen.items() if owner == scope.name}
-        unit = sum(scope.metas[Ref(n)].num_bytes for n in own if scope.metas[Ref(n)].requires_grad)
-        for name, stored in own.items():
-            block, meta = found[scope.name or home[name]], scope.metas[Ref(name)]
+        own = {n: (scope.metas[Ref(n)], s) for (owner, n), s in chosen.items() if owner == scope.name}
+        unit = sum(meta.num_bytes for meta, _ in own.values() if meta.requires_grad)
+        for name, (meta, stored) in own.items():
+            where = scope.name or home[name]
+            block = found[where]
             per_micro, per_step = pricer.sync_parts(meta, stored, unit)
             for table, exposed in ((block.per_micro, per_micro), (block.per_step, per_step)):
                 table[SYNCHRONISATION] += exposed
@@ -180,8 +189,19 @@ def stored_costs(
                 block.fixed[kind] += size
             block.gathered_bytes += pricer.gathered_bytes(meta, stored)
             if meta.requires_grad:
-                block.slots.append(slot_of(pricer, meta, stored, "" if scope.name else last.get(name, "")))
+                trained[where].append(("" if scope.name else name, meta, stored))
+    for where, parameters in trained.items():
+        found[where].make_slots = partial(_slots, graph, pricer, parameters)
     return found
+
+
+Trained = tuple[str, TensorMeta, Stored]
+"""A trained parameter: its name if it is a top-level one, what it is, how it is stored."""
+
+
+def _slots(graph: Graph, pricer: Pricer, parameters: list[Trained]) -> list[Slot]:
+    last = last_readers(graph)
+    return [slot_of(pricer, meta, stored, last.get(name, "")) for name, meta, stored in parameters]
 
 
 def combined(costs: Mapping[str, BlockCost], stored: Mapping[str, StoredCost]) -> dict[str, BlockCost]:
@@ -216,6 +236,7 @@ def homes_of(graph: Graph) -> dict[str, str]:
     return found
 
 
+@derived
 def last_readers(graph: Graph) -> dict[str, str]:
     """What the body's pieces read -> the block that reads it last."""
     own = segments(graph)
@@ -286,7 +307,7 @@ class _Meter:
             forward, backward = self.pricer.operator_seconds(operator, option)
             block.forward["forward compute"] += forward
             block.backward["backward compute"] += backward
-            block.weight_seconds += self.pricer.weight_seconds(operator, option)
+            block.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
 
     def _keep(self, scope: Scope) -> None:
         """What the calls of a scope keep, and what is alive while they run."""

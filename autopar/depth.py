@@ -43,6 +43,30 @@ def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
     return tuple(cuts)
 
 
+class Dropped(nn.Module):
+    """In place of a block that is to be deleted, in a copy that need not hold it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a block beyond the kept ones is called from outside its list")
+
+
+def dropped_blocks(model: nn.Module, cuts: tuple[Truncation, ...]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The blocks that `shorten` will delete and nothing else refers to, and all modules that stay."""
+    ends = {id(model.get_submodule(cut.path)): cut.first + KEPT_BLOCKS for cut in cuts}
+    kept: dict[int, nn.Module] = {}
+    beyond: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in kept:
+            kept[id(module)] = module
+            children = list(module._modules.values())
+            end = ends.get(id(module), len(children))
+            waiting += [child for child in children[:end] if child is not None]
+            beyond += [child for child in children[end:] if child is not None]
+    return [block for block in beyond if id(block) not in kept], list(kept.values())
+
+
 def shorten(model: nn.Module, cuts: tuple[Truncation, ...]) -> None:
     """Delete the blocks of `cuts` beyond the kept ones from `model`."""
     for cut in cuts:

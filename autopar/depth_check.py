@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autopar.depth import KEPT_BLOCKS, Truncation, shorten
+from autopar.depth import KEPT_BLOCKS, Dropped, Truncation, dropped_blocks, shorten
 
 Forward = Callable[[nn.Module], Tensor]
 """Runs a (copy of the) model up to the scalar loss."""
@@ -39,21 +39,28 @@ _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by valu
 
 
 def verified(
-    model: nn.Module, cuts: tuple[Truncation, ...], batch: Mapping[str, Any], forward: Forward, fake: FakeTensorMode
+    skeletons: Iterator[nn.Module],
+    cuts: tuple[Truncation, ...],
+    batch: Mapping[str, Any],
+    forward: Forward,
+    fake: FakeTensorMode,
 ) -> tuple[Truncation, ...]:
     """Those of `cuts` that do not change what `forward` computes; none if forward cannot run on fake tensors.
 
-    model: a skeleton with fake parameters, left as it is. batch: the fake inputs by name. forward: what will be
-    exported, on that batch; called on copies of `model`.
+    skeletons: equal ones of the model, with fake parameters; up to two are used up. batch: the fake inputs by name.
+    forward: what will be exported, on that batch.
     """
     try:
-        whole = _record(_copy(model), cuts, batch, forward, fake)
+        model = next(skeletons)
+        short = _copy(model, cuts)
+        whole = _record(model, cuts, batch, forward, fake)
         sound = tuple(cut for cut in cuts if whole.repeats(cut))
         if not sound:
             return ()
         if sound != cuts:  # blocks of the other lists are outside operators now
-            whole = _record(_copy(model), sound, batch, forward, fake)
-        short = _copy(model)
+            model = next(skeletons)
+            short = _copy(model, sound)
+            whole = _record(model, sound, batch, forward, fake)
         shorten(short, sound)
         kept = tuple(Truncation(cut.path, cut.first + KEPT_BLOCKS, cut.first) for cut in sound)
         return sound if whole.extends(_record(short, kept, batch, forward, fake)) else ()
@@ -61,10 +68,12 @@ def verified(
         return ()
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy whose state is its own, except for parameters and buffers: those are fake, and shared."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+def _copy(model: nn.Module, cuts: tuple[Truncation, ...]) -> nn.Module:
+    """A copy whose state is its own, except for parameters and buffers: those are fake, and shared. The blocks that
+    `cuts` delete are left out of it."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(block): Dropped() for block in dropped_blocks(model, cuts)[0]}
+    return copy.deepcopy(model, memo)
 
 
 @dataclass(slots=True)

@@ -6,9 +6,11 @@ Everything after that (rules, strategies, prices, plan, lowering) reads this for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,10 +25,7 @@ class TensorMeta:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +46,8 @@ class Node:
 
     op: the overload's name, such as "aten.linear.default". args/kwargs: as the overload takes them, with a `Ref`
     wherever a tensor goes (also inside tuples; lists become tuples). outputs: one meta per output tensor.
-    module: path of the module that made the call, such as "model.layers.0.mlp".
+    module: path of the module that made the call, such as "model.layers.0.mlp". inputs: every tensor argument, in order
+    of appearance in args, then kwargs.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Node:
     kwargs: tuple[tuple[str, Any], ...]
     outputs: tuple[TensorMeta, ...]
     module: str = ""
+    inputs: tuple[Ref, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def inputs(self) -> tuple[Ref, ...]:
-        """Every tensor argument, in order of appearance in args, then kwargs."""
-        return tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
+    def __post_init__(self) -> None:
+        found = tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
+        object.__setattr__(self, "inputs", found)
 
     @property
     def meta(self) -> TensorMeta:
@@ -149,7 +149,10 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names."""
+    """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
+
+    known: what functions marked `derived` have found out of it.
+    """
 
     name: str
     inputs: tuple[Input, ...]
@@ -158,3 +161,21 @@ class Graph:
     loss: Ref
     batch_size: int
     notes: tuple[str, ...] = field(default=())
+    known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+
+Result = TypeVar("Result")
+
+
+def derived(function: Callable[[Graph], Result]) -> Callable[[Graph], Result]:
+    """`function(graph)`, computed once for each graph. Nobody may change the result."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def once(graph: Graph) -> Result:
+        if name not in graph.known:
+            graph.known[name] = function(graph)
+        found: Result = graph.known[name]
+        return found
+
+    return once

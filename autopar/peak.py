@@ -207,12 +207,18 @@ Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
 def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
     """(bytes that micro-batches in flight keep, all bytes) of a position at the fullest of its moments."""
     most, best = 0.0, -1.0
+    # W: autograd copies the gradient that it is given.
+    running = {
+        s: {"F": own.forward, "B": own.backward, "I": own.split, "W": 2 * own.weight} for s, own in stages.items()
+    }
+    waiting = {s: (own.kept, own.deferred) for s, own in stages.items()}
     for kind, stage, counts in states:
-        own = stages[stage]
-        others = sum(stages[s].kept * held + stages[s].deferred * put_off for s, held, put_off in counts)
-        # W: autograd copies the gradient that it is given.
-        running = {"F": own.forward, "B": own.backward, "I": own.split, "W": 2 * own.weight}[kind]
-        if others + running > best:
+        others = 0.0
+        for s, held, put_off in counts:
+            kept, deferred = waiting[s]
+            others += kept * held + deferred * put_off
+        total = others + running[stage][kind]
+        if total > best:
             # W's micro-batch is counted among those put off.
-            most, best = others + (0.0 if kind == "W" else own.kept), others + running
+            most, best = others + (0.0 if kind == "W" else waiting[stage][0]), total
     return min(most, best), best

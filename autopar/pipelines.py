@@ -274,8 +274,8 @@ class PipelineSearch:
         return pricer_for(self.request, layout.mesh, layout.num_micro_batches, layout.offload)
 
     def solve(self, layout: Layout, schedule: str, memory_bytes: float, cutoff: float = math.inf) -> Found:
-        """The best stages of a layout in `memory_bytes` per rank. Raises PipelineInfeasibleError, and
-        NothingBelowCutoffError where none is faster than `cutoff`.
+        """The best stages of a layout in `memory_bytes` per rank. Raises PipelineInfeasibleError; with a cutoff
+        NothingBelowCutoffError where none is faster.
 
         Where what the search counts as a maximum adds up to more than that, and does not fit, it is solved again with
         less.
@@ -284,7 +284,7 @@ class PipelineSearch:
         assert base is not None
         limit = memory_bytes
         for _ in range(MAX_MEMORY_ROUNDS):
-            solution = solve_pipeline(self.problem(layout, schedule, costs, limit), cutoff=cutoff)
+            solution = solve_pipeline(self.problem(layout, schedule, costs, limit), cutoff=cutoff, diagnose=False)
             excess = self._peak_bytes(layout, schedule, costs, solution) - memory_bytes
             if excess <= 0:
                 break

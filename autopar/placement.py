@@ -25,20 +25,35 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import cache
+from typing import Any, Literal, cast
 
 Kind = Literal["R", "Rp", "S", "P"]
 
 _FORM = re.compile(r"(R|Rp|P)|S\((\d+)(?:/(\d+))?\)")
+_KNOWN: dict[tuple[Kind, int, int], Placement] = {}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """One tensor on one axis. `dim` and `sections` are meaningful for kind "S" only."""
+    """One tensor on one axis. `dim` and `sections` are meaningful for kind "S" only.
+
+    Equal placements are one object: they are compared and hashed by the million, as parts of keys.
+    """
 
     kind: Kind
     dim: int = -1
     sections: int = 1
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __new__(cls, kind: Kind, dim: int = -1, sections: int = 1) -> Placement:
+        key = kind, dim, sections
+        return _KNOWN.get(key) or _KNOWN.setdefault(key, object.__new__(cls))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Placement, (self.kind, self.dim, self.sections)
 
     def __post_init__(self) -> None:
         if self.kind == "S":
@@ -75,6 +90,7 @@ Rp = Placement("Rp")
 P = Placement("P")
 
 
+@cache
 def S(dim: int, sections: int = 1) -> Placement:
     """A shard of `dim`; with sections > 1 each of the equal sections of `dim` is sharded."""
     return Placement("S", dim, sections)
@@ -101,10 +117,13 @@ def divides(shape: tuple[int, ...], placements: Placements, axis_sizes: tuple[in
     A dim with sections k is a grid (k, size / k): a shard with sections k splits the second factor, one with
     fewer sections splits a part of the first.
     """
-    for dim, size in enumerate(shape):
-        on_dim = [(p.sections, n) for p, n in zip(placements, axis_sizes, strict=True) if p.is_shard and p.dim == dim]
-        if not on_dim:
-            continue
+    shards = [(p.dim, p.sections, n) for p, n in zip(placements, axis_sizes, strict=True) if p.kind == "S"]
+    if len(shards) == 1:
+        dim, sections, ranks = shards[0]
+        return dim >= len(shape) or shape[dim] % (sections * ranks) == 0
+    for dim in {dim for dim, _, _ in shards if dim < len(shape)}:
+        size = shape[dim]
+        on_dim = [(k, n) for d, k, n in shards if d == dim]
         levels = sorted({k for k, _ in on_dim})
         for index, level in enumerate(levels):
             end = levels[index + 1] if index + 1 < len(levels) else size

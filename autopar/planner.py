@@ -21,15 +21,23 @@ from autopar.one_stage import OneStage, meshes, nothing_fits, search_one_stage
 from autopar.pipelines import HOLDING, PipelineSearch
 from autopar.plan import Plan, layout_text
 from autopar.predict import predict
+from autopar.price import is_cpu
 from autopar.request import Candidate, Request, divisors, pricer_for, unequal_of
 from autopar.strategies import Operator
+from autopar.uncollected import uncollected
 from autopar.unequal import UnequalSearch
 from autopar.units import bytes_text
 
-ONE_STAGE_DEVICES = 64
+ONE_STAGE_DEVICES = 32
 """On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
 UNEQUAL_DEVICES = 16
 """On larger clusters of equal nodes all positions of a pipeline have equal meshes."""
+UNEQUAL_GAIN = 0.01
+"""Share of the step by which positions with meshes of several sizes have to be faster than equal ones."""
+MOST_CANDIDATES = 4
+"""Layouts, best first by the closed form of `search.inter_op`, whose step is simulated and told of as runners-up."""
+MOST_CHUNKED = 2
+"""The same under schedules with several stages per position."""
 TIE = 1e-9
 """Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
 
@@ -51,24 +59,30 @@ class SearchResult:
         return self.candidates[0]
 
 
+@uncollected()
 def search_plans(
-    request: Request, shared_bases: Bases | None = None, exact_devices: int = ONE_STAGE_DEVICES
+    request: Request, shared: Bases | UnequalSearch | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
     """The best plan of each layout that can still win, fastest first.
 
-    shared_bases: as in PipelineSearch. exact_devices: on larger clusters the exact search only polishes.
+    shared: decisions of another request that differs only in what they do not depend on (see bases.py); a search over
+    groups of unlike nodes where there are such. exact_devices: on larger clusters the exact search only polishes; with
+    0 all positions of a pipeline have equal meshes too.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
     if request.mixed is not None:
-        return _search_mixed(request)
-    search = PipelineSearch(request, shared_bases)
+        return _search_mixed(shared.asked(request) if isinstance(shared, UnequalSearch) else UnequalSearch(request))
+    search = PipelineSearch(request, shared if isinstance(shared, Bases) else None)
     pipelines = search.run()
-    found = [candidate_of(each, request) for each in (*pipelines.found, *refined(search, pipelines.found))]
+    chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
+    solved = (*pipelines.found[:MOST_CANDIDATES], *chunked[:MOST_CHUNKED])
+    found = [candidate_of(each, request) for each in solved]
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
     found += one.candidates
-    found += _unequal(request, min((c.plan.prediction.step_seconds for c in found), default=math.inf))
+    known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
+    found += _unequal(request, min(known, default=math.inf)) if exact_devices else ()
     if not found:
         raise nothing_fits(request, list(one.failures), pipelines.smallest)
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
@@ -81,10 +95,9 @@ def search_plans(
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
 
 
-def _search_mixed(request: Request) -> SearchResult:
+def _search_mixed(search: UnequalSearch) -> SearchResult:
     """The best pipeline over groups of unlike nodes. Raises InfeasibleError."""
-    search = UnequalSearch(request)
-    found = search.run()
+    found, request = search.run(), search.request
     if found is not None:
         return SearchResult((unequal_candidate(found, request),), (), ())
     capacities = {str(g): bytes_text(request.capacity_bytes(i)) for i, g in enumerate(request.whole.groups)}
@@ -112,12 +125,13 @@ def _search_mixed(request: Request) -> SearchResult:
 
 
 def _unequal(request: Request, fastest: float) -> Iterator[Candidate]:
-    """A pipeline whose positions have meshes of several sizes, where that is faster; on few devices only."""
+    """A pipeline whose positions have meshes of several sizes, where that is faster; on few GPUs only."""
     limits = request.constraints
     is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
-    if not is_open or not 2 < request.cluster.num_devices <= UNEQUAL_DEVICES or limits.degrees.get("pp") == 1:
+    is_small = not is_cpu(request.cluster) and 2 < request.cluster.num_devices <= UNEQUAL_DEVICES
+    if not is_open or not is_small or limits.degrees.get("pp") == 1:
         return
-    found = UnequalSearch(request).run(fastest)
+    found = UnequalSearch(request).run(fastest * (1 - UNEQUAL_GAIN))
     if found is not None:
         yield unequal_candidate(found, request)
 

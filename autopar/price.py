@@ -83,6 +83,7 @@ class Pricer:
     hidden_fraction: float = 0.0
     fragmentation: float = 0.0
     _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
+    _memory_times: dict[float, float] = field(default_factory=dict)
     _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)
     _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(
         default_factory=dict
@@ -143,7 +144,10 @@ class Pricer:
 
     def memory_seconds(self, num_bytes: float) -> float:
         """A memory-bound kernel that moves num_bytes."""
-        return compute.seconds(compute.Work("memory", 0.0, num_bytes), self.cluster.device)
+        if num_bytes not in self._memory_times:
+            work = compute.Work("memory", 0.0, num_bytes)
+            self._memory_times[num_bytes] = compute.seconds(work, self.cluster.device)
+        return self._memory_times[num_bytes]
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(forward, backward) compute of one call at its local sizes."""
@@ -201,13 +205,16 @@ class Pricer:
         )
         return forward, wrt_input, wrt_weight
 
-    def weight_seconds(self, operator: Operator, option: Option) -> float:
-        """The part of a linear layer's backward that makes its weight's gradient, which may be put off."""
+    def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
+        """The part of a linear layer's backward that makes its weight's gradient, which may be put off.
+
+        whole_seconds: forward and backward of the call (`operator_seconds`).
+        """
         position = DEFERRABLE.get(base_name(operator.node.op))
         if position is None or not operator.inputs[position].requires_grad:
             return 0.0
         forward_and_input = self.operator_seconds(_frozen(operator, position - 1), option)
-        return sum(self.operator_seconds(operator, option)) - sum(forward_and_input)
+        return whole_seconds - sum(forward_and_input)
 
     def _inner_seconds(self, operator: Operator, option: Option) -> float:
         """Collectives inside a lowering: cross-entropy over a sharded vocabulary reduces three numbers a token."""

@@ -80,6 +80,7 @@ def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> An
         values = {
             f.name: at_rows(getattr(low, f.name), low_rows, getattr(high, f.name), high_rows, rows)
             for f in dataclasses.fields(low)
+            if f.init
         }
         return type(low)(**values)
     if isinstance(low, tuple) and len(low) == len(high):

@@ -56,6 +56,8 @@ _WEIGHT: dict[Collective | None, float] = {
     "all_reduce": 2.0,
     "all_to_all": 1.0,
 }
+_BYTES_MOVED = {kinds: _WEIGHT[forward] + _WEIGHT[backward] for kinds, (forward, backward) in _COLLECTIVES.items()}
+"""Of each step forward and backward, in times of `Step.fraction`."""
 
 
 Move = tuple[Placements, int, Placement]
@@ -88,9 +90,21 @@ class Step:
 
 @lru_cache(maxsize=200_000)
 def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
-    """The cheapest sequence by bytes moved (Dijkstra over placements), or None if there is none."""
+    """The cheapest sequence by bytes moved, or None if there is none."""
     if source == target:
         return ()
+    changed = [axis for axis, (here, there) in enumerate(zip(source, target, strict=True)) if here != there]
+    if len(changed) == 1:
+        # Any other way leaves to R and comes from there, with at most as many axes that share the bytes: it moves more.
+        axis = changed[0]
+        goal = target[axis]
+        if (source[axis].kind, goal.kind) in _COLLECTIVES and _is_legal(source, axis, goal, axis_sizes):
+            return (_step(source, axis, goal, axis_sizes),)
+    return _cheapest(source, target, axis_sizes)
+
+
+def _cheapest(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """`steps` by Dijkstra's algorithm over placements."""
     queue: list[tuple[float, int, Placements, tuple[Move, ...]]] = [(0.0, 0, source, ())]
     done: set[Placements] = set()
     count = 0
@@ -101,24 +115,24 @@ def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -
         if current in done:
             continue
         done.add(current)
-        for axis, goal in _moves(current, target, axis_sizes):
+        for axis, goal, weight in _moves(current, target, axis_sizes):
             following = (*current[:axis], goal, *current[axis + 1 :])
             if following not in done:
-                forward, backward = _COLLECTIVES[current[axis].kind, goal.kind]
-                fraction = _fraction(current, axis, goal, axis_sizes)
-                weight = fraction * (_WEIGHT[forward] + _WEIGHT[backward]) + _STEP_PENALTY
                 count += 1
                 heapq.heappush(queue, (cost + weight, count, following, (*path, (current, axis, goal))))
     return None
 
 
-def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[tuple[int, Placement]]:
-    """(axis, its new placement) of the steps that may be taken."""
+def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[tuple[int, Placement, float]]:
+    """(axis, its new placement, weight) of the steps that may be taken."""
     found = []
+    ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
     for axis, (here, there) in enumerate(zip(current, target, strict=True)):
         for goal in (there,) if there == R else (there, R):
-            if goal != here and (here.kind, goal.kind) in _COLLECTIVES and _is_legal(current, axis, goal, axis_sizes):
-                found.append((axis, goal))
+            bytes_moved = _BYTES_MOVED.get((here.kind, goal.kind)) if goal != here else None
+            if bytes_moved is not None and _is_legal(current, axis, goal, axis_sizes):
+                fraction = _fraction(ways, here, goal, axis_sizes[axis])
+                found.append((axis, goal, fraction * bytes_moved + _STEP_PENALTY))
     return found
 
 
@@ -126,16 +140,18 @@ def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple
     """No axis inside `axis` shards the level that it leaves or joins; an all_to_all changes the dim; levels nest."""
     here = current[axis]
     inner = current[axis + 1 :]
-    if here.is_shard and goal.is_shard and here.dim == goal.dim:
+    if here.kind == goal.kind == "S" and here.dim == goal.dim:
         return False
-    if inner and any(p.is_shard and p in inner for p in (here, goal)):
+    if inner and ((here.kind == "S" and here in inner) or (goal.kind == "S" and goal in inner)):
         return False
+    if goal.kind != "S":
+        return True
     return _nests((*current[:axis], goal, *inner), goal.dim, axis_sizes)
 
 
 def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> bool:
     """Whether the sections of each shard of `dim` fall into whole parts of the next coarser one (see `divides`)."""
-    if len(placements) == 1:
+    if sum([p.dim == dim for p in placements]) < 2:
         return True
     levels: dict[int, int] = {}
     for placement, size in zip(placements, axis_sizes, strict=True):
@@ -145,20 +161,22 @@ def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> boo
     return all(fine % (coarse * levels[coarse]) == 0 for coarse, fine in zip(ordered, ordered[1:], strict=False))
 
 
-def _fraction(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> float:
-    """`Step.fraction` of giving `axis` another placement."""
-    others = math.prod(n for i, (p, n) in enumerate(zip(current, axis_sizes, strict=True)) if p.is_shard and i != axis)
-    is_exchange = current[axis].is_shard and goal.is_shard
-    return 1.0 / others / (axis_sizes[axis] if is_exchange else 1)
+def _fraction(ways: int, here: Placement, goal: Placement, axis_size: int) -> float:
+    """`Step.fraction` of giving an axis another placement. ways: ranks that share the tensor among them before it."""
+    if here.kind != "S":
+        return 1.0 / ways
+    others = ways // axis_size
+    return 1.0 / others / (axis_size if goal.kind == "S" else 1)
 
 
 def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:
     here = current[axis]
+    ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
     return Step(
         axis,
         here,
         goal,
-        _fraction(current, axis, goal, axis_sizes),
+        _fraction(ways, here, goal, axis_sizes[axis]),
         _local_sections(current, axis, here, axis_sizes),
         _local_sections(current, axis, goal, axis_sizes),
     )

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta
+from autopar.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta, derived
 from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Placement, Placements, R, Rp, S, divides
 from autopar.rules.localize import combines
@@ -74,6 +74,7 @@ class Scope:
         return [f"{path}.{name}".strip(".") for path in self.instances]
 
 
+@derived
 def scopes_of(graph: Graph) -> tuple[Scope, ...]:
     """The top level, then each layer class once."""
     top_metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
@@ -284,5 +285,5 @@ def placement_choices(meta: TensorMeta, offered: Iterable[Placements], mesh: Mes
 
 def num_local(meta: TensorMeta, placements: Placements, mesh: Mesh) -> int:
     """Elements of one rank's part."""
-    ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p.is_shard)
+    ways = math.prod([n for p, n in zip(placements, mesh.sizes, strict=True) if p.kind == "S"])
     return meta.numel // ways

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import io
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.depth import Truncation, equal_runs, shorten
+from autopar.depth import Dropped, Truncation, dropped_blocks, equal_runs, shorten
 from autopar.depth_check import verified
 from autopar.errors import TraceError
 from autopar.fx_import import import_program
@@ -28,10 +29,12 @@ from autopar.graph import Graph, Input
 from autopar.integrations.masks import plain_masks
 from autopar.layers import fold_layers
 from autopar.simplify import simplify
+from autopar.uncollected import uncollected
 
 Batch = Mapping[str, Any]
 
 
+@uncollected()
 def trace(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Batch,
@@ -53,9 +56,11 @@ def trace(
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    skeleton = skeleton_of(model, fake, param_dtype)
     fake_batch = {name: _fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
-    cuts = _sound_cuts(skeleton, loss_fn, fake_batch, fake) if cuts is None else cuts
+    if cuts is None:
+        skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
+        cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake)
+    skeleton = skeleton_of(model, fake, param_dtype, cuts)
     shorten(skeleton, cuts)
     module = _LossModule(skeleton, loss_fn, tuple(fake_batch))
     try:
@@ -70,6 +75,7 @@ def trace(
     return graph
 
 
+@uncollected()
 def find_cuts(
     model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
 ) -> tuple[Truncation, ...]:
@@ -77,21 +83,22 @@ def find_cuts(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     batch = name_inputs(model, example_inputs, loss_fn)
     fake_batch = {name: _fake_input(value, fake, 0, None, None) for name, value in batch.items()}
-    return _sound_cuts(skeleton_of(model, fake), loss_fn, fake_batch, fake)
+    return _sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake)
 
 
 def _sound_cuts(
-    skeleton: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
+    skeletons: Iterator[nn.Module], loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
 ) -> tuple[Truncation, ...]:
-    """The runs of equal blocks in `skeleton` that behave equally."""
+    """The runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
 
     def forward(candidate: nn.Module) -> torch.Tensor:
         with _traceable(batch):
             loss: torch.Tensor = _LossModule(candidate, loss_fn, tuple(batch))(**batch)
             return loss
 
+    skeleton = next(skeletons)
     cuts = equal_runs(skeleton)
-    return verified(skeleton, cuts, batch, forward, fake) if cuts else ()
+    return verified(itertools.chain([skeleton], skeletons), cuts, batch, forward, fake) if cuts else ()
 
 
 def _to_graph(
@@ -254,19 +261,28 @@ def _fake_input(
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def skeleton_of(model: nn.Module, fake: FakeTensorMode, param_dtype: torch.dtype | None = None) -> nn.Module:
+def skeleton_of(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    param_dtype: torch.dtype | None = None,
+    cuts: tuple[Truncation, ...] = (),
+) -> nn.Module:
     """A deep copy of `model` in training mode with every parameter and buffer fake; ties are kept.
 
-    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device.
+    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device. cuts: runs
+    that will be shortened: what is deleted then is not copied.
     """
-    memo: dict[int, Any] = {}
+    dropped, kept = dropped_blocks(model, cuts)
+    memo: dict[int, Any] = {id(block): Dropped() for block in dropped}
     with fake:
-        for parameter in model.parameters():
-            dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
-            empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for parameter in (p for module in kept for p in module._parameters.values() if p is not None):
+            if id(parameter) not in memo:
+                dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+                empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
+            if id(buffer) not in memo:
+                memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     skeleton = copy.deepcopy(model, memo)
     config = getattr(skeleton, "config", None)
     if config is not None and hasattr(config, "use_cache"):

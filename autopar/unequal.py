@@ -109,6 +109,15 @@ class UnequalSearch:
             best, found = solved.objective, solved
         return found
 
+    def asked(self, request: Request) -> UnequalSearch:
+        """A search for other constraints or another batch, with the same decisions and prices."""
+        shared = self._activity, self._stored, self._borders
+        return UnequalSearch(request, *shared, _bases=self._bases)
+
+    def priced_for(self, request: Request) -> UnequalSearch:
+        """A search with the same decisions on other devices or links."""
+        return UnequalSearch(request, _bases={n: b.priced_for(request.of_group(n)) for n, b in self._bases.items()})
+
     # --- what is tried ------------------------------------------------------------------------------------------------
 
     def terms(self) -> Iterator[Terms]:
@@ -134,17 +143,23 @@ class UnequalSearch:
             tp = max(degrees)
             has_room = self._has_data(tp) or max(data) == 1
             is_cut = all(tp % degree == 0 for degree in degrees) and rows % math.lcm(*data) == 0
-            if is_cut and has_room and self._fills(seats) and self._choices(tp, PRICES[0]) is not None:
+            if is_cut and has_room and self._numbers(seats) and self._choices(tp, PRICES[0]) is not None:
                 yield seats
 
-    def _fills(self, seats: tuple[Seat, ...]) -> bool:
-        """Whether positions of these shapes, each at least once, can take all devices."""
+    def _numbers(self, seats: tuple[Seat, ...]) -> set[int]:
+        """Of positions of these shapes, each at least once, that take all devices."""
+        found = {0}
         for number, group in enumerate(self.groups):
-            sizes = [seat.mesh.num_ranks for seat in seats if seat.group == number]
-            rest = group.num_devices - sum(sizes)
-            if rest < 0 or not any((rest - n * sizes[0]) % sizes[-1] == 0 for n in range(rest // sizes[0] + 1)):
-                return False
-        return True
+            first, *others = [seat.mesh.num_ranks for seat in seats if seat.group == number]
+            counts = range(1, group.num_devices // first + 1)
+            rests = {n: group.num_devices - n * first for n in counts}
+            if others:
+                own = {n + rest // others[0] for n, rest in rests.items() if rest and rest % others[0] == 0}
+            else:
+                own = {n for n, rest in rests.items() if not rest}
+            found = {a + b for a in found for b in own}
+        pinned = self.request.constraints.degrees.get("pp")
+        return {n for n in found if n <= len(self.blocks) and pinned in (None, n)}
 
     def _schedules(self, count: int) -> tuple[str, ...]:
         pinned = self.request.constraints.schedule
@@ -287,13 +302,14 @@ class UnequalSearch:
         return self._totals[key]
 
     def solve(self, terms: Terms, cutoff: float = math.inf) -> FoundUnequal:
-        """The best pipeline. Raises PipelineInfeasibleError, and NothingBelowCutoffError where none is faster."""
+        """The best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is
+        faster."""
         seats = {str(seat): seat for seat in terms.seats}
         costs = {name: self.costs(seat, terms) for name, seat in seats.items()}
         usable = {name: usable_bytes(self.request.of_group(seat.group)) for name, seat in seats.items()}
         limits = dict(usable)
         for _ in range(MAX_MEMORY_ROUNDS):
-            solution = solve_pipeline(self._problem(terms, seats, costs, limits), cutoff=cutoff)
+            solution = solve_pipeline(self._problem(terms, seats, costs, limits), cutoff=cutoff, diagnose=False)
             pipeline = self._pipeline(solution, terms, seats)
             excess: dict[str, float] = {}
             for seat, held in zip(pipeline.seats, self._held(pipeline, terms, costs), strict=True):
@@ -352,7 +368,6 @@ class UnequalSearch:
             for a in seats
             for b in seats
         }
-        pp = self.request.constraints.degrees.get("pp")
         return PipelineProblem(
             self.blocks,
             tuple(Submesh(n, str(s.group), s.mesh.num_ranks, memory_bytes[n]) for n, s in seats.items()),
@@ -364,7 +379,7 @@ class UnequalSearch:
             hops,
             self.is_on_cpu,
             tuple(self._tied(seats, terms)),
-            num_stages=range(2, len(self.blocks) + 1) if pp is None else (pp,),
+            num_stages=self._numbers(terms.seats),
         )
 
     def _stretch(self, costs: Mapping[str, BlockCost], terms: Terms) -> float:

@@ -24,7 +24,7 @@ class Pairwise:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of options per variable."""
-        return tuple(unary.shape[0] for unary in self.unaries)
+        return tuple(map(len, self.unaries))
 
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
         """For each variable, the variables it shares a table with."""

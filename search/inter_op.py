@@ -125,7 +125,9 @@ class _Best:
         return bound >= self.objective - self.slack * abs(self.objective)
 
 
-def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf"), gap: float = GAP) -> PipelineSolution:
+def solve_pipeline(
+    problem: PipelineProblem, *, cutoff: float = float("inf"), gap: float = GAP, diagnose: bool = True
+) -> PipelineSolution:
     """The pipeline with the least objective.
 
     Args:
@@ -133,10 +135,12 @@ def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf"), ga
         cutoff: seconds; only a pipeline below it is wanted. A known objective of another problem saves most of the
             time.
         gap: relative distance from the optimum at which to stop; the default means optimal.
+        diagnose: whether to tell what does not fit from what is too slow, which takes as long as a solution.
 
     Raises:
         PipelineInfeasibleError: no pipeline fits.
-        NothingBelowCutoffError: pipelines may fit, but none below the cutoff.
+        NothingBelowCutoffError: pipelines may fit, but none below the cutoff; without `diagnose` and with a cutoff,
+            also where none fits.
     """
     library: Library = {}
     best = _Best(cutoff, slack=max(gap, GAP))
@@ -145,6 +149,8 @@ def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf"), ga
             _explore(Chain(problem, p, allowed, library), best)
     if best.solution is not None:
         return best.solution
+    if not diagnose and cutoff < float("inf"):
+        raise NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
     pairs = itertools.product(_placements(problem), _numbers_of_stages(problem))
     error = infeasible(Chain(problem, p, allowed, library) for allowed, p in pairs)
     if error is None:

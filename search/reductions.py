@@ -15,6 +15,7 @@ Two rules, applied until neither drops anything (the second for a few rounds onl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +43,22 @@ def reduce_core(core: Core, check: Check) -> Core:
         EmptyDomainError: a variable has no option left.
     """
     core = drop_dead_ends(core)
+    neighbours = _neighbours(core)
+    open_ = set(range(len(core.sizes)))
     for _ in range(MAX_DOMINANCE_ROUNDS):
-        smaller = drop_dead_ends(_drop_dominated(core, check))
+        smaller, changed = _drop_dominated(core, neighbours, open_, check)
+        smaller, before = drop_dead_ends(smaller), smaller.sizes
+        changed |= {v for v, (new, old) in enumerate(zip(smaller.sizes, before, strict=True)) if new < old}
         if smaller.sizes == core.sizes:
             break
+        open_ |= {w for v in changed for w in neighbours[v]}
         core = smaller
     return core
+
+
+def _neighbours(core: Core) -> tuple[tuple[int, ...], ...]:
+    """For each variable, those that it shares a table of costs or usage with."""
+    return Pairwise(core.costs.unaries, {pair: np.empty((0, 0)) for pair in core.pairs()}).neighbours()
 
 
 def drop_dead_ends(core: Core) -> Core:
@@ -71,46 +82,76 @@ def drop_dead_ends(core: Core) -> Core:
     return core.keep(masks)
 
 
-def _drop_dominated(core: Core, check: Check) -> Core:
-    """One round of the dominance rule over all variables, each judged with its neighbours' current options."""
-    neighbours = Pairwise(core.costs.unaries, {pair: np.empty((0, 0)) for pair in core.pairs()}).neighbours()
+def _drop_dominated(
+    core: Core, neighbours: Sequence[Sequence[int]], open_: set[int], check: Check
+) -> tuple[Core, set[int]]:
+    """One round of the dominance rule, and the variables that lost options. Each variable is judged with its
+    neighbours' current options.
+
+    open_: the variables to be judged; after it, those with a neighbour that lost options since they were judged. No
+    other can lose more: what is left of a variable was compared with the same partners.
+    """
     masks: list[Mask] = [np.ones(size, dtype=np.bool_) for size in core.sizes]
+    changed: set[int] = set()
     for v, size in enumerate(core.sizes):
+        if v not in open_:
+            continue
+        open_.discard(v)
         if size > 1:
             masks[v] = _undominated(core, v, neighbours[v], masks)
+            if not masks[v].all():
+                changed.add(v)
+                open_.update(neighbours[v])
             check()
-    return core.keep(masks)
+    return core.keep(masks), changed
 
 
 def _undominated(core: Core, v: int, neighbours: Sequence[int], masks: Sequence[Mask]) -> Mask:
     """Which options of ``v`` remain, judged with the neighbours' options in ``masks``."""
-    keep: Mask = np.ones(core.sizes[v], dtype=np.bool_)
+    size = len(masks[v])
+    keep: Mask = np.ones(size, dtype=np.bool_)
     functions = (core.costs, *core.usages)
-    sampled = {w: _sample(np.flatnonzero(masks[w])) for w in neighbours}
-    everyone = np.arange(core.sizes[v])
-    better, worse = np.meshgrid(everyone, everyone, indexing="ij")
-    likely = better != worse
+    partners = {w: np.flatnonzero(masks[w]) for w in neighbours}
+    sampled = {w: kept[_places(len(kept))] for w, kept in partners.items()}
+    likely: Mask = ~np.eye(size, dtype=np.bool_)
     for function in functions:
         # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
-        excess = _excess(core, function, v, better.ravel(), worse.ravel(), sampled)
-        likely &= excess.reshape(better.shape) <= 0
+        likely &= _excess_of_all(core, function, v, sampled) <= 0
         if not likely.any():
             return keep
     first, second = np.nonzero(likely)
-    partners = {w: np.flatnonzero(masks[w]) for w in neighbours}
     proven = np.ones(first.shape, dtype=np.bool_)
-    for function in functions:
-        proven &= _excess(core, function, v, first, second, partners) <= 0
+    if any(len(kept) > NUM_SAMPLED_PARTNERS for kept in partners.values()):
+        for function in functions:
+            proven &= _excess(core, function, v, first, second, partners) <= 0
     for p, q in zip(first[proven].tolist(), second[proven].tolist(), strict=True):
         if keep[p] and keep[q]:
             keep[q] = False
     return keep
 
 
-def _sample(partners: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """A few evenly spaced partners."""
-    places = np.linspace(0, len(partners) - 1, num=min(NUM_SAMPLED_PARTNERS, len(partners)))
-    return partners[places.astype(np.int64)]
+@lru_cache(maxsize=4096)
+def _places(count: int) -> npt.NDArray[np.int64]:
+    """A few evenly spaced places among ``count`` partners."""
+    return np.linspace(0, count - 1, num=min(NUM_SAMPLED_PARTNERS, count)).astype(np.int64)
+
+
+def _excess_of_all(core: Core, function: Pairwise, v: int, partners: dict[int, npt.NDArray[np.int64]]) -> Array:
+    """[n, n] the left side of the dominance rule for every pair (better, worse); NaN where it is undecided."""
+    unary = function.unaries[v]
+    total: Array = unary[:, None] - unary[None, :]
+    with np.errstate(invalid="ignore"):
+        for w, kept in partners.items():
+            pair = (v, w) if v < w else (w, v)
+            if pair not in function.edges:
+                continue
+            table = function.table(v, w)[:, kept]
+            gaps = table[:, None, :] - table[None, :, :]
+            if pair in core.costs.edges:
+                # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
+                gaps[:, np.isinf(core.costs.table(v, w)[:, kept])] = -np.inf
+            total += gaps.max(axis=2)
+    return total
 
 
 def _excess(
@@ -123,15 +164,14 @@ def _excess(
 ) -> Array:
     """The left side of the dominance rule for each pair (better[i], worse[i]); NaN where it is undecided."""
     total: Array = function.unaries[v][better] - function.unaries[v][worse]
-    for w, kept in partners.items():
-        pair = (v, w) if v < w else (w, v)
-        if pair not in function.edges:
-            continue
-        table = function.table(v, w)[:, kept]
-        with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):
+        for w, kept in partners.items():
+            pair = (v, w) if v < w else (w, v)
+            if pair not in function.edges:
+                continue
+            table = function.table(v, w)[:, kept]
             gaps = table[better] - table[worse]
             if pair in core.costs.edges:
-                # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
                 gaps[np.isinf(core.costs.table(v, w)[:, kept])[worse]] = -np.inf
-            total = total + gaps.max(axis=1)
+            total += gaps.max(axis=1)
     return total

@@ -84,6 +84,7 @@ class Chain:
         self.layers = self._reachable()
         self.moves = self._moves()
         end = np.arange(self.num_blocks)[:, None] + np.arange(1, self.longest + 1)[None, :]
+        self.start = np.arange(self.num_blocks)
         self.end = np.minimum(end, self.num_blocks)
         ends = range(-1, len(problem.submeshes))
         self._borders = {(h, n): self.border(h, n) for h in ends for n in ends}
@@ -213,11 +214,16 @@ class Chain:
                 where = rows[at[0]], at[1]
                 result[where], choice.length[where], choice.after[where] = least[at], length[at], n
             return result, choice
+        own = spread[-1, h, -1][self.f_of[i]]
+        if len(afters) == 1:
+            result[rows, :-1], choice.length[rows] = self._shortest(own, nexts[afters[0]], bottleneck)
+            choice.after[rows] = afters[0]
+            return result, choice
         stacked = np.stack(list(nexts.values()))
         nearest = stacked.argmin(axis=0)
-        least, length = self._shortest(spread[-1, h, -1][self.f_of[i]], stacked.min(axis=0), bottleneck)
-        result[rows, :-1], choice.length[rows] = least, length
-        end = np.minimum(np.arange(self.num_blocks) + length, self.num_blocks)
+        result[rows, :-1], length = self._shortest(own, stacked.min(axis=0), bottleneck)
+        choice.length[rows] = length
+        end = np.minimum(self.start + length, self.num_blocks)
         choice.after[rows] = np.array(afters)[np.take_along_axis(nearest, end, axis=1)]
         return result, choice
 
@@ -225,6 +231,11 @@ class Chain:
         """Of stages with costs `own` [N, L], each followed by `following` [R, N + 1]: the best cost and length
         [R, N]."""
         end = self.end[:, : own.shape[1]]
+        if len(following) == 1:
+            total = following[0][end]
+            np.maximum(own, total, out=total) if bottleneck else np.add(own, total, out=total)
+            place = total.argmin(axis=1)
+            return total[self.start, place][None], place[None] + 1
         least, length = np.empty(shape := (len(following), self.num_blocks)), np.empty(shape, dtype=np.int64)
         step = max(MOST_NUMBERS // end.size, 1)
         for first in range(0, len(following), step):

@@ -196,7 +196,7 @@ class StageCosts:
             if num_ways(sizes, [len(points) for points in self.points]) > MAX_WAYS:
                 self._ways[shape] = None
             else:
-                families = [[point.family for point in points] for points in self.points]
+                families = [tuple(point.family for point in points) for points in self.points]
                 parts = [multisets(sizes[c], families[c], self.problem.one_family) for c in present]
                 counts = combine(parts)
                 found = totals(counts, np.concatenate([self._figures[c] for c in present]))

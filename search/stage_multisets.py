@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,8 +24,9 @@ def num_ways(sizes: Sequence[int], num_points: Sequence[int]) -> int:
     return math.prod(math.comb(n + k - 1, n) for n, k in zip(sizes, num_points, strict=True) if n)
 
 
-def multisets(size: int, families: Sequence[str], one_family: bool) -> Indices:
-    """[Q, k] counts of k points (with these families) that place ``size`` blocks of one class."""
+@lru_cache(maxsize=256)
+def multisets(size: int, families: tuple[str, ...], one_family: bool) -> Indices:
+    """[Q, k] counts of k points (with these families) that place ``size`` blocks of one class; read-only."""
     allowed = [list(range(len(families)))]
     if one_family:
         allowed = [[j for j, own in enumerate(families) if own == family] for family in dict.fromkeys(families)]
@@ -32,6 +34,7 @@ def multisets(size: int, families: Sequence[str], one_family: bool) -> Indices:
     counts = np.zeros((len(rows), len(families)), dtype=np.int64)
     if size:
         np.add.at(counts, (np.repeat(np.arange(len(rows)), size), np.array(rows).reshape(-1)), 1)
+    counts.setflags(write=False)
     return counts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.price import is_cpu
@@ -27,27 +27,55 @@ class Condition:
 
 def conditions(request: Request) -> Iterator[Condition]:
     """Changed requests, those that tell most first."""
-    cluster = request.cluster
-    device = cluster.device
-    capacity = request.constraints.memory_bytes or device.memory_bytes
-    yield _on(request, "compute", "twice the arithmetic rate", replace(cluster, device=faster_compute(device)))
-    fast_memory = replace(device, memory_bytes_per_second=2 * device.memory_bytes_per_second)
-    yield _on(request, "memory bandwidth", "twice the device's memory bandwidth", replace(cluster, device=fast_memory))
-    if cluster.devices_per_node > 1:
-        where = "between processes" if is_cpu(cluster) else "inside a node"
-        link = faster_link(cluster.intra_node)
-        yield _on(request, f"bandwidth {where}", f"twice the bandwidth {where}", replace(cluster, intra_node=link))
-    if cluster.num_nodes > 1:
-        wider = replace(cluster, inter_node=faster_link(cluster.inter_node))
-        yield _on(request, "bandwidth between nodes", "twice the bandwidth between nodes", wider)
-    yield _on(request, "latency", "half the time of starting kernels and messages", prompter(cluster))
+    groups = request.whole.groups
+    yield _on(request, "compute", "twice the arithmetic rate", _device(faster_compute))
+    yield _on(request, "memory bandwidth", "twice the device's memory bandwidth", _device(faster_memory))
+    if any(group.devices_per_node > 1 for group in groups):
+        where = "between processes" if is_cpu(groups[0]) else "inside a node"
+        yield _on(
+            request,
+            f"bandwidth {where}",
+            f"twice the bandwidth {where}",
+            lambda group: replace(group, intra_node=faster_link(group.intra_node)),
+        )
+    if any(group.num_nodes > 1 for group in groups):
+        yield _on(
+            request,
+            "bandwidth between nodes",
+            "twice the bandwidth between nodes",
+            lambda group: replace(group, inter_node=faster_link(group.inter_node)),
+        )
+    if request.mixed is not None:
+        joined = replace(request.mixed, between=faster_link(request.mixed.between))
+        words = "twice the bandwidth between the groups of nodes"
+        wider = replace(request, mixed=joined)
+        yield Condition("bandwidth between the groups of nodes", words, wider, has_same_prices=False)
+    yield _on(request, "latency", "half the time of starting kernels and messages", prompter)
     for factor, words in reversed(MORE_MEMORY):
-        limits = replace(request.constraints, memory_bytes=int(capacity * factor))
-        yield Condition("memory", f"{words} memory", replace(request, constraints=limits))
+        yield Condition("memory", f"{words} memory", with_more_memory(request, factor))
     larger = replace(request, global_batch_size=2 * request.global_batch_size)
     yield Condition("batch", "twice the batch", larger, is_comparable=False)
-    nodes = replace(cluster, num_nodes=2 * cluster.num_nodes)
-    yield replace(_on(request, "devices", f"twice the devices ({nodes})", nodes), is_comparable=False)
+    more = _changed(request, lambda group: replace(group, num_nodes=2 * group.num_nodes))
+    words = f"twice the devices ({more.whole})"
+    yield Condition("devices", words, more, is_comparable=False, has_same_prices=False)
+
+
+def _device(change: Callable[[Device], Device]) -> Callable[[Cluster], Cluster]:
+    """A change of every device of a cluster."""
+    return lambda cluster: replace(cluster, device=change(cluster.device))
+
+
+def with_more_memory(request: Request, factor: float) -> Request:
+    """The request with `factor` times the memory of every rank."""
+    limits = request.constraints
+    if request.mixed is not None and limits.memory_bytes is None:
+        return _changed(request, lambda group: group.with_memory(int(group.device.memory_bytes * factor)))
+    return replace(request, constraints=replace(limits, memory_bytes=int(request.capacity_bytes() * factor)))
+
+
+def faster_memory(device: Device, factor: float = 2.0) -> Device:
+    """The device with `factor` times the bandwidth of its memory."""
+    return replace(device, memory_bytes_per_second=factor * device.memory_bytes_per_second)
 
 
 def faster_compute(device: Device, factor: float = 2.0) -> Device:
@@ -73,5 +101,13 @@ def prompter(cluster: Cluster, factor: float = 2.0) -> Cluster:
     return replace(cluster, device=device, intra_node=prompt(cluster.intra_node), inter_node=prompt(cluster.inter_node))
 
 
-def _on(request: Request, resource: str, words: str, cluster: Cluster) -> Condition:
-    return Condition(resource, words, replace(request, cluster=cluster), has_same_prices=False)
+def _on(request: Request, resource: str, words: str, change: Callable[[Cluster], Cluster]) -> Condition:
+    return Condition(resource, words, _changed(request, change), has_same_prices=False)
+
+
+def _changed(request: Request, change: Callable[[Cluster], Cluster]) -> Request:
+    """The request with every group of equal nodes changed."""
+    if request.mixed is None:
+        return replace(request, cluster=change(request.cluster))
+    mixed = request.mixed.map(change)
+    return replace(request, cluster=mixed.groups[0], mixed=mixed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from autopar.layouts import micro_batch_counts, shapes
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
 from autopar.price import is_cpu
 from autopar.report.plan_words import recompute_modes, zero_stage
-from autopar.request import Request
+from autopar.request import Request, divisors
 from cost_models.schedule import SCHEDULES
 
 PINS = ("pp", "ddp", "dp", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")
@@ -50,9 +51,11 @@ def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[D
                 yield Decision("schedule", schedule, replace(limits, schedule=schedule, degrees=degrees))
     if limits.micro_batches is None:
         counts = micro_batch_counts(request.global_batch_size // data_ranks, None)
-        # The count that a rank's rows allow depends on dp, which is therefore kept.
-        degrees = {**limits.degrees, **{axis: plan.mesh.size(axis) for axis in ("ddp", "dp") if axis in plan.mesh.axes}}
-        degrees.setdefault("dp", 1)
+        degrees = {**limits.degrees}
+        if not plan.pipeline.seats:
+            # The count that a rank's rows allow depends on dp, which is therefore kept.
+            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "dp") if axis in plan.mesh.axes}
+            degrees.setdefault("dp", 1)
         for count in neighbours(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
     if limits.offload is None and not is_cpu(request.cluster):
@@ -65,6 +68,9 @@ def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[D
 def _degrees(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
     """A step up and down on each axis that is not pinned."""
     limits = request.constraints
+    if request.mixed is not None:
+        yield from _degrees_of_groups(request, plan, num_blocks)
+        return
     try:
         legal = shapes(request, num_blocks)
     except ConstraintError:
@@ -74,6 +80,17 @@ def _degrees(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision
         if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
             for size in neighbours(sorted({shape[index] for shape in legal}), chosen[index]):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
+
+
+def _degrees_of_groups(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
+    """The same over groups of unlike nodes, where `dp` differs from position to position."""
+    limits, groups = request.constraints, request.whole.groups
+    positions = list(range(len(groups), num_blocks + 1))
+    degrees = [n for n in divisors(math.lcm(*(g.devices_per_node for g in groups)))]
+    sizes = (("pp", positions, plan.pipeline.num_positions), ("tp", degrees, plan.mesh.size("tp")))
+    for axis, values, chosen in sizes:
+        for size in neighbours(values, chosen) if axis not in limits.degrees else ():
+            yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
 
 
 def neighbours(values: Sequence[int], chosen: int) -> list[int]:

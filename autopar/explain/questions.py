@@ -20,6 +20,7 @@ from autopar.predict import predict
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.request import Candidate, Request, pricer_for, unequal_of
+from autopar.unequal import UnequalSearch
 from autopar.units import bytes_text, seconds_text
 
 POLISH_ONLY = 0
@@ -37,7 +38,8 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
         raise PlanError("the program came from another process, without what it was planned for")
     request = source if isinstance(source, Request) else source.request
     assert request is not None
-    limit, bases = time.monotonic() + seconds, PipelineSearch(request).bases
+    limit = time.monotonic() + seconds
+    bases = UnequalSearch(request) if request.mixed is not None else PipelineSearch(request).bases
     searched = search_plans(
         request, bases, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the bases
@@ -50,7 +52,7 @@ class _Questions:
     """What is asked of one request. searched: its best plan; bases: solved for it, and shared by all questions."""
 
     request: Request
-    bases: Bases
+    bases: Bases | UnequalSearch
     searched: Candidate
     limit: float
     not_tried: list[str] = field(default_factory=list)

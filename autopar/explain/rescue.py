@@ -33,7 +33,7 @@ class Remedy:
 
 def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) -> InfeasibleError:
     """The error with what would do, where that is found in `seconds`, after the budget that it names."""
-    if error.needed_bytes is None:
+    if error.needed_bytes is None or request.mixed is not None:
         return error
     try:
         search = PipelineSearch(request)

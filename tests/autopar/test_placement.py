@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
+import pickle
 
 import pytest
 from hypothesis import given
@@ -58,6 +61,17 @@ def test_mesh_prints_parses_and_numbers_ranks(names: list[str], sizes: list[int]
     for axis in mesh.axes:
         group = [r for r in range(mesh.num_ranks) if all(v == 0 for a, v in mesh.coordinate(r).items() if a != axis)]
         assert group == [i * mesh.stride(axis) for i in range(mesh.size(axis))]
+
+
+@given(PLACEMENTS)
+def test_equal_placements_are_one_object(placement: Placement) -> None:
+    made_again = (
+        Placement.parse(str(placement)),
+        pickle.loads(pickle.dumps(placement)),
+        copy.deepcopy(placement),
+        dataclasses.replace(placement),
+    )
+    assert all(other is placement for other in made_again)
 
 
 def test_mesh_text() -> None:

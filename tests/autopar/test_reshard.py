@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.placement import P, Placement, Placements, R, Rp, S, divides, local_shape
-from autopar.reshard import Step, steps
+from autopar.reshard import Step, _cheapest, steps
 
 Array = npt.NDArray[np.float64]
 Rank = tuple[int, ...]
@@ -187,3 +187,16 @@ def test_cheapest_way_is_taken() -> None:
     assert [s.forward for s in steps((S(0), P), (S(0), R), (2, 4)) or ()] == ["all_reduce"]
     two = steps((P, S(0)), (R, R), (2, 4)) or ()
     assert [s.forward for s in two] == ["all_reduce", "all_gather"], "reduce the quarter, then gather"
+
+
+ANY = [R, Rp, P, *(S(dim, sections) for dim in (0, 1) for sections in (1, 2, 4))]
+
+
+@given(st.data())
+def test_one_changed_axis_takes_the_path_of_the_search(data: st.DataObject) -> None:
+    sizes = data.draw(st.sampled_from([(2,), (2, 4), (3, 2), (8, 2, 2)]))
+    source = tuple(data.draw(st.sampled_from(ANY)) for _ in sizes)
+    axis = data.draw(st.integers(0, len(sizes) - 1))
+    target = (*source[:axis], data.draw(st.sampled_from(ANY)), *source[axis + 1 :])
+    assume(source != target)
+    assert steps(source, target, sizes) == _cheapest(source, target, sizes)

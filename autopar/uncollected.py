@@ -1,0 +1,24 @@
+"""Python's cyclic garbage collector held back while a plan is made.
+
+Tracing and searching allocate millions of small objects that live to the end, beside those of torch's modules. Each
+full collection looks at all of them and frees next to nothing: measured, it is a tenth of the CPU time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No cyclic collection within it; reference counts still free what they can. It may be nested."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
