@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.assembly import program_of, source_of
-from autopar.block_costs import chain
-from autopar.choices import expand
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.constraints import Constraints
+from autopar.costs.block_costs import chain
+from autopar.costs.live_bytes import LiveBytes
+from autopar.costs.price import Training, is_cpu
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.graph import Graph
-from autopar.live_bytes import LiveBytes
+from autopar.lowering.assembly import program_of, source_of
 from autopar.plan import Pipeline, Plan
-from autopar.planner import SearchResult, price_plan, search_plans
-from autopar.price import Training, is_cpu
-from autopar.rebatch import BatchedTrace
-from autopar.request import Candidate, Request, operators_at
-from autopar.trace import common_batch, find_cuts, name_inputs, trace
+from autopar.planning.planner import SearchResult, price_plan, search_plans
+from autopar.planning.request import Candidate, Request, operators_at
+from autopar.sharding.choices import expand
+from autopar.tracing.rebatch import BatchedTrace
+from autopar.tracing.trace import common_batch, find_cuts, name_inputs, trace
 from cost_models import memory
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES, placement

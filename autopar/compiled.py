@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.assembly import home_of
+from autopar.costs.price import is_cpu
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
+from autopar.lowering.assembly import home_of
 from autopar.plan import Plan
-from autopar.planner import SearchResult
-from autopar.price import is_cpu
-from autopar.request import Candidate, Request
-from autopar.trace import name_inputs
+from autopar.planning.planner import SearchResult
+from autopar.planning.request import Candidate, Request
+from autopar.tracing.trace import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
 from codegen.program import PipelineProgram, Program
@@ -99,9 +99,7 @@ class CompiledProgram:
         check_world_size(self.plan)
         package = self.load_package()
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
-        where = device or (
-            "cuda" if torch.cuda.is_available() and not is_cpu(self.cluster.groups[0]) else "cpu"
-        )
+        where = device or ("cuda" if torch.cuda.is_available() and not is_cpu(self.cluster.groups[0]) else "cpu")
         program, mesh, schedule = self._root(package, where)
         step = runtime_step.Step(
             program,

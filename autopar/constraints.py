@@ -25,10 +25,9 @@ from typing import Any
 from autopar.errors import ConstraintError
 from autopar.graph import Graph
 from autopar.mesh import AXIS_NAMES, Mesh
-from autopar.placement import Placement, Placements
+from autopar.placement import Placement, Placements, Stored
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, is_offload
-from autopar.price import Stored
-from autopar.strategies import Operator, Option, Scope, scopes_of
+from autopar.sharding.strategies import Operator, Option, Scope, scopes_of
 from cost_models.schedule import SCHEDULES
 
 _AXES = ("pp", "ddp", "dp", "tp")

@@ -179,3 +179,37 @@ def derived(function: Callable[[Graph], Result]) -> Callable[[Graph], Result]:
         return found
 
     return once
+
+
+VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "flatten",
+        "unflatten",
+        "t",
+        "detach",
+        "alias",
+        "getitem",
+        "narrow",
+        "unbind",
+        "_unsafe_view",
+        "view_as",
+    ]
+)
+"""Operators whose output shares memory with their first input (reshape: when it can)."""
+
+
+def base_name(op: str) -> str:
+    """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
+    return op.split(".")[1].removeprefix("_").removesuffix("_")

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from autopar.costs.price import is_cpu
 from autopar.errors import AutoparError
-from autopar.price import is_cpu
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram

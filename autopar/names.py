@@ -10,9 +10,8 @@ import keyword
 from collections.abc import Sequence
 from itertools import groupby
 
-from autopar.graph import Graph, LayerRun, Node, Ref
-from autopar.saved import base_name
-from autopar.strategies import Scope
+from autopar.graph import Graph, LayerRun, Node, Ref, base_name
+from autopar.sharding.strategies import Scope
 
 _RESHAPING = frozenset(
     [

@@ -134,3 +134,11 @@ def divides(shape: tuple[int, ...], placements: Placements, axis_sizes: tuple[in
             if rest or span % ways:
                 return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A parameter's decision: how it is used on each axis, and its ZeRO stage over `dp`."""
+
+    placements: Placements
+    zero: int = 0

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.placement import Placements
-from autopar.price import Stored
+from autopar.placement import Placements, Stored
 from autopar.seats import Seat, seats_text
 
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")

@@ -9,7 +9,7 @@ import yaml
 
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.placement import Placement, Placements, R
+from autopar.placement import Placement, Placements, R, Stored
 from autopar.plan import (
     OFFLOADS,
     RECOMPUTE_MODES,
@@ -23,7 +23,6 @@ from autopar.plan import (
     placements_text,
     stored_text,
 )
-from autopar.price import Stored
 from autopar.seats import Seat, envelope
 
 FORMAT = 1

@@ -22,11 +22,11 @@ from autopar import checkpoints
 from autopar.cluster import ClusterSpec, as_cluster
 from autopar.compile import compile
 from autopar.compiled import CompiledProgram
+from autopar.costs.live_bytes import LiveBytes
 from autopar.errors import ConstraintError
 from autopar.launch import run_ranks
-from autopar.live_bytes import LiveBytes
 from autopar.progress import TrainingProgress
-from autopar.trace import _LossModule, name_inputs
+from autopar.tracing.trace import _LossModule, name_inputs
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster

@@ -31,7 +31,7 @@ from torch import nn
 from autopar.compile import OptimizerFactory, compile
 from autopar.compiled import CompiledProgram
 from autopar.launch import run_ranks
-from autopar.trace import _LossModule, name_inputs
+from autopar.tracing.trace import _LossModule, name_inputs
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
 

@@ -32,7 +32,7 @@ import torch
 from autopar.compile import request_of
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
-from autopar.planner import search_plans
+from autopar.planning.planner import search_plans
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLUSTER = "8 a100-80g"

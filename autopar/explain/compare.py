@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.block_costs import HIDDEN
+from autopar.costs.block_costs import HIDDEN
 from autopar.plan import Plan, StagePlan, labels_text, placements_text, stored_text
 from autopar.report.costs import kind_words
 from autopar.report.plan_words import recompute_modes, zero_stage

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.constraints import Constraints
+from autopar.costs.price import is_cpu
 from autopar.errors import ConstraintError
-from autopar.layouts import micro_batch_counts, shapes
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
-from autopar.price import is_cpu
+from autopar.planning.layouts import micro_batch_counts, shapes
+from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
-from autopar.request import Request, divisors
 from cost_models.schedule import SCHEDULES
 
 PINS = ("pp", "ddp", "dp", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")

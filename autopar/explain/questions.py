@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from autopar.bases import Bases
-from autopar.block_costs import chain
 from autopar.compiled import CompiledProgram
+from autopar.costs.block_costs import chain
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import TIE, time_words, verdict_words
-from autopar.pipelines import PipelineSearch
 from autopar.plan import Plan
-from autopar.planner import search_plans
-from autopar.predict import predict
+from autopar.planning.bases import Bases
+from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.planner import search_plans
+from autopar.planning.predict import predict
+from autopar.planning.request import Candidate, Request, pricer_for, unequal_of
+from autopar.planning.unequal import UnequalSearch
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
-from autopar.request import Candidate, Request, pricer_for, unequal_of
-from autopar.unequal import UnequalSearch
 from autopar.units import bytes_text, seconds_text
 
 POLISH_ONLY = 0

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.bases import Bases
-from autopar.candidates import candidate_of
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.decisions import pin_text, pins_of, without
-from autopar.pipelines import PipelineSearch
 from autopar.plan import Plan
+from autopar.planning.bases import Bases
+from autopar.planning.candidates import candidate_of
+from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.request import Request
 from autopar.report.plan_words import plan_words
-from autopar.request import Request
 from autopar.units import seconds_text
 
 SECONDS = 5.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.block_costs import HIDDEN, RECOMPUTATION, SYNCHRONISATION
+from autopar.costs.block_costs import HIDDEN, RECOMPUTATION, SYNCHRONISATION
+from autopar.costs.stage_costs import BUBBLE
 from autopar.explain.explanation import WhatIf
 from autopar.plan import Plan
 from autopar.report.costs import kind_words
-from autopar.stage_costs import BUBBLE
 from autopar.units import bytes_text, seconds_text
 
 LEAST_GAIN = 0.01

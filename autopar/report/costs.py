@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.plan import Plan
-from autopar.planner import SearchResult
+from autopar.planning.planner import SearchResult
 from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.graph import Graph, LayerRun, Ref
+from autopar.graph import Graph, LayerRun, Ref, base_name
 from autopar.placement import Placement, S
 from autopar.rules.rule import Rule, find_factor
-from autopar.saved import base_name
-from autopar.strategies import Operator, Scope, scopes_of
+from autopar.sharding.strategies import Operator, Scope, scopes_of
 
 Key = tuple[str, Ref, Placement]
 

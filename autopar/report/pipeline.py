@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.block_costs import FIXED_KINDS
+from autopar.costs.block_costs import FIXED_KINDS
+from autopar.costs.stage_costs import Simulated
 from autopar.report.stages import picture, stage_rows
 from autopar.report.tables import table_of
 from autopar.report.timeline import simulation_of
-from autopar.stage_costs import Simulated
 from autopar.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:

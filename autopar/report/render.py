@@ -19,7 +19,7 @@ from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.tables import plain_text, table_of
 from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows
-from autopar.strategies import Scope, scopes_of
+from autopar.sharding.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.choices import Choices
 from autopar.graph import Node, Ref
 from autopar.mesh import Mesh
-from autopar.placement import Placements
-from autopar.price import Stored
+from autopar.placement import Placements, Stored
 from autopar.report.dims import DimNames
-from autopar.strategies import Scope
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Scope
 
 SHOWN_MODULES = 4
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.block_costs import chain, nodes_of
+from autopar.costs.block_costs import chain, nodes_of
+from autopar.costs.stage_costs import Simulated
 from autopar.graph import Graph
 from autopar.plan import Plan, StagePlan
 from autopar.report.plan_words import recompute_words
-from autopar.stage_costs import Simulated
 
 PICTURE_POSITIONS = 8
 PICTURE_MICRO_BATCHES = 10

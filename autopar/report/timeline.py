@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.block_costs import HIDDEN
+from autopar.costs.block_costs import HIDDEN
+from autopar.costs.stage_costs import Simulated
 from autopar.errors import PlanError
-from autopar.predict import simulate_plan
-from autopar.request import pricer_for, unequal_of
-from autopar.stage_costs import Simulated
+from autopar.planning.predict import simulate_plan
+from autopar.planning.request import pricer_for, unequal_of
 from cost_models.schedule import chrome_trace
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.choices import Choices
+from autopar.costs.price import Training
 from autopar.graph import Graph, LayerRun, Node, Ref
+from autopar.lowering.scope_lowering import attribute_path
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placement, S
-from autopar.price import Training
 from autopar.report.dims import DimNames
-from autopar.scope_lowering import attribute_path
-from autopar.strategies import Scope, num_local
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Scope, num_local
 from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard
 

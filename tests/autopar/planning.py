@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.choices import Choices
 from autopar.constraints import Constraints
+from autopar.costs.price import Pricer, Training
 from autopar.graph import Graph
 from autopar.mesh import Mesh
-from autopar.price import Pricer, Training
-from autopar.rebatch import BatchedTrace
-from autopar.request import Request, decode, pricer_for
-from autopar.space import Space, build_space
-from autopar.strategies import Operator, operators_of
-from autopar.trace import trace
+from autopar.planning.request import Request, decode, pricer_for
+from autopar.planning.space import Space, build_space
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator, operators_of
+from autopar.tracing.rebatch import BatchedTrace
+from autopar.tracing.trace import trace
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.intra_op import solve

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.pipelines import PipelineSearch
-from autopar.planner import search_plans
-from autopar.predict import predict
-from autopar.request import operators_at, pricer_for, usable_bytes
+from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.planner import search_plans
+from autopar.planning.predict import predict
+from autopar.planning.request import operators_at, pricer_for, usable_bytes
 from benchmarks.budget import SLACK, Row, complaints
 from tests.autopar.planning import request_for
 

@@ -9,7 +9,7 @@ import pytest
 from autopar.constraints import Constraints, parse_bytes
 from autopar.errors import ConstraintError
 from autopar.placement import R, Rp, S
-from autopar.planner import search_plans
+from autopar.planning.planner import search_plans
 from tests.autopar.planning import graph_of, request_for
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.depth import Truncation, equal_runs
-from autopar.depth_check import verified
 from autopar.graph import LayerRun
-from autopar.trace import skeleton_of, trace
+from autopar.tracing.depth import Truncation, equal_runs
+from autopar.tracing.depth_check import verified
+from autopar.tracing.trace import skeleton_of, trace
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
 
@@ -242,7 +242,7 @@ def test_examples_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((cuts, verified(models, cuts, *rest)))  # type: ignore[arg-type]
         return seen[-1][1]
 
-    monkeypatch.setattr("autopar.trace.verified", spy)
+    monkeypatch.setattr("autopar.tracing.trace.verified", spy)
     example = EXAMPLES[name](layers=6)
     graph = trace(example.model, example.inputs, example.loss_fn)
     ((wanted, granted),) = seen  # once: a fold that failed would have traced again

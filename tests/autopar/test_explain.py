@@ -9,18 +9,18 @@ from functools import cache
 
 import pytest
 
-from autopar.block_costs import chain
 from autopar.compile import advised_search
+from autopar.costs.block_costs import chain
 from autopar.errors import InfeasibleError
 from autopar.explain import Explanation, compare, explain, render_comparison, render_explanation
 from autopar.explain.conditions import conditions, faster_link
 from autopar.explain.decisions import is_made, other_decisions, pins_of, without
 from autopar.explain.rescue import advised, plan_for
 from autopar.plan import Plan
-from autopar.planner import SearchResult, search_plans
-from autopar.predict import predict
+from autopar.planning.planner import SearchResult, search_plans
+from autopar.planning.predict import predict
+from autopar.planning.request import Request, pricer_for
 from autopar.report.plan_words import recompute_modes
-from autopar.request import Request, pricer_for
 from autopar.units import bytes_text
 from tests.autopar.planning import request_for
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.graph import Graph, LayerRun, Node
-from autopar.layers import layer_path
-from autopar.trace import trace
+from autopar.tracing.layers import layer_path
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
 

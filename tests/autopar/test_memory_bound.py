@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.memory_bound import least_seconds
-from autopar.pipelines import PipelineSearch
+from autopar.costs.memory_bound import least_seconds
+from autopar.planning.pipelines import PipelineSearch
 from cost_models.memory import workspace_bytes
 from tests.autopar.planning import request_for
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from autopar.compile import training_of
+from autopar.costs.live_bytes import LiveBytes
+from autopar.costs.liveness import Liveness
+from autopar.costs.peak import Life, Slot, at_peak, peaks
+from autopar.costs.saved import saved_tensors
+from autopar.costs.stage_costs import holding_states
 from autopar.graph import Node, Ref, TensorMeta
-from autopar.live_bytes import LiveBytes
-from autopar.liveness import Liveness
-from autopar.peak import Life, Slot, at_peak, peaks
-from autopar.saved import saved_tensors
-from autopar.stage_costs import holding_states
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from codegen.runtime.zero import BUCKET_BYTES
 

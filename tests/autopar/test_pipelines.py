@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.bases import Bases, named_mesh
-from autopar.block_costs import activity_costs
-from autopar.candidates import candidate_of
 from autopar.constraints import Constraints
+from autopar.costs.block_costs import activity_costs
+from autopar.costs.price import Training
 from autopar.errors import InfeasibleError
-from autopar.layouts import layouts
 from autopar.mesh import Mesh
-from autopar.pipelines import Found, PipelineSearch
-from autopar.planner import search_plans
-from autopar.price import Training
-from autopar.rebatch import BatchedTrace
-from autopar.request import Request, operators_at, pricer_for, usable_bytes
-from autopar.trace import trace
+from autopar.planning.bases import Bases, named_mesh
+from autopar.planning.candidates import candidate_of
+from autopar.planning.layouts import layouts
+from autopar.planning.pipelines import Found, PipelineSearch
+from autopar.planning.planner import search_plans
+from autopar.planning.request import Request, operators_at, pricer_for, usable_bytes
+from autopar.tracing.rebatch import BatchedTrace
+from autopar.tracing.trace import trace
 from cost_models import collective
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from autopar.choices import compress, default_option, expand, labels_of
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.placement import P, R, Rp, S
+from autopar.placement import P, R, Rp, S, Stored
 from autopar.plan import Plan, Prediction
-from autopar.price import Stored
 from autopar.rules.rule import AxisOption
-from autopar.strategies import Option, options_of
+from autopar.sharding.choices import compress, default_option, expand, labels_of
+from autopar.sharding.strategies import Option, options_of
 from tests.autopar.planning import BATCH, setting
 
 SETTINGS = [

@@ -9,8 +9,8 @@ import pytest
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.mesh import Mesh
-from autopar.one_stage import lower_bound, meshes, micro_batch_counts
-from autopar.planner import SearchResult, search_plans
+from autopar.planning.one_stage import lower_bound, meshes, micro_batch_counts
+from autopar.planning.planner import SearchResult, search_plans
 from tests.autopar.planning import request_for
 
 CLUSTERS = [

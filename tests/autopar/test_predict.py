@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.predict import predict
+from autopar.planning.predict import predict
 from search.problem import evaluate
 from tests.autopar.planning import setting
 

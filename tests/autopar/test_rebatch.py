@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.graph import Graph
-from autopar.rebatch import BatchedTrace, NotAffineError, at_rows
-from autopar.trace import name_inputs, trace
+from autopar.tracing.rebatch import BatchedTrace, NotAffineError, at_rows
+from autopar.tracing.trace import name_inputs, trace
 from examples.models import EXAMPLES
 
 QUICK = ("gpt2", "llama", "t5")

@@ -20,7 +20,7 @@ from autopar.report.costs import HIDDEN, runner_ups, time_rows
 from autopar.report.dims import name_dims
 from autopar.report.sharding import parameter_rows
 from autopar.report.traffic import parameter_traffic, reshard_rows
-from autopar.strategies import scopes_of
+from autopar.sharding.strategies import scopes_of
 from codegen.program import Reshard
 
 SIZES = {"layers": 4, "width": 2048, "num_heads": 16, "seq_len": 1024, "batch_size": 16, "vocab_size": 32000}

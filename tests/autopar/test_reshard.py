@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.placement import P, Placement, Placements, R, Rp, S, divides, local_shape
-from autopar.reshard import Step, _cheapest, steps
+from autopar.sharding.reshard import Step, _cheapest, steps
 
 Array = npt.NDArray[np.float64]
 Rank = tuple[int, ...]

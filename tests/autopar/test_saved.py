@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.graph import Graph, Node, Ref, TensorMeta
-from autopar.saved import base_name, saved_tensors
-from autopar.strategies import scopes_of
-from autopar.trace import trace
+from autopar.costs.saved import saved_tensors
+from autopar.graph import Graph, Node, Ref, TensorMeta, base_name
+from autopar.sharding.strategies import scopes_of
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES, Example
 
 LONGER = {"batch_size": 8, "seq_len": 32}

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.graph import Graph, Node
-from autopar.simplify import attention_arguments
-from autopar.strategies import scopes_of
-from autopar.trace import trace
+from autopar.sharding.strategies import scopes_of
+from autopar.tracing.simplify import attention_arguments
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.block_costs import chain
+from autopar.costs.block_costs import chain
 from autopar.errors import PlanError
 from autopar.graph import Graph, LayerRun
-from autopar.placement import P, R, Rp, S
-from autopar.stages import (
+from autopar.lowering.stages import (
     StageGraph,
     blocks_of,
     border_placements,
@@ -22,7 +21,8 @@ from autopar.stages import (
     shared_parameters,
     stage_graphs,
 )
-from autopar.trace import trace
+from autopar.placement import P, R, Rp, S
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
 

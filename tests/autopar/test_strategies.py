@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.choices import Choices, compress, expand
 from autopar.mesh import Mesh
-from autopar.placement import P, Placement, R, Rp, S, divides, local_shape
+from autopar.placement import P, Placement, R, Rp, S, Stored, divides, local_shape
 from autopar.plan import Plan
-from autopar.price import Stored
-from autopar.strategies import num_local, options_of
+from autopar.sharding.choices import Choices, compress, expand
+from autopar.sharding.strategies import num_local, options_of
 from tests.autopar.planning import BATCH, setting
 
 GRID = Mesh.parse("dp2 x tp2")

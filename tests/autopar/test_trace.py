@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.graph import Graph, LayerRun, Node, Ref, map_refs
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
 

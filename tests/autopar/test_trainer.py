@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import checkpoints
+from autopar.costs.live_bytes import LiveBytes
 from autopar.errors import ConstraintError, WorldSizeError
 from autopar.launch import RankError, run_ranks
-from autopar.live_bytes import LiveBytes
 from autopar.trainer import Trainer, TrainerConfig, TrainResult
 from autopar.training import batches_from
 from examples.models import Example, gpt2

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from autopar.uncollected import uncollected
+from autopar.tracing.uncollected import uncollected
 
 
 def test_collector_is_held_back_and_comes_back_after_an_error() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import autopar
+from autopar.costs.price import Pricer
 from autopar.launch import RankError, run_ranks
-from autopar.price import Pricer
 from autopar.verify import relative_error, verify_program
 from examples.models import EXAMPLES
 

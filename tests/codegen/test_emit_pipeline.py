@@ -25,10 +25,10 @@ import autopar
 from autopar.batch import local_batch
 from autopar.folder import copy_package
 from autopar.launch import run_ranks
-from autopar.lower import Staging, lower, lower_stages
+from autopar.lowering.lower import Staging, lower, lower_stages
 from autopar.mesh import Mesh
-from autopar.request import Candidate
-from autopar.trace import name_inputs
+from autopar.planning.request import Candidate
+from autopar.tracing.trace import name_inputs
 from codegen.emit import emit_model
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 import autopar
+from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.price import Pricer
 from codegen import kernels
 from codegen.emit import emit_model
 from codegen.expressions import KERNELS, expression

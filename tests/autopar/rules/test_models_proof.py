@@ -8,8 +8,8 @@ import pytest
 
 from autopar.graph import Node, TensorMeta, map_refs
 from autopar.rules import ProofReport, prove_rule, rule_for
-from autopar.strategies import scopes_of
-from autopar.trace import trace
+from autopar.sharding.strategies import scopes_of
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 
 DECLINED = {"Rp, P, P -> P"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.live_bytes import LiveBytes
+from autopar.costs.live_bytes import LiveBytes
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.step import Step
 from tests.codegen.runtime.ranks import run_ranks

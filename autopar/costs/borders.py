@@ -1,0 +1,117 @@
+"""What crosses the borders between blocks: bytes that a pipeline would send, and parameters that two blocks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.costs.block_costs import Placer, chain, homes_of, segments
+from autopar.costs.price import Pricer
+from autopar.graph import Graph, LayerRun, Node, Ref
+from autopar.mesh import Mesh
+from autopar.placement import Stored
+from autopar.seats import Seat
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import num_local, scopes_of
+from cost_models import collective
+from cost_models.mixed import AnyCluster, MixedCluster
+
+
+def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...]:
+    """Per block, the local bytes per micro-batch that cross the border before it: tensors with a gradient that an
+    earlier block makes and this one or a later one reads. What needs no gradient is computed again on each stage."""
+    place, scopes = Placer(graph, choices), {scope.name: scope for scope in scopes_of(graph)}
+    made: dict[Ref, int] = {}
+    crossing = [0.0] * len(chain(graph))
+
+    def send(ref: Ref, source: int, target: int, scope: str) -> None:
+        meta = scopes[scope].metas[ref]
+        if meta.requires_grad:
+            size = num_local(meta, place.where(scopes[scope], ref), mesh) * meta.dtype.itemsize
+            for border in range(source + 1, target + 1):
+                crossing[border] += size
+
+    reach: dict[Ref, int] = {}
+    for piece, first, last in _spans(graph):
+        for ref in piece.inputs:
+            if ref in made:
+                carried = isinstance(piece, LayerRun) and piece.args.index(ref) in {i for i, _ in piece.carried}
+                reach[ref] = max(reach.get(ref, 0), first if carried else last)
+        if isinstance(piece, LayerRun):
+            for _, output in piece.carried:
+                for block in range(first, last):
+                    send(piece.layer.outputs[output], block, block + 1, piece.layer.name)
+        made |= {Ref(piece.name, i): last for i in range(len(piece.outputs))}
+    for ref, target in reach.items():
+        send(ref, made[ref], target, "")
+    return tuple(crossing)
+
+
+def _spans(graph: Graph) -> list[tuple[Node | LayerRun, int, int]]:
+    """Every piece of the body with its first and last block."""
+    own, found = segments(graph), list[tuple[Node | LayerRun, int, int]]()
+    block, previous = -1, ""
+    for piece in graph.body:
+        if isinstance(piece, LayerRun):
+            found.append((piece, block + 1, block + len(piece.instances)))
+            block, previous = block + len(piece.instances), ""
+            continue
+        if own[piece.name] != previous:
+            block, previous = block + 1, own[piece.name]
+        found.append((piece, block, block))
+    return found
+
+
+def shared_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
+    """Trained top-level parameters that two blocks read: the first and the last of them (indices in the chain)."""
+    homes = homes_of(graph)
+    trained = {p.name for p in graph.parameters if p.meta.requires_grad and p.name in homes}
+    uses: dict[str, list[int]] = {}
+    for piece, first, last in _spans(graph):
+        for ref in piece.inputs:
+            if ref.node in trained:
+                uses.setdefault(ref.node, []).extend((first, last))
+    return {name: (min(blocks), max(blocks)) for name, blocks in uses.items() if min(blocks) != max(blocks)}
+
+
+def transfer_seconds(pricer: Pricer, num_positions: int, num_bytes: float) -> float:
+    """One message from every rank of a position to its counterpart in the next one."""
+    if num_positions == 1 or not num_bytes:
+        return 0.0
+    group = collective.Group(num_positions, pricer.mesh.num_ranks)
+    return collective.seconds("p2p", num_bytes, group, pricer.cluster)
+
+
+def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float) -> float:
+    """`transfer_seconds` between two positions that need not be alike; in a group of nodes they are taken to be
+    neighbours. num_bytes: of one rank, on the side that has more of them.
+    """
+    if not num_bytes or whole.groups[source.group].num_devices == 1 and source.group == target.group:
+        return 0.0
+    ranks = max(source.mesh.num_ranks, target.mesh.num_ranks)
+    cluster = whole.groups[source.group]
+    if isinstance(whole, MixedCluster) and source.group != target.group:
+        between = whole.between
+        cluster = replace(cluster, num_nodes=2, devices_per_node=ranks, intra_node=between, inter_node=between)
+    pair = collective.Group(2, min(ranks, cluster.num_devices // 2))
+    return collective.seconds("p2p", num_bytes, pair, cluster)
+
+
+def tie_costs(
+    graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], num_positions: int
+) -> dict[str, tuple[tuple[float, float, float], float]]:
+    """Per shared parameter: bytes of a second copy (weights, gradients, state), and seconds to sum both gradients.
+
+    The sum is priced between positions half of the pipeline apart.
+    """
+    metas, found = {p.name: p.meta for p in graph.parameters}, {}
+    for name in shared_parameters(graph):
+        stored = parameters.get(("", name))
+        if stored is not None and num_positions > 1:
+            size = num_local(metas[name], stored.placements, pricer.mesh) * pricer.training.gradient_bytes
+            # The other copy may lie in another group of nodes; it is priced as if it were in this one.
+            stride = min(pricer.mesh.num_ranks * (num_positions // 2), pricer.cluster.num_devices // 2)
+            pair = collective.Group(2 if stride else 1, max(stride, 1))
+            seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
+            found[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
+    return found

@@ -1,0 +1,381 @@
+"""What is alive while one block runs forward and backward, operator by operator, on one rank.
+
+Generated code holds the results of a function's calls in local variables until it returns, and autograd holds what it
+keeps until the backward of the call that is first to keep it. Backward, calls go in reverse: a call's gradients in are
+alive until its gradients out are made, gradients of a tensor with several readers are added up in place where nobody
+else holds them, and views and additions hand their gradient on without a copy. Sizes of temporaries inside a call are
+derived from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`, of which each remark names the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.saved import PARTS, extra_saved_bytes
+from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.placement import Placements
+from autopar.sharding.choices import Choices
+from autopar.sharding.reshard import Step, steps
+from autopar.sharding.strategies import Operator, Scope, num_local
+
+HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
+"""Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
+
+BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div": 1}
+"""Tensors of the input's size that the backward makes beside its result: pow: n x^(n-1); rsqrt: y^3, -g/2."""
+
+DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
+CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
+"""Elements of a chunk of temporaries (dropout.py `_fill_keep`: 24 bytes a pair; cross_entropy.py: fp32)."""
+
+DEFERRED = {"linear": 0, "addmm": 1}
+"""Calls whose weights' gradients can be put off (codegen/runtime/deferred.py), and which input they need for it."""
+
+Key = tuple[Ref, Placements]
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Bytes while a block runs, counted from what blocks before it keep.
+
+    kept: for the backward. loose: results that nothing keeps, held until the forward returns. forward: at the
+    forward's end and peak. again: of a forward that runs again in backward, as far as the last tensor that is kept.
+    backward: at the backward's peak; waiting: the same if gradients of parameters stay; split: if those of linear
+    layers are put off, which then hold deferred bytes until they are made. weight: the largest gradient of a parameter.
+    entering, leaving: gradients of what the block reads and of what it makes.
+    """
+
+    kept: float = 0.0
+    loose: float = 0.0
+    forward: float = 0.0
+    again: float = 0.0
+    backward: float = 0.0
+    waiting: float = 0.0
+    split: float = 0.0
+    deferred: float = 0.0
+    weight: float = 0.0
+    entering: float = 0.0
+    leaving: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A reshard of `ref`."""
+
+    ref: Ref
+    source: Placements
+    target: Placements
+    path: tuple[Step, ...]
+
+
+def is_free(path: Iterable[Step]) -> bool:
+    """Whether a reshard copies nothing forward."""
+    return all({step.source.kind, step.target.kind} == {"R", "Rp"} for step in path)
+
+
+def _statistics(node: Node, num_local: int) -> float:
+    """Bytes of what is kept per row in fp32: mean and deviation of a layer norm, logsumexp of attention."""
+    widths = {"layer_norm": 8.0, "scaled_dot_product_attention": 4.0}
+    if base_name(node.op) not in widths:
+        return 0.0
+    return widths[base_name(node.op)] * (num_local // max(node.outputs[0].shape[-1], 1))
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Gradients that are alive. Several keys may share one allocation."""
+
+    of: dict[Key, int] = field(default_factory=dict)
+    sizes: dict[int, float] = field(default_factory=dict)
+    holders: dict[int, int] = field(default_factory=dict)
+    total: float = 0.0
+
+    def new(self, num_bytes: float) -> int:
+        number = len(self.sizes)
+        self.sizes[number], self.holders[number] = num_bytes, 0
+        self.total += num_bytes
+        return number
+
+    def hold(self, number: int) -> None:
+        self.holders[number] += 1
+
+    def drop(self, number: int) -> None:
+        self.holders[number] -= 1
+        if self.holders[number] == 0:
+            self.total -= self.sizes[number]
+
+    def add(self, key: Key, number: int) -> None:
+        """The gradient `number` of `key`, added to one that is there: in place, or anew if others hold that."""
+        self.hold(number)
+        if key not in self.of:
+            self.of[key] = number
+            return
+        old = self.of[key]
+        if self.holders[old] > 1:
+            total = self.new(self.sizes[old])
+            self.hold(total)
+            self.of[key] = total
+            self.drop(old)
+        self.drop(number)
+
+
+class Walk:
+    """The calls of one block in order.
+
+    scope: of the calls; nodes: those of the block. saved: what each is first to keep (`saved_tensors`). ends: results
+    that are read outside of the block, as they lie when it ends.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        nodes: tuple[Node, ...],
+        operators: Mapping[tuple[str, str], Operator],
+        choices: Choices,
+        pricer: Pricer,
+        where: Callable[[Ref], Placements],
+        saved: Mapping[str, tuple[Ref, ...]],
+        parameters: frozenset[str],
+        ends: Iterable[Key],
+    ) -> None:
+        self.scope, self.nodes, self.operators, self.pricer = scope, nodes, operators, pricer
+        self.options = {n.name: choices.operators[scope.name, n.name] for n in nodes}
+        self.parameters, self.kind = parameters, "cpu" if is_cpu(pricer.cluster) else "gpu"
+        self.scale = 1.0 + pricer.fragmentation
+        self.roots: dict[Key, Key] = {}
+        self.events: list[Node | _Move] = []
+        self.ends = tuple(ends)
+        self._order(choices, where)
+        self.kept = {n.name: self._kept(n, saved.get(n.name, ())) for n in nodes}
+        self.kept_bytes = sum(size for parts in self.kept.values() for _, size in parts)
+
+    def _order(self, choices: Choices, where: Callable[[Ref], Placements]) -> None:
+        at_hand: set[Key] = set()
+
+        def move(ref: Ref, source: Placements, target: Placements) -> None:
+            if source != target and (ref, target) not in at_hand:
+                path = steps(source, target, self.pricer.mesh.sizes) or ()
+                self.events.append(_Move(ref, source, target, path))
+                at_hand.add((ref, target))
+                if is_free(path):
+                    self.roots[ref, target] = self._root(ref, source)
+
+        for node in self.nodes:
+            option = self.options[node.name]
+            for position, ref in enumerate(node.inputs):
+                move(ref, where(ref), option.inputs[position])
+            self.events.append(node)
+            if base_name(node.op) in VIEWS and node.inputs:
+                root = self._root(node.inputs[0], option.inputs[0])
+                self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
+            for index, placements in enumerate(option.outputs):
+                kept = choices.tensors.get((self.scope.name, Ref(node.name, index)))
+                if kept is not None:
+                    move(Ref(node.name, index), placements, kept)
+        for ref, placements in self.ends:
+            move(ref, where(ref), placements)
+
+    def _root(self, ref: Ref, placements: Placements) -> Key:
+        """The allocation behind a view."""
+        return self.roots.get((ref, placements), (ref, placements))
+
+    def _bytes(self, meta: TensorMeta, placements: Placements) -> float:
+        return num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * self.scale
+
+    def _kept(self, node: Node, refs: tuple[Ref, ...]) -> list[tuple[Key | None, float]]:
+        """(storage, bytes) of what a call is first to keep; None: made by the call for itself."""
+        option, operator = self.options[node.name], self.operators[self.scope.name, node.name]
+        found: list[tuple[Key | None, float]] = []
+        for ref in refs:
+            own = ref.node == node.name
+            placements = option.outputs[ref.index] if own else option.inputs[node.inputs.index(ref)]
+            found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], placements)))
+        if any(meta.requires_grad for meta in node.outputs):
+            local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
+            extra = extra_saved_bytes(node, operator.inputs, local) + _statistics(node, local)
+            found.append((None, extra * self.scale))
+        return found
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def measure(self) -> Liveness:
+        """All figures."""
+        loose, peak, again = self._forward()
+        backward, _, entering = self._backward()
+        waiting, _, _ = self._backward(waits=True)
+        split, deferred, _ = self._backward(defers=True)
+        weight = max((size for n in self.nodes for size in self._weights(n)), default=0.0)
+        leaving = sum(self._bytes(self.scope.metas[r], p) for r, p in self.ends if self.scope.metas[r].requires_grad)
+        return Liveness(
+            self.kept_bytes, loose, peak, again, backward, waiting, split, deferred, weight, entering, leaving
+        )
+
+    def _forward(self) -> tuple[float, float, float]:
+        """(loose, peak, peak of a second forward), beside nothing."""
+        storages = {key for parts in self.kept.values() for key, _ in parts if key is not None}
+        savers = [n.name for n in self.nodes if any(size for _, size in self.kept[n.name])]
+        last = savers[-1] if savers else ""
+        live = loose = peak = again = 0.0
+        saved_before: set[Key] = set()
+        for event in self.events:
+            made, temporary = self._made(event), self._forward_temporary(event)
+            if isinstance(event, Node) and event.name == last:
+                again = max(peak, live + sum(size for _, size in self.kept[last]))
+            for key, size in made.items():
+                live += size
+                loose += 0.0 if key in storages else size
+                saved_before |= {key} & storages
+            if isinstance(event, Node):
+                # Inputs of the block that it keeps, and what a call makes for its backward.
+                live += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
+                saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
+            peak = max(peak, live + temporary)
+        return loose, peak, max(again, 0.0)
+
+    def _made(self, event: Node | _Move) -> dict[Key, float]:
+        """New allocations by storage."""
+        if isinstance(event, _Move):
+            if is_free(event.path):
+                return {}
+            return {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
+        if base_name(event.op) in VIEWS:
+            return {}
+        option = self.options[event.name]
+        return {
+            (Ref(event.name, i), where): self._bytes(meta, where)
+            for i, (meta, where) in enumerate(zip(event.outputs, option.outputs, strict=True))
+        }
+
+    def _forward_temporary(self, event: Node | _Move) -> float:
+        if isinstance(event, _Move):
+            return self._copies(event)
+        name, option = base_name(event.op), self.options[event.name]
+        local = num_local(event.outputs[0], option.outputs[0], self.pricer.mesh)
+        if name == "dropout":
+            return 24.0 * min(local // 2, DROPOUT_PAIRS[self.kind]) * self.scale
+        if name == "cross_entropy_loss":
+            return self._chunk(event)
+        return self._probabilities(event)
+
+    def _probabilities(self, node: Node) -> float:
+        """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""
+        option = self.options[node.name]
+        if base_name(node.op) != "scaled_dot_product_attention":
+            return 0.0
+        local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
+        extra = extra_saved_bytes(node, self.operators[self.scope.name, node.name].inputs, local)
+        width = node.outputs[0].dtype.itemsize
+        return extra * width / (2 * width + 1) * self.scale if len(node.args) > 4 and node.args[4] else 0.0
+
+    def _chunk(self, node: Node) -> float:
+        """Cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""
+        meta, option = self.scope.metas[node.inputs[0]], self.options[node.name]
+        elements = min(num_local(meta, option.inputs[0], self.pricer.mesh), CROSS_ENTROPY_ELEMENTS[self.kind])
+        return 4.0 * elements * ((meta.dtype.itemsize < 4) + (self.kind == "gpu")) * self.scale
+
+    def _copies(self, move: _Move) -> float:
+        """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""
+        meta = self.scope.metas[move.ref]
+        whole = 0.0
+        for step in move.path:
+            dims = [p.dim for p in (step.source, step.target) if p.is_shard]
+            if (step.forward or step.backward) and any(dims):
+                whole = max(whole, meta.num_bytes * step.fraction)
+        return whole * self.scale
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def _backward(self, waits: bool = False, defers: bool = False) -> tuple[float, float, float]:
+        """(peak, what is put off, gradients of the block's inputs). waits: parameters' gradients stay."""
+        gradients = _Gradients()
+        kept, left = self.kept_bytes, 0.0
+        put_off, tasks = set[Key](), set[int]()
+        for ref, placements in self.ends:
+            if self.scope.metas[ref].requires_grad:
+                gradients.add((ref, placements), gradients.new(self._bytes(self.scope.metas[ref], placements)))
+        peak = kept + gradients.total
+        stays = 0.0
+        for event in reversed(self.events):
+            if isinstance(event, _Move):
+                peak = max(peak, self._move_backward(event, gradients) + kept + stays)
+                continue
+            option = self.options[event.name]
+            outs = [(Ref(event.name, i), where) for i, where in enumerate(option.outputs)]
+            present = [gradients.of[key] for key in outs if key in gradients.of]
+            if not present:
+                present = [gradients.new(0.0)] if any(meta.requires_grad for meta in event.outputs) else []
+            if not present:
+                continue
+            is_linear = defers and base_name(event.op) in DEFERRED
+            weights = [] if is_linear else self._weights(event)
+            found = self._inputs_backward(event, present[0], gradients)
+            temporary = self._backward_temporary(event)
+            peak = max(peak, kept + stays + gradients.total + sum(weights) + temporary)
+            stays += sum(weights) if waits else 0.0
+            if is_linear:
+                position = DEFERRED[base_name(event.op)]
+                put_off.add(self._root(event.inputs[position], option.inputs[position]))
+                for number in present:
+                    gradients.hold(number)
+                    tasks.add(number)
+            for key, number in found:
+                gradients.add(key, number)
+            for key in outs:
+                if key in gradients.of:
+                    gradients.drop(gradients.of.pop(key))
+            for storage, size in self.kept[event.name]:
+                if storage in put_off:
+                    left += size
+                else:
+                    kept -= size
+        entering = sum(gradients.sizes[number] for number in set(gradients.of.values()))
+        return peak, left + sum(gradients.sizes[number] for number in tasks), entering
+
+    def _move_backward(self, move: _Move, gradients: _Gradients) -> float:
+        number = gradients.of.pop((move.ref, move.target), None)
+        if number is None:
+            return 0.0
+        if all((s.source.kind, s.target.kind) in (("P", "R"), ("R", "P")) for s in move.path):
+            made = number
+        else:
+            made = gradients.new(self._bytes(self.scope.metas[move.ref], move.source))
+        peak = gradients.total + self._copies(move)
+        if move.ref.node in self.parameters:
+            gradients.hold(made)
+            gradients.drop(made)
+        else:
+            gradients.add((move.ref, move.source), made)
+        gradients.drop(number)
+        return peak
+
+    def _inputs_backward(self, node: Node, given: int, gradients: _Gradients) -> list[tuple[Key, int]]:
+        name, option, output = base_name(node.op), self.options[node.name], node.outputs[0]
+        found = []
+        for position, ref in enumerate(node.inputs):
+            meta, placements = self.scope.metas[ref], option.inputs[position]
+            if not meta.requires_grad or (ref.node in self.parameters):
+                continue
+            size = self._bytes(meta, placements)
+            is_same = size == gradients.sizes[given] or name in VIEWS or name in ("cat", "stack")
+            hands_on = name in HANDED_ON and is_same and not (name == "sub" and position == 1)
+            hands_on = hands_on or (name == "to" and meta.dtype == output.dtype)
+            found.append(((ref, placements), given if hands_on else gradients.new(size)))
+        return found
+
+    def _weights(self, node: Node) -> list[float]:
+        option = self.options[node.name]
+        return [
+            self._bytes(self.scope.metas[ref], placements)
+            for ref, placements in zip(node.inputs, option.inputs, strict=True)
+            if ref.node in self.parameters and self.scope.metas[ref].requires_grad
+        ]
+
+    def _backward_temporary(self, node: Node) -> float:
+        name, option = base_name(node.op), self.options[node.name]
+        if name == "cross_entropy_loss":
+            return self._chunk(node)
+        if name in BACKWARD_TEMPORARIES:
+            return BACKWARD_TEMPORARIES[name] * self._bytes(self.scope.metas[node.inputs[0]], option.inputs[0])
+        return self._probabilities(node)

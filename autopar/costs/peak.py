@@ -1,0 +1,225 @@
+"""The most that one rank holds of a stage's activations, gradients on their way and gathered parameters.
+
+A stage runs its blocks in order and back. While a block runs, everything that blocks before it keep is alive; while it
+runs backward, what later blocks kept is gone, but their gradients may wait in buckets for the rest of theirs
+(`codegen/runtime/zero.py`: a bucket is reduced when its last gradient is there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.costs.liveness import Liveness
+from autopar.costs.price import Pricer, is_cpu
+from autopar.graph import TensorMeta
+from autopar.placement import Stored
+from autopar.sharding.strategies import num_local
+from codegen.runtime.zero import BUCKET_BYTES
+
+IN_FLIGHT = 2
+"""Reductions under way whose lines are held (zero.py `_MAX_IN_FLIGHT`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A trained parameter's buffers on one rank. key: parameters of equal keys share buckets. num_bytes: by which
+    buckets are cut. gradient: as autograd makes it; waiting: the same where it stays until its bucket is complete;
+    line: in the buffer that is then reduced; arriving: where the sum arrives, if it is added later; gathered: of the
+    whole parameter under ZeRO-3.
+    updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the block that
+    uses the parameter last.
+    """
+
+    key: tuple[object, ...]
+    num_bytes: float
+    gradient: float
+    waiting: float
+    line: float
+    arriving: float
+    gathered: float
+    updated: float = 0.0
+    is_updated_together: bool = False
+    last_reader: str = ""
+
+
+def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) -> Slot:
+    """The buffers of a trained parameter, as codegen/runtime/flat.py and zero.py make them."""
+    training, mesh = pricer.training, pricer.mesh
+    local = num_local(meta, stored.placements, mesh)
+    size, scale = pricer.zero_size(stored), 1.0 + pricer.fragmentation
+    is_whole = size == 1 or (stored.zero == 1 and training.num_micro_batches > 1)
+    is_moved_at_once = is_whole and is_cpu(pricer.cluster)
+    line = local * training.gradient_bytes
+    partial_sum = line / size if training.num_micro_batches > 1 else 0.0
+    gradient = local * meta.dtype.itemsize * scale
+    shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
+    return Slot(
+        (stored.zero, shards, meta.dtype),
+        local * max(4, meta.dtype.itemsize),
+        gradient,
+        0.0 if is_moved_at_once else gradient,
+        0.0 if is_whole else line * scale,
+        0.0 if is_whole else partial_sum * scale,
+        local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
+        0.0 if training.offload else local / size * training.update_bytes,
+        training.updates_together,
+        last_reader,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters."""
+
+    name: str
+    kept: float
+    live: Liveness
+    slots: tuple[Slot, ...] = ()
+
+    @property
+    def is_top(self) -> bool:
+        """Not a layer, but calls between layers."""
+        return self.name.startswith("top ")
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes at the peak of one forward, one backward, and one in two halves, of which the first leaves `deferred`
+    until the second (whose own peak beside it is `weight`). updated: temporaries of the optimiser, for all parameters
+    that are updated together or for the largest."""
+
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    split: float = 0.0
+    deferred: float = 0.0
+    weight: float = 0.0
+    updated: float = 0.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that are reduced together. missing: blocks that have yet to give theirs."""
+
+    waiting: dict[int, float] = field(default_factory=dict)
+    line: float = 0.0
+    arriving: float = 0.0
+    num_bytes: float = 0.0
+
+
+def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
+    """Of a stage's blocks in order. received_bytes, sent_bytes: of what crosses its borders per micro-batch: while an
+    action runs, what the next one waits for is on its way."""
+    gathered = [0.0 if life.is_top else sum(slot.gathered for slot in life.slots) for life in blocks]
+    root = sum(slot.gathered for life in blocks if life.is_top for slot in life.slots)
+    forward = before = loose = 0.0
+    for index, life in enumerate(blocks):
+        ahead = sum(gathered[index : index + 2])
+        forward = max(forward, before + loose + life.live.forward + ahead + root)
+        before += life.kept
+        loose += life.live.loose if life.is_top else 0.0
+    forward = max(forward, before + loose + root)
+    forward += sent_bytes
+    held = _held(blocks)
+    reductions = _reductions(blocks)
+    backward = split = 0.0
+    for index in reversed(range(len(blocks))):
+        life = blocks[index]
+        before -= life.kept
+        beside = before + held[index] + root + sum(gathered[max(index - 1, 0) : index + 1])
+        if life.is_top and index:
+            beside = before + held[index] + root + gathered[index - 1]
+        during, after, waits = reductions[index]
+        own = life.live.waiting if waits else life.live.backward
+        backward = max(backward, beside + own + during, beside + life.live.entering + after)
+        put_off = sum(later.live.deferred for later in blocks[index + 1 :])
+        split = max(split, beside + life.live.split + put_off + during, beside + life.live.entering + after + put_off)
+    slots = [slot for life in blocks for slot in life.slots]
+    return Peaks(
+        sum(life.kept for life in blocks) + sent_bytes,
+        forward,
+        backward + received_bytes,
+        split + received_bytes,
+        sum(life.live.deferred for life in blocks),
+        max((life.live.weight for life in blocks), default=0.0),
+        sum(slot.updated for slot in slots if slot.is_updated_together)
+        + max((slot.updated for slot in slots if not slot.is_updated_together), default=0.0),
+    )
+
+
+def _held(blocks: Sequence[Life]) -> list[float]:
+    """Per block: gradients of parameters that a later block uses too: autograd adds up before it hands them on."""
+    held = [0.0] * len(blocks)
+    for first, life in enumerate(blocks):
+        for slot in life.slots:
+            later = [i for i, other in enumerate(blocks) if other.name == slot.last_reader and i > first]
+            for index in range(first, later[-1] if later and slot.last_reader != life.name else first):
+                held[index] += slot.gradient
+    return held
+
+
+def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
+    """Per block: bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether its
+    own gradients wait."""
+    buckets = _buckets(blocks)
+    lines: list[float] = []
+    found: list[tuple[float, float, bool]] = []
+    for index in reversed(range(len(blocks))):
+        earlier = sum(size for b in buckets for block, size in b.waiting.items() if block > index)
+        own = sum(b.waiting.get(index, 0.0) for b in buckets)
+        during = earlier + sum(lines)
+        after = during + own
+        for bucket in [b for b in buckets if min(b.waiting, default=index) >= index]:
+            after = max(after, earlier + own + sum(lines) + bucket.line)
+            earlier -= sum(size for block, size in bucket.waiting.items() if block > index)
+            own -= bucket.waiting.get(index, 0.0)
+            lines = [*lines, bucket.line + bucket.arriving][-IN_FLIGHT:] if bucket.line else lines
+            after = max(after, earlier + own + sum(lines))
+            buckets.remove(bucket)
+        found.append((during, after, any(slot.waiting for slot in blocks[index].slots)))
+    return found[::-1]
+
+
+def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
+    """As zero.py makes them: from the last layer to the first, then what is outside of layers; ZeRO-3: per layer."""
+    layers = [i for i in reversed(range(len(blocks))) if not blocks[i].is_top]
+    tops = [i for i in range(len(blocks)) if blocks[i].is_top]
+    done: list[_Bucket] = []
+    open_: dict[tuple[object, ...], _Bucket] = {}
+    for index in (*layers, *tops):
+        for slot in blocks[index].slots:
+            is_unit = slot.gathered > 0
+            key = (*slot.key, -1 if blocks[index].is_top else index) if is_unit else slot.key
+            bucket = open_.setdefault(key, _Bucket())
+            bucket.waiting[index] = bucket.waiting.get(index, 0.0) + slot.waiting
+            bucket.line += slot.line
+            bucket.arriving += slot.arriving
+            bucket.num_bytes += slot.num_bytes
+            if bucket.num_bytes >= BUCKET_BYTES and not is_unit:
+                done.append(open_.pop(key))
+    return [bucket for bucket in (*done, *open_.values()) if any(bucket.waiting.values())]
+
+
+Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
+"""(kind of an action, its stage, (stage, micro-batches held, put off) of the position's stages) while it runs."""
+
+
+def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
+    """(bytes that micro-batches in flight keep, all bytes) of a position at the fullest of its moments."""
+    most, best = 0.0, -1.0
+    # W: autograd copies the gradient that it is given.
+    running = {
+        s: {"F": own.forward, "B": own.backward, "I": own.split, "W": 2 * own.weight} for s, own in stages.items()
+    }
+    waiting = {s: (own.kept, own.deferred) for s, own in stages.items()}
+    for kind, stage, counts in states:
+        others = 0.0
+        for s, held, put_off in counts:
+            kept, deferred = waiting[s]
+            others += kept * held + deferred * put_off
+        total = others + running[stage][kind]
+        if total > best:
+            # W's micro-batch is counted among those put off.
+            most, best = others + (0.0 if kind == "W" else waiting[stage][0]), total
+    return min(most, best), best

@@ -1,0 +1,238 @@
+"""What each stage of a pipeline costs, and the prediction of the whole: its schedule simulated event by event."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.costs.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
+from autopar.costs.peak import Holding, Life, Peaks, at_peak, peaks
+from autopar.plan import Pipeline, Prediction, StagePlan
+from cost_models.schedule import StageTimes, Timeline, orders, placement, simulate
+
+BUBBLE = "pipeline bubble"
+ROUND_OFF = 1e-9
+"""Share of a step that is no bubble but the sum's round-off."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage on one of its ranks.
+
+    micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
+    micro-batch; weight is the part of backward that can be put off. fixed: bytes that stay, by kind. peaks: of the
+    rest.
+    """
+
+    micro: Mapping[str, float]
+    step: Mapping[str, float]
+    forward: float
+    backward: float
+    weight: float
+    fixed: Mapping[str, float]
+    peaks: Peaks
+
+    @property
+    def kept_bytes(self) -> float:
+        """Per micro-batch in flight."""
+        return self.peaks.kept
+
+    @property
+    def transient_bytes(self) -> float:
+        """The most that is alive beside what one micro-batch keeps."""
+        return max(self.peaks.forward, self.peaks.backward) - self.peaks.kept
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(value for kind, value in self.step.items() if kind != HIDDEN)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCost:
+    """A parameter that stages `first` and `last` both hold: bytes of the second copy by kind, seconds of the sum."""
+
+    first: int
+    last: int
+    fixed: Mapping[str, float]
+    step_seconds: float
+
+
+def stage_cost(
+    costs: Mapping[str, BlockCost], blocks: Sequence[str], stage: StagePlan, sent_bytes: float = 0.0
+) -> StageCost:
+    """The blocks of a stage under its recompute modes. sent_bytes: of results kept until their gradients come."""
+    micro: dict[str, float] = defaultdict(float)
+    step: dict[str, float] = defaultdict(float)
+    fixed: dict[str, float] = defaultdict(float)
+    own = blocks[stage.first : stage.last]
+    modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
+    forward = backward = weight = 0.0
+    lives = []
+    for name in own:
+        cost, label = costs[name], modes[name].pop(0)
+        for table, seconds in ((cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.fixed, fixed)):
+            for kind, value in table.items():
+                seconds[kind] += value
+        forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
+        weight += cost.weight_seconds
+        if not cost.modes:
+            lives.append(Life(name, cost.live.kept, cost.live, cost.slots))
+            continue
+        mode = cost.modes.get(label, cost.modes["none"])
+        micro[FETCHING if label == "offload" else RECOMPUTATION] += mode.seconds
+        backward += mode.seconds
+        lives.append(Life(name, mode.kept_bytes, mode.live, cost.slots))
+    received_bytes = lives[0].live.entering if stage.first else 0.0
+    return StageCost(micro, step, forward, backward, weight, fixed, peaks(lives, received_bytes, sent_bytes))
+
+
+def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
+    runs = [mode for mode, number in stage.recompute.get(block, ()) for _ in range(number)]
+    return (runs + ["none"] * count)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A pipeline's prediction, with the simulated timeline that it comes from.
+
+    stages: in model order; home: their positions. once: of each position, what it does once per step, seconds by kind.
+    memory: bytes by kind of one rank of each position.
+    """
+
+    prediction: Prediction
+    timeline: Timeline
+    stages: tuple[StageCost, ...]
+    home: tuple[int, ...]
+    once: tuple[Mapping[str, float], ...]
+    memory: tuple[Mapping[str, float], ...]
+
+
+def simulated(
+    stages: Sequence[StageCost],
+    pipeline: Pipeline,
+    num_micro_batches: int,
+    transfers: Mapping[tuple[int, int], float],
+    shared: Sequence[SharedCost] = (),
+    workspace_bytes: Sequence[float] = (),
+    capacities: Sequence[float] = (),
+) -> Simulated:
+    """The whole pipeline. transfers: (source stage, target stage) -> seconds of one micro-batch's message.
+    workspace_bytes, capacities: of a rank at each position (none, and equal ones, if left out).
+
+    Seconds by kind are those of the busiest position, the rest of the simulated time is the bubble, and what is done
+    once per step is that of the slowest position.
+    """
+    schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    lines = orders(schedule, positions, num_micro_batches, chunks)
+    workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * positions]
+    times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
+    timeline = simulate(lines, times, transfers, edges=tuple(transfers) or None)
+    home = placement(schedule, positions, chunks)
+    tables = [_position(stages, home, position, num_micro_batches, shared) for position in range(positions)]
+    exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
+    busiest = max(range(positions), key=lambda p: exposed[p])
+    slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
+    seconds = defaultdict(float, tables[busiest][0])
+    bubble = timeline.makespan - exposed[busiest]
+    seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
+    for kind, value in tables[slowest][1].items():
+        seconds[kind] += value
+    held = position_bytes(stages, pipeline, num_micro_batches, shared)
+    memory = [kinds | own for kinds, own in zip(held, workspace, strict=True)]
+    sizes = capacities or [1.0] * positions
+    fullest = memory[max(range(positions), key=lambda p: sum(memory[p].values()) / sizes[p])]
+    prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
+    return Simulated(prediction, timeline, tuple(stages), home, tuple(once for _, once in tables), tuple(memory))
+
+
+def shared_costs(
+    stages: Sequence[StagePlan],
+    blocks: Mapping[str, tuple[int, int]],
+    ties: Mapping[str, tuple[tuple[float, float, float], float]],
+) -> tuple[SharedCost, ...]:
+    """Parameters that lie in two stages. blocks: first and last reader of each; ties: of `borders.tie_costs`."""
+    holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
+    return tuple(
+        SharedCost(holder[first], holder[last], dict(zip(FIXED_KINDS, ties[name][0], strict=True)), ties[name][1])
+        for name, (first, last) in blocks.items()
+        if name in ties
+    )
+
+
+def position_bytes(
+    stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, shared: Sequence[SharedCost]
+) -> list[dict[str, float]]:
+    """Bytes by kind of one rank of every position at its peak, without the device's own workspace."""
+    schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    states = holding_states(schedule, positions, num_micro_batches, chunks)
+    home = placement(schedule, positions, chunks)
+    return [_memory(stages, home, states[position], position, shared) for position in range(positions)]
+
+
+@lru_cache(maxsize=1024)
+def holding_states(
+    schedule: str, num_positions: int, num_micro_batches: int, chunks: int
+) -> tuple[tuple[Holding, ...], ...]:
+    """Per position, every kind of action with what micro-batches its stages hold meanwhile, once each.
+
+    Some groups of micro-batches show all there is: more of them repeat what those hold (as `in_flight`).
+    """
+    count, p = num_micro_batches, num_positions
+    if schedule != "gpipe" and count > 6 * p:
+        count = 5 * p + count % p
+    home = placement(schedule, p, chunks)
+    found = []
+    for position, line in enumerate(orders(schedule, p, count, chunks)):
+        held = {stage: [0, 0] for stage, where in enumerate(home) if where == position}
+        seen: dict[Holding, None] = {}
+        for action in line:
+            counts = held[action.stage]
+            counts[0] -= action.kind in "BI"
+            seen[action.kind, action.stage, tuple((s, kept, late) for s, (kept, late) in held.items())] = None
+            counts[0] += action.kind == "F"
+            counts[1] += {"I": 1, "W": -1}.get(action.kind, 0)
+        found.append(tuple(seen))
+    return tuple(found)
+
+
+def _position(
+    stages: Sequence[StageCost], home: Sequence[int], position: int, count: int, shared: Sequence[SharedCost]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds in micro-batches, seconds once per step) by kind of one position."""
+    many: dict[str, float] = defaultdict(float)
+    once: dict[str, float] = defaultdict(float)
+    for stage, where in zip(stages, home, strict=True):
+        if where == position:
+            for kind, value in stage.micro.items():
+                many[kind] += value * count
+            for kind, value in stage.step.items():
+                once[kind] += value
+    for tie in shared:
+        if position in (home[tie.first], home[tie.last]) and home[tie.first] != home[tie.last]:
+            once["tied gradients over pp"] += tie.step_seconds
+    return many, once
+
+
+def _memory(
+    stages: Sequence[StageCost],
+    home: Sequence[int],
+    states: Sequence[Holding],
+    position: int,
+    shared: Sequence[SharedCost],
+) -> dict[str, float]:
+    """Bytes by kind of one rank of a position, at its peak."""
+    found: dict[str, float] = defaultdict(float)
+    own = [i for i, where in enumerate(home) if where == position]
+    for index in own:
+        for kind, value in stages[index].fixed.items():
+            found[kind] += value
+    for tie in shared:
+        if home[tie.last] == position and home[tie.first] != position:
+            for kind, value in tie.fixed.items():
+                found[kind] += value
+    activations, peak = at_peak(states, {index: stages[index].peaks for index in own})
+    updated = sum(stages[index].peaks.updated for index in own)
+    found["activations"], found["transient"] = activations, max(peak, updated) - activations
+    return dict(found)

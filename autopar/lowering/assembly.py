@@ -1,0 +1,80 @@
+"""A candidate as a program: lowered whole, or stage by stage with the schedule that its plan names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.lowering.lower import Modes, Staging, lower, lower_stages
+from autopar.plan import Pipeline
+from autopar.planning.request import Candidate
+from autopar.seats import first_ranks
+from codegen.emit import emit_model
+from codegen.fusion import fuse
+from codegen.pipeline_source import emit_pipeline
+from codegen.program import PipelineProgram, Program
+from cost_models.schedule import orders, orders_text, placement
+
+HOST = "host"
+
+
+def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
+    """What code is generated from. fused: with Triton kernels in place of runs of calls."""
+    plan, pipeline = candidate.plan, candidate.plan.pipeline
+    home = home_of(pipeline)
+    keeps_shards = pipeline.offload == "parameters"
+    common = (candidate.graph, candidate.operators, plan, candidate.choices)
+    if pipeline.num_positions == 1:
+        modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
+        program = replace(
+            lower(*common, recompute=modes, offload=held, offload_optimizer=home), offload_parameters=keeps_shards
+        )
+        return fuse(program) if fused else program
+    staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
+    staged = staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards))
+    if not fused:
+        return staged
+    return staged.map(fuse)
+
+
+def _split(modes: Modes) -> tuple[Modes, Modes]:
+    """How layers recompute, and which of them leave their activations with the host."""
+    recompute = {
+        name: tuple(("none" if mode == "offload" else mode, count) for mode, count in runs)
+        for name, runs in modes.items()
+    }
+    held = {
+        name: tuple((HOST if mode == "offload" else "", count) for mode, count in runs)
+        for name, runs in modes.items()
+        if any(mode == "offload" for mode, _ in runs)
+    }
+    return recompute, held
+
+
+def home_of(pipeline: Pipeline) -> str:
+    """Where the optimiser's state lives, as the run time names it."""
+    return pipeline.offload if pipeline.offload.startswith("nvme:") else HOST if pipeline.offload else ""
+
+
+def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
+    """The plan's stages and the lines of its schedule."""
+    name, positions, chunks = pipeline.schedule, pipeline.num_positions, pipeline.num_chunks
+    lines = orders_text(orders(name, positions, num_micro_batches, chunks)).splitlines()
+    return Staging(
+        tuple(stage.first for stage in pipeline.stages),
+        placement(name, positions, chunks),
+        name,
+        tuple(lines),
+        tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
+        tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
+        defers_weights=name.startswith("zero-bubble"),
+        meshes=tuple(seat.mesh for seat in pipeline.seats),
+        first_ranks=first_ranks(pipeline.seats),
+    )
+
+
+def source_of(program: Program | PipelineProgram) -> str:
+    """All generated text of the model; of a pipeline, its files one after the other."""
+    if isinstance(program, Program):
+        return emit_model(program)
+    files = emit_pipeline(program)
+    return "\n\n".join(f"# {name}\n{text}" for name, text in files.items() if name.endswith(".py"))

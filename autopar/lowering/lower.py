@@ -1,0 +1,319 @@
+"""Graph + Choices -> codegen.Program, or one program per pipeline stage: `scope_lowering.py` makes the statements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, base_name
+from autopar.lowering.lowerings import ancestors
+from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name, without_waiting
+from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
+from autopar.mesh import Mesh
+from autopar.placement import Placements, R, Stored
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator, Scope, num_local, scopes_of
+from autopar.units import bytes_text
+from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec
+
+Modes = Mapping[str, tuple[tuple[str, int], ...]]
+"""Layer class -> (mode, how many layers in a row), in the order of the layers; classes left out keep everything."""
+
+
+class Planned(Protocol):
+    """What lowering reads of a plan; `mesh` is that of one pipeline position."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a program is cut and run as a pipeline.
+
+    boundaries: first block of each stage (`stages.blocks_of`). positions: where each stage runs. schedule: one line of
+    actions per position. recompute, offload: for each stage, how its layers recompute ("none", "selective", "full") and
+    whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules. meshes,
+    first_ranks: of every position, where they differ from the plan's mesh and from position order.
+    """
+
+    boundaries: Cut
+    positions: tuple[int, ...]
+    schedule_name: str
+    schedule: tuple[str, ...]
+    recompute: tuple[Modes, ...] = ()
+    offload: tuple[Modes, ...] = ()
+    defers_weights: bool = False
+    meshes: tuple[Mesh, ...] = ()
+    first_ranks: tuple[int, ...] = ()
+
+    def mesh(self, stage: int, default: Mesh) -> Mesh:
+        """That a stage runs on."""
+        return self.meshes[self.positions[stage]] if self.meshes else default
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What is equal for all stages. placements: how a sent tensor lies where it is made, by (stage, name)."""
+
+    operators: Mapping[tuple[str, str], Operator]
+    plan: Planned
+    choices: Choices
+    vocabulary: int
+    defers_weights: bool = False
+    offload_optimizer: str = ""
+    placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
+
+
+def lower(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    plan: Planned,
+    choices: Choices,
+    *,
+    recompute: Modes | None = None,
+    offload: Modes | None = None,
+    offload_optimizer: str = "",
+) -> Program:
+    """The program of a plan without pipelines."""
+    context = _Context(operators, plan, choices, smallest_vocabulary(graph), offload_optimizer=offload_optimizer)
+    root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
+    whole = StageGraph(graph, (), (), True)
+    program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
+    return _with_dropout_bases((program,))[0]
+
+
+def lower_stages(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    plan: Planned,
+    choices: Choices,
+    staging: Staging,
+    *,
+    offload_optimizer: str = "",
+) -> PipelineProgram:
+    """The programs of a pipeline's stages. `choices` are of the whole graph on the plan's axes, which all positions
+    have."""
+    context = _Context(operators, plan, choices, smallest_vocabulary(graph), staging.defers_weights, offload_optimizer)
+    stages = stage_graphs(graph, staging.boundaries)
+    programs: list[Program] = []
+    num_dropout_calls = 0
+    for number, stage in enumerate(stages):
+        recompute = staging.recompute[number] if staging.recompute else {}
+        offload = staging.offload[number] if staging.offload else {}
+        root_class = f"Stage{number}", _stage_doc(stage, is_first=number == 0)
+        mesh = staging.mesh(number, plan.mesh)
+        program = _lower_stage(context, number, mesh, stage, root_class, recompute, offload, num_dropout_calls)
+        num_dropout_calls = program.root.num_dropout_calls
+        programs.append(program)
+    numbered = _with_dropout_bases(tuple(programs))
+    return PipelineProgram(
+        graph.name,
+        tuple(
+            PipelineStage(program, position, {k: n for k, n in stage.first_layer.items() if k in program.layer_names})
+            for program, stage, position in zip(numbered, stages, staging.positions, strict=True)
+        ),
+        shared_parameters(stages),
+        staging.schedule_name,
+        staging.schedule,
+        staging.first_ranks,
+    )
+
+
+def _lower_stage(
+    context: _Context,
+    number: int,
+    mesh: Mesh,
+    stage: StageGraph,
+    root_class: tuple[str, str],
+    recompute: Modes,
+    offload: Modes,
+    first_dropout_call: int,
+) -> Program:
+    """root_class: its name and docstring. first_dropout_call: how many there are in earlier stages."""
+    graph, plan = stage.graph, context.plan
+    kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
+    crossing = {("", Ref(name)): border_placements(placements) for name, placements in kept.items()}
+    choices = replace(context.choices, tensors={**context.choices.tensors, **crossing})
+    scopes = {scope.name: scope for scope in scopes_of(graph)}
+    own = graph, context.operators, mesh, choices, scopes, stage.results
+    shared = Shared(*own, frozenset(kept), context.defers_weights)
+    layers = tuple(_layer_class(shared, scope) for scope in scopes.values() if scope.layer)
+    root = Lowering(shared, scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
+    root.num_dropout_calls = first_dropout_call
+    root.receive(kept)
+    statements = [*root.drain(), *root.run(graph.body)]
+    results = _results(context, number, stage, root)
+    statements += root.drain()
+    inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if ("", Ref(i.name)) in choices.tensors}
+    counting = Lowering(shared, scopes[""], root.calls_per_layer)
+    count_statements, counts = counting.count_targets(root.losses)
+    stored = {p.name: _spec(shared, "", p) for p in graph.parameters if ("", p.name) in choices.parameters}
+    buffers = {p.name for p in graph.parameters if p.is_buffer}
+    cls = ModuleClass(
+        *root_class,
+        {name: spec for name, spec in stored.items() if name not in buffers},
+        {name: spec for name, spec in stored.items() if name in buffers},
+        tuple(inputs),
+        tuple(without_waiting(statements) if stage.has_loss else statements),
+        results,
+        tuple(root.layouts),
+        root.num_dropout_calls,
+    )
+    return Program(
+        graph.name,
+        mesh.axes,
+        mesh.sizes,
+        plan.cluster,
+        plan.precision,
+        plan.global_batch_size,
+        plan.num_micro_batches,
+        {name: spec for name, spec in inputs.items() if name not in kept},
+        layers,
+        cls,
+        tuple(root.layer_runs),
+        tuple(count_statements),
+        counts,
+        context.vocabulary,
+        graph.notes,
+        {name: _border(shared, meta, crossing["", Ref(name)]) for name, meta in stage.received},
+        {n: _border(shared, scopes[""].metas[r], border_placements(root.lies[r])) for r, n in stage.sends},
+        recompute,
+        offload,
+        context.offload_optimizer,
+    )
+
+
+def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) -> tuple[str, ...]:
+    """The variables that forward returns: the loss, equal on all ranks, or what later stages receive."""
+    if stage.has_loss:
+        return (root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)).name,)
+    for ref, name in stage.sends:
+        context.placements[number, name] = root.lies[ref]
+    return tuple(root.use(ref, border_placements(root.lies[ref])).name for ref, _ in stage.sends)
+
+
+def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:
+    """Of the latest stage before `before` that sends `name`."""
+    return placements[max(stage for stage, sent in placements if sent == name and stage < before), name]
+
+
+def _with_dropout_bases(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """The number of the first dropout call of each class' layers: one where all the model's layers of the class are
+    evenly spaced, else one for each of them."""
+    bases: dict[str, list[int]] = {}
+    calls = {layer.name: layer.num_dropout_calls for program in programs for layer in program.layers}
+    for run in (run for program in programs for run in program.runs):
+        bases.setdefault(run.layer, []).extend(run.dropout_base + i * calls[run.layer] for i in range(len(run.paths)))
+
+    def numbered(layer: ModuleClass) -> ModuleClass:
+        found, step = bases[layer.name], layer.num_dropout_calls
+        is_even = all(base == found[0] + i * step for i, base in enumerate(found))
+        return replace(layer, dropout_base=found[0] if is_even else tuple(found))
+
+    return tuple(replace(p, layers=tuple(numbered(layer) for layer in p.layers)) for p in programs)
+
+
+def _stage_doc(stage: StageGraph, is_first: bool) -> str:
+    """Which part of the model a stage is."""
+    paths = [path for piece in stage.graph.body if isinstance(piece, LayerRun) for path in piece.instances]
+    if not paths:
+        return f"the calls {'before' if is_first else 'after' if stage.has_loss else 'between'} the layers"
+    if is_first:
+        return "all of the model" if stage.has_loss else f"the model up to {paths[-1]}"
+    if stage.has_loss:
+        return f"{paths[0]} and all after it, to the loss"
+    return paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}"
+
+
+def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
+    layer = scope.layer
+    assert layer is not None
+    lowering = Lowering(shared, scope)
+    body = lowering.run(scope.nodes)
+    outputs = []
+    carried = _carried(shared.graph, layer.name)
+    for index, ref in enumerate(layer.outputs):
+        where = lowering.lies[ref]
+        if index in carried:
+            where = shared.choices.tensors[scope.name, Ref(layer.inputs[carried[index]][0])]
+        outputs.append(lowering.use(ref, where).name)
+    body = (*body, *lowering.drain())
+    return ModuleClass(
+        layer.name,
+        _layer_doc(scope),
+        {p.name: _spec(shared, scope.name, p) for p in layer.parameters if not p.is_buffer},
+        {p.name: _spec(shared, scope.name, p) for p in layer.parameters if p.is_buffer},
+        tuple(lowering.names[Ref(name)] for name, _ in layer.inputs),
+        body,
+        tuple(outputs),
+        tuple(lowering.layouts),
+        lowering.num_dropout_calls,
+    )
+
+
+def _carried(graph: Graph, name: str) -> dict[int, int]:
+    """Output position -> input position that it feeds, of a layer class."""
+    run = next(p for p in graph.body if isinstance(p, LayerRun) and p.layer.name == name)
+    return {output: position for position, output in run.carried}
+
+
+def smallest_vocabulary(graph: Graph) -> int:
+    """What integer inputs must stay below: rows of tables that they index, and classes that they name."""
+    inputs = {item.name for item in graph.inputs}
+    metas = scopes_of(graph)[0].metas
+    sizes = []
+    for node in graph.body:
+        if isinstance(node, Node) and base_name(node.op) in ("embedding", "cross_entropy_loss"):
+            table = metas[node.inputs[0]].shape
+            if ancestors(graph, node.inputs[1]) & inputs:
+                sizes.append(table[0] if base_name(node.op) == "embedding" else table[1])
+    return min(sizes, default=2)
+
+
+def _spec(shared: Shared, scope: str, parameter: Parameter) -> Spec:
+    stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
+    return Spec(
+        parameter.meta.shape,
+        _stored_dtype(parameter),
+        _pairs(stored.placements, shared.mesh),
+        stored.zero,
+        parameter.aliases,
+        parameter.meta.requires_grad,
+        parameter.persistent,
+    )
+
+
+def _stored_dtype(parameter: Parameter) -> str:
+    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16."""
+    is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
+    return "float32" if is_master else dtype_name(parameter.meta.dtype)
+
+
+def _input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
+    placements = shared.choices.tensors["", Ref(name)]
+    return Spec(meta.shape, dtype_name(meta.dtype), _pairs(placements, shared.mesh), requires_grad=False)
+
+
+def _border(shared: Shared, meta: TensorMeta, placements: Placements) -> Border:
+    pairs = _pairs(placements, shared.mesh)
+    spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
+    return Border(spec, bytes_text(num_local(meta, placements, shared.mesh) * meta.dtype.itemsize))
+
+
+def _pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    return tuple((axis, str(p)) for axis, p in zip(mesh.axes, placements, strict=True) if p != R)
+
+
+def _layer_doc(scope: Scope) -> str:
+    first, last = scope.instances[0], scope.instances[-1]
+    return first if first == last else f"{first} ... {last}"

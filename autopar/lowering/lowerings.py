@@ -1,0 +1,152 @@
+"""Calls that a sharded operator needs instead of the plain one: what the rules' lowering names become.
+
+Each takes the local call and returns the statement that the program makes. The run-time functions are in
+codegen/runtime; their names here are `runtime.<function>`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autopar.costs.price import DEFERRABLE
+from autopar.graph import Graph, LayerRun, Node, Ref, base_name
+from autopar.placement import R
+from autopar.rules.localize import LocalCall, local_call
+from autopar.rules.rule import AxisOption
+from autopar.sharding.strategies import Operator, Option
+from codegen.program import Call, Raw, Reshard, Statement, Var
+
+if TYPE_CHECKING:
+    from autopar.lowering.scope_lowering import Lowering
+
+_MEAN = 1
+
+
+def lower_call(
+    scope: Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call
+) -> Statement:
+    """The statement for one call."""
+    lowering = local.lowering
+    if not option.axes:
+        lowering = _on_one_rank(node, operator)
+    name = base_name(node.op)
+    if name == "cross_entropy_loss" and _is_plain_cross_entropy(operator):
+        return _cross_entropy(
+            scope, node, operator, option, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call
+        )
+    if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
+        return replace(call, target=f"deferred.{name}")
+    if lowering is None:
+        return call
+    if lowering.name == "mean":
+        return replace(call, divisor=lowering.divisor)
+    if lowering.name == "vocab_embedding":
+        weight, ids, *rest = call.args
+        padding = (("padding_idx", rest[0]),) if rest and rest[0] not in (None, -1) else ()
+        axis = Raw(scope.shared.mesh.axes[lowering.axes[0]])
+        return replace(call, target="runtime.vocab_embedding", args=(ids, weight, axis), kwargs=padding)
+    layout = scope.layout(lowering.layout_shape, lowering.layout)
+    if lowering.name == "arange":
+        return _arange(call, layout)
+    number = scope.num_dropout_calls
+    scope.num_dropout_calls += 1
+    where: tuple[tuple[str, Any], ...] = (("call", number), ("layout", Raw(layout)))
+    if not operator.starts_with_batch:
+        where = (*where, ("batched", False))
+    if lowering.name == "dropout":
+        return replace(call, target="self.same_dropout", args=call.args[:2], kwargs=where)
+    if lowering.name == "attention":
+        return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
+    raise AssertionError(f"no statement for lowering {lowering.name}")
+
+
+def _is_trained(operator: Operator, call: Call, position: int) -> bool:
+    """Whether a layer's weight is a trained parameter, used as it is stored, and the call says no more than tensors."""
+    is_plain = all(isinstance(argument, Var) for argument in call.args if argument is not None) and not call.kwargs
+    return is_plain and operator.inputs[position].requires_grad and call.args[position].name.startswith("self.")
+
+
+def _on_one_rank(node: Node, operator: Operator) -> Any:
+    """The lowering that a call needs even where nothing is sharded: a rank alone is an axis of one."""
+    option = AxisOption("R", (R,) * len(operator.inputs), (R,) * len(node.outputs))
+    lowering = local_call(node, operator.rule, (option,), operator.inputs, (1,)).lowering
+    return None if lowering is None else replace(lowering, layout=())
+
+
+def _is_plain_cross_entropy(operator: Operator) -> bool:
+    """Class-number targets, no class weights, [N, C] logits, averaged or summed."""
+    arguments = _cross_entropy_arguments(operator.node)
+    targets = operator.inputs[1]
+    return (
+        arguments["weight"] is None
+        and not targets.dtype.is_floating_point
+        and len(operator.inputs[0].shape) == 2
+        and arguments["reduction"] in (1, 2)
+    )
+
+
+def _cross_entropy_arguments(node: Node) -> dict[str, Any]:
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    defaults = {"weight": None, "reduction": _MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _cross_entropy(
+    scope: Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
+) -> Call:
+    arguments = _cross_entropy_arguments(node)
+    is_mean = arguments["reduction"] == _MEAN
+    divisor = _count(scope, node, option, arguments["ignore_index"], call) if is_mean else Raw("1.0")
+    kwargs: list[tuple[str, Any]] = []
+    if arguments["ignore_index"] != -100:
+        kwargs.append(("ignore_index", arguments["ignore_index"]))
+    if axes:
+        kwargs.append(("vocab_axis", Raw(scope.shared.mesh.axes[axes[0]])))
+    if arguments["label_smoothing"]:
+        kwargs.append(("label_smoothing", arguments["label_smoothing"]))
+    return replace(call, target="runtime.cross_entropy", args=(*call.args[:2], divisor), kwargs=tuple(kwargs))
+
+
+def _count(scope: Lowering, node: Node, option: Option, ignore_index: int, call: Call) -> Raw:
+    """The number of valid targets on all ranks.
+
+    Targets that come from the batch alone are counted before the step, over all its micro-batches, which makes the mean
+    exact under accumulation. Others are counted here, so that each micro-batch weighs the same.
+    """
+    target = node.inputs[1]
+    if scope.scope.layer is None and depends_on_batch_only(scope.shared.graph, target, scope.shared.received):
+        return Raw(f"num_targets[{scope.loss_index(node, target, ignore_index)}]")
+    name = scope.fresh_name("num_valid")
+    scope.pending.append(Call("runtime.count_valid", (call.args[1], ignore_index), (), (name,), call.section))
+    for axis, placement in zip(scope.shared.mesh.axes, option.inputs[1], strict=True):
+        if placement.is_shard:
+            scope.pending.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
+    return Raw(name)
+
+
+def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = frozenset()) -> bool:
+    """Whether `ref` is computed from batch inputs and constants alone. received: inputs that are of other stages."""
+    parameters = {p.name for p in graph.parameters if not p.is_buffer}
+    runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
+    return not ancestors(graph, ref) & (parameters | runs | received)
+
+
+def ancestors(graph: Graph, ref: Ref) -> set[str]:
+    """Names of everything at the top level that `ref` is computed from, itself included."""
+    inputs = {piece.name: piece.inputs for piece in graph.body}
+    found: set[str] = set()
+    open_names = [ref.node]
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            open_names += [r.node for r in inputs.get(name, ())]
+    return found
+
+
+def _arange(call: Call, layout: str) -> Call:
+    """start + step * (global position), in the call's dtype."""
+    numbers = [a for a in call.args if isinstance(a, (int, float))]
+    start, step = (0, 1) if len(numbers) < 2 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
+    return replace(call, target="runtime.arange", args=(start, step, Raw(layout), Raw("self.mesh")), kwargs=call.kwargs)

@@ -1,0 +1,305 @@
+"""A model as a chain of blocks, and the graphs of pipeline stages cut from it.
+
+The chain is the model in execution order: the top-level calls before the first layer, each layer, the calls between
+runs of layers, the calls after the last one. A stage is a run of consecutive blocks.
+
+What a stage needs and does not compute comes from one of two places:
+
+- calls without a gradient that depend on the batch and on buffers only (position tables, masks, rotary cos and sin)
+  belong to no block: every stage that needs them computes them itself;
+- everything else (hidden states, an encoder's output, a position bias with a gradient, skip connections) is received
+  from the stage that makes it, whichever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from autopar.errors import PlanError
+from autopar.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, map_refs
+from autopar.names import RESERVED, readable_names
+from autopar.placement import Placements, R
+from autopar.sharding.strategies import scopes_of
+
+Cut = tuple[int, ...]
+"""The index of each stage's first block: (0, 3, 5) are three stages."""
+
+_COSTLY_OR_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "scaled_dot_product")
+"""In names of operators: calls that are not repeated even where they need no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One link of the chain.
+
+    kind: a layer class' name, or "" for top-level calls. calls: names of those calls. run, index: the layer is
+    `run.instances[index]` of the LayerRun of that name; path: that instance's path.
+    """
+
+    kind: str
+    calls: tuple[str, ...] = ()
+    run: str = ""
+    index: int = 0
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """One stage as a graph of its own: calls and layers keep their names, so that choices are found by them.
+
+    graph: its inputs are the received tensors (batch_dim None), then the batch inputs that the stage reads; `loss` is
+    the model's loss in the last stage, elsewhere the first tensor sent. received: (public name, meta) of tensors of
+    earlier stages. sends: (ref in `graph`, public name) of tensors that later stages receive. first_layer: layers of
+    each class in earlier stages.
+
+    A received name stands for the tensor of the latest earlier stage that sends one of that name.
+    """
+
+    graph: Graph
+    received: tuple[tuple[str, TensorMeta], ...]
+    sends: tuple[tuple[Ref, str], ...]
+    has_loss: bool
+    first_layer: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def results(self) -> tuple[Ref, ...]:
+        """What the stage's forward returns."""
+        return (self.graph.loss,) if self.has_loss else tuple(ref for ref, _ in self.sends)
+
+
+def blocks_of(graph: Graph) -> tuple[Block, ...]:
+    """The chain. Where nothing is between two runs there is no block. Repeated calls are in no block's `calls`."""
+    repeated = repeated_calls(graph)
+    blocks: list[Block] = []
+    for is_run, pieces in groupby(graph.body, key=lambda piece: isinstance(piece, LayerRun)):
+        if not is_run:
+            blocks.append(Block("", tuple(piece.name for piece in pieces if piece.name not in repeated)))
+            continue
+        for run in (piece for piece in pieces if isinstance(piece, LayerRun)):
+            blocks += [Block(run.layer.name, (), run.name, i, path) for i, path in enumerate(run.instances)]
+    return tuple(blocks)
+
+
+def repeated_calls(graph: Graph) -> frozenset[str]:
+    """Names of top-level calls that every stage makes for itself where it needs them: see the module's docstring."""
+    sources = {i.name for i in graph.inputs} | {p.name for p in graph.parameters if p.is_buffer}
+    found: set[str] = set()
+    for piece in graph.body:
+        if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
+            continue
+        is_plain = not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
+        if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
+            found.add(piece.name)
+    return frozenset(found)
+
+
+def stage_graphs(graph: Graph, boundaries: Cut) -> tuple[StageGraph, ...]:
+    """One graph per stage. Raises PlanError for boundaries that are no cut of the chain."""
+    division = _divide(graph, boundaries)
+    needs = [_needs(division, stage) for stage in range(len(boundaries))]
+    names = _public_names(division, [received for _, received in needs])
+    found: list[StageGraph] = []
+    first_layer: dict[str, int] = {}
+    for stage, (computed, received) in enumerate(needs):
+        own = [piece for s, piece in division.placed if s == stage or piece.name in computed]
+        found.append(_stage_graph(division, stage, own, {ref: names[ref] for ref in names if ref in received}, names))
+        found[-1] = replace(found[-1], first_layer=dict(first_layer))
+        for piece in own:
+            if isinstance(piece, LayerRun):
+                first_layer[piece.layer.name] = first_layer.get(piece.layer.name, 0) + len(piece.instances)
+    return tuple(found)
+
+
+def check_cut(boundaries: Cut, num_blocks: int) -> None:
+    """Raises PlanError unless the boundaries are increasing block indices from 0."""
+    is_increasing = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
+    if not boundaries or boundaries[0] != 0 or not is_increasing or boundaries[-1] >= num_blocks:
+        raise PlanError(
+            "stages must begin at increasing blocks, the first at block 0",
+            values=", ".join(map(str, boundaries)),
+            alternatives=f"0 and up to {num_blocks - 1} more of 1 ... {num_blocks - 1}" if num_blocks > 1 else "0",
+        )
+
+
+def shared_parameters(stages: tuple[StageGraph, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, stages) of parameters that several stages hold, in the model's order (tied weights)."""
+    holders: dict[str, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.graph.parameters:
+            if not parameter.is_buffer:
+                holders.setdefault(parameter.name, []).append(number)
+    return tuple((name, tuple(held)) for name, held in holders.items() if len(held) > 1)
+
+
+def border_placements(placements: Placements) -> Placements:
+    """How a tensor that lies in `placements` crosses a border: whole or in plain shards, so that both sides of it
+    hold values and gradients that need nothing more."""
+    return tuple(p if p.is_shard and p.sections == 1 else R for p in placements)
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """The body with every run cut at stage borders.
+
+    placed: (stage, piece) in order; -1 for repeated calls, which are in `repeated` by name. made_in: the stage of
+    every other piece.
+    """
+
+    graph: Graph
+    placed: tuple[tuple[int, Node | LayerRun], ...]
+    repeated: Mapping[str, Node | LayerRun]
+    made_in: Mapping[str, int]
+
+    @property
+    def last(self) -> int:
+        return max(self.made_in.values())
+
+    def metas(self) -> dict[Ref, TensorMeta]:
+        return {Ref(piece.name, i): meta for _, piece in self.placed for i, meta in enumerate(piece.outputs)}
+
+
+def _divide(graph: Graph, boundaries: Cut) -> _Division:
+    """A run's last part keeps its name, which what follows refers to; earlier parts get names of their own."""
+    blocks = blocks_of(graph)
+    check_cut(boundaries, len(blocks))
+    stage_of_call: dict[str, int] = {}
+    stages_of_run: dict[str, list[int]] = {}
+    for index, block in enumerate(blocks):
+        stage = sum(start <= index for start in boundaries) - 1
+        stage_of_call |= dict.fromkeys(block.calls, stage)
+        stages_of_run.setdefault(block.run, []).append(stage)
+    taken = _names(graph)
+    placed: list[tuple[int, Node | LayerRun]] = []
+    for piece in graph.body:
+        if isinstance(piece, LayerRun):
+            placed += _cut_run(piece, stages_of_run[piece.name], taken)
+        else:
+            placed.append((stage_of_call.get(piece.name, -1), piece))
+    repeated = {piece.name: piece for stage, piece in placed if stage < 0}
+    made_in = {piece.name: stage for stage, piece in placed if stage >= 0}
+    idle = set(range(len(boundaries))) - set(made_in.values())
+    if idle:
+        raise PlanError(f"stage {min(idle)} has nothing to compute but masks and tables that every stage makes itself")
+    return _Division(graph, tuple(placed), repeated, made_in)
+
+
+def _cut_run(run: LayerRun, stages: list[int], taken: set[str]) -> list[tuple[int, Node | LayerRun]]:
+    """`run` in one part per stage; `stages` has each layer's. Names that are made are added to `taken`."""
+    parts: list[tuple[int, Node | LayerRun]] = []
+    args, start = list(run.args), 0
+    for stage in sorted(set(stages)):
+        stop = start + stages.count(stage)
+        name = run.name if stop == len(stages) else _fresh(f"{run.name}_to_{stop}", taken)
+        taken.add(name)
+        parts.append((stage, replace(run, name=name, instances=run.instances[start:stop], args=tuple(args))))
+        for position, output in run.carried:
+            args[position] = Ref(name, output)
+        start = stop
+    return parts
+
+
+def _needs(division: _Division, stage: int) -> tuple[set[str], set[Ref]]:
+    """Repeated calls that a stage makes, and tensors that it receives."""
+    open_refs = [ref for s, piece in division.placed if s == stage for ref in piece.inputs]
+    open_refs += [division.graph.loss] if stage == division.last else []
+    computed: set[str] = set()
+    received: set[Ref] = set()
+    while open_refs:
+        ref = open_refs.pop()
+        if ref.node in division.repeated:
+            open_refs += division.repeated[ref.node].inputs if ref.node not in computed else ()
+            computed.add(ref.node)
+        elif division.made_in.get(ref.node, stage) != stage:
+            received.add(ref)
+    return computed, received
+
+
+def _stage_graph(
+    division: _Division,
+    stage: int,
+    own: list[Node | LayerRun],
+    received: Mapping[Ref, str],
+    names: Mapping[Ref, str],
+) -> StageGraph:
+    """`own`: what the stage runs. received: its tensors of other stages. names: all tensors that cross a border."""
+    graph, metas = division.graph, division.metas()
+
+    def renamed(ref: Ref) -> Ref:
+        return Ref(received[ref]) if ref in received else ref
+
+    body: list[Node | LayerRun] = []
+    for piece in own:
+        if isinstance(piece, LayerRun):
+            body.append(replace(piece, args=tuple(renamed(ref) for ref in piece.args)))
+        else:
+            body.append(replace(piece, args=map_refs(piece.args, renamed), kwargs=map_refs(piece.kwargs, renamed)))
+    sends = tuple((ref, name) for ref, name in names.items() if division.made_in[ref.node] == stage)
+    has_loss = stage == division.last
+    if not has_loss and not sends:
+        raise PlanError(f"stage {stage} computes nothing that the loss needs")
+    loss = renamed(graph.loss) if has_loss else sends[0][0]
+    used = {ref.node for piece in body for ref in piece.inputs} | {loss.node}
+    for run in (piece for piece in body if isinstance(piece, LayerRun)):
+        used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
+    entering = tuple((name, metas[ref]) for ref, name in received.items())
+    inputs = tuple(Input(name, meta, None) for name, meta in entering)
+    inputs += tuple(i for i in graph.inputs if i.name in used)
+    parameters = tuple(p for p in graph.parameters if p.name in used)
+    part = replace(graph, inputs=inputs, parameters=parameters, body=tuple(body), loss=loss)
+    return StageGraph(part, entering, sends, has_loss)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, str]:
+    """A name for every tensor that crosses a border, in order of production. received: by each stage.
+
+    What one layer hands to the next is called alike at every border, so that stages of equal layers are equal
+    programs. No stage then receives the wrong one: see `_clashes`.
+    """
+    graph = division.graph
+    readers = {ref: [s for s, refs in enumerate(received) if ref in refs] for refs in received for ref in refs}
+    wishes = readable_names(scopes_of(graph)[0], graph)
+    for _, piece in division.placed:
+        if isinstance(piece, LayerRun):
+            for position, output in piece.carried:
+                formal = piece.layer.inputs[position][0]
+                wishes |= {piece.args[position]: formal, Ref(piece.name, output): formal}
+    taken = _names(graph) | (RESERVED - {"hidden"})
+    names: dict[Ref, str] = {}
+    given: list[tuple[str, int, list[int]]] = []
+    for ref in (Ref(piece.name, index) for _, piece in division.placed for index in range(len(piece.outputs))):
+        if ref in readers:
+            mine = division.made_in[ref.node], readers[ref]
+            clashing = {name for name, stage, others in given if _clashes(mine, (stage, others))}
+            names[ref] = _fresh(wishes[ref], taken | clashing)
+            given.append((names[ref], *mine))
+    return names
+
+
+def _clashes(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> bool:
+    """Whether two tensors (their stage, the stages that receive them) cannot have one name.
+
+    A name means the latest earlier tensor of that name, so neither may be made between the other and its readers.
+    """
+    (made, readers), (other_made, other_readers) = one, other
+    hides = any(made <= other_made < reader for reader in readers)
+    return hides or any(other_made <= made < reader for reader in other_readers)
+
+
+def _names(graph: Graph) -> set[str]:
+    """Names that refs of the top level have."""
+    return {piece.name for piece in graph.body} | {i.name for i in graph.inputs} | {p.name for p in graph.parameters}
+
+
+def _fresh(wish: str, taken: Collection[str]) -> str:
+    name, count = wish, 2
+    while name in taken:
+        name, count = f"{wish}_{count}", count + 1
+    return name

@@ -1,0 +1,140 @@
+"""Schedules with several stages per position: interleaved 1F1B and the V-shaped zero bubble.
+
+Their memory and time have no closed form that stages could be cut by, so they refine layouts that the search found: the
+chain is cut into evenly long stages, all layers take one recompute mode, the one that keeps most of those that fit, and
+the result is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.costs.block_costs import MODES, BlockCost
+from autopar.costs.price import is_cpu
+from autopar.costs.stage_costs import simulated, stage_cost
+from autopar.errors import ConstraintError
+from autopar.planning.layouts import Layout
+from autopar.planning.pipelines import GROUP, Found, PipelineSearch
+from autopar.planning.request import usable_bytes
+from autopar.planning.stage_points import modes_of, pipeline_of, point
+from cost_models.schedule import placement
+from search.inter_op import solve_pipeline
+from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh
+
+CHUNKED = ("interleaved", "zero-bubble-v")
+FREE_MEMORY = 1e18
+"""Bytes: more than any stage needs."""
+
+MOST_LAYOUTS = 3
+"""How many layouts are refined; with a pinned schedule, how many feasible ones are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A schedule and its stages per position."""
+
+    schedule: str
+    count: int
+
+
+def refined(search: PipelineSearch, found: tuple[Found, ...]) -> Iterator[Found]:
+    """Layouts of `found`, or the most promising ones, under the schedules with several stages per position."""
+    pinned = search.request.constraints.schedule
+    if pinned is not None and pinned not in CHUNKED:
+        return
+    promising = [f.layout for f in found if f.layout.num_positions > 1]
+    if pinned is not None:
+        _check_depth(search)
+        promising = [layout for _, layout in search.promising()]
+    for choice in _choices(search):
+        accepted = 0
+        for layout in promising:
+            better = _best_mode(search, layout, choice) if accepted < MOST_LAYOUTS else None
+            if better is not None:
+                accepted += 1
+                yield better
+
+
+def _check_depth(search: PipelineSearch) -> None:
+    """Raises ConstraintError where the model is too short for the pinned schedule on every layout."""
+    positions = sorted({each.num_positions for each in search.layouts if each.num_positions > 1})
+    needed = [p * choice.count for p in positions for choice in _choices(search)]
+    if needed and min(needed) > len(search.blocks):
+        limits = search.request.constraints
+        raise ConstraintError(
+            f"the schedule {limits.schedule!r} needs more stages than the model has blocks",
+            values=f"{min(needed)} stages ({positions[0]} positions), {len(search.blocks)} blocks",
+            alternatives=["1f1b, gpipe or zero-bubble", "fewer pipeline positions (pp)"],
+        )
+
+
+def _choices(search: PipelineSearch) -> Iterator[Chunks]:
+    limits = search.request.constraints
+    for schedule in CHUNKED:
+        if limits.schedule in (None, schedule):
+            count = limits.chunks if schedule == "interleaved" and limits.chunks else 2
+            yield Chunks(schedule, count)
+
+
+def _best_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Found | None:
+    """The layout under the first recompute mode that fits."""
+    num_stages = layout.num_positions * chunks.count
+    if num_stages > len(search.blocks) or layout.num_micro_batches < 2:
+        return None
+    base, costs = search.base(layout), search.costs(layout)
+    if base is None:
+        return None
+    for mode in MODES:
+        pinned = search.request.constraints.recompute
+        if pinned == mode or (pinned is None and (mode != "offload" or not is_cpu(search.request.cluster))):
+            solution = _even_cut(search, layout, costs, mode, num_stages)
+            if solution is None:
+                continue
+            fullest = max(
+                sum(kinds.values()) for kinds in search.position_bytes(layout, chunks.schedule, costs, solution)
+            )
+            if fullest <= usable_bytes(search.request):
+                seconds = _seconds(search, layout, chunks, costs, solution)
+                return Found(seconds, layout, chunks.schedule, solution, base, costs)
+    return None
+
+
+def _even_cut(
+    search: PipelineSearch, layout: Layout, costs: Mapping[str, BlockCost], mode: str, num_stages: int
+) -> PipelineSolution | None:
+    """Stages of which the longest is as short as can be."""
+    name = str(layout.mesh)
+    points = {}
+    for block, cost in costs.items():
+        modes = modes_of(cost)
+        label = mode if mode in modes else "none"
+        points[block, name] = (point(cost, label, modes[label], "1f1b"),)
+    problem = PipelineProblem(
+        search.blocks,
+        (Submesh(name, GROUP, 1, FREE_MEMORY),),
+        {GROUP: num_stages},
+        points,
+        lambda p, i: 1,
+        layout.num_micro_batches,
+        num_stages=(num_stages,),
+    )
+    try:
+        return solve_pipeline(problem)
+    except PipelineInfeasibleError:
+        return None
+
+
+def _seconds(
+    search: PipelineSearch, layout: Layout, chunks: Chunks, costs: Mapping[str, BlockCost], solution: PipelineSolution
+) -> float:
+    """Of one simulated step."""
+    pipeline = pipeline_of(solution, layout.num_positions, chunks.schedule, layout.offload)
+    borders = (*search.borders(layout), 0.0)
+    staged = [stage_cost(costs, search.blocks, stage, borders[stage.last]) for stage in pipeline.stages]
+    home = placement(chunks.schedule, layout.num_positions, chunks.count)
+    transfers = {
+        (i, i + 1): 0.0 if home[i] == home[i + 1] else search.transfer_seconds(layout, borders[stage.last])
+        for i, stage in enumerate(pipeline.stages[:-1])
+    }
+    return simulated(staged, pipeline, layout.num_micro_batches, transfers).prediction.step_seconds

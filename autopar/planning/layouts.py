@@ -1,0 +1,158 @@
+"""Every layout of a model over a cluster that is searched: positions, mesh, micro-batches, ZeRO stage, offload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.costs.price import is_cpu
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.planning.bases import PRICES, named_mesh
+from autopar.planning.request import Request, divisors
+from cost_models.machine import Cluster
+
+GROUP_NODES = (1, 2, 4)
+"""ZeRO groups smaller than the data axis fill as many nodes."""
+
+TP_NODES = 2
+"""Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is fixed before stages are cut.
+
+    mesh: of each of `num_positions` pipeline positions. rows: of one micro-batch on one data-parallel rank. price: of a
+    byte, of the base (see bases.py). offload: "", "optimizer" or "parameters".
+    """
+
+    num_positions: int
+    mesh: Mesh
+    rows: int
+    num_micro_batches: int
+    zero: int
+    price: float
+    offload: str
+
+    @property
+    def key(self) -> tuple[int, str, int, int, float, str]:
+        """For a fixed order among equals."""
+        return self.num_positions, str(self.mesh), self.num_micro_batches, self.zero, self.price, self.offload
+
+
+def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
+    """All of them that agree with the pinned degrees, the batch and the number of blocks."""
+    limits = request.constraints
+    legal = shapes(request, num_blocks)
+    rows_of_rank = sorted({request.global_batch_size // dp for _, dp, _ in legal})
+    if limits.micro_batches and all(rows % limits.micro_batches for rows in rows_of_rank):
+        raise ConstraintError(
+            "micro_batches does not divide the batch of one data-parallel rank",
+            values=f"{limits.micro_batches} for {', '.join(map(str, rows_of_rank))} rows",
+            alternatives=", ".join(map(str, divisors(rows_of_rank[-1]))),
+        )
+    for num_positions, dp, tp in legal:
+        rows = request.global_batch_size // dp
+        for count in micro_batch_counts(rows, limits.micro_batches):
+            stages = (0,) if dp == 1 else (0, 2, 3) if count == 1 else (0, 1, 2, 3)
+            pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
+            for zero in pinned:
+                for price in PRICES:
+                    for offload in offloads(request, zero or 0):
+                        for mesh in meshes_of(request, num_positions, dp, tp, zero or 0):
+                            yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
+
+
+def meshes_of(request: Request, num_positions: int, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
+    """How `dp` data-parallel and `tp` tensor-parallel ranks may lie on the nodes of a position.
+
+    ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
+    gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
+    tp joins neighbours, unless the links between nodes are faster than those inside.
+    """
+    cluster, pinned = request.cluster, request.constraints.degrees.get("ddp")
+    groups = [pinned] if pinned is not None else [1]
+    if pinned is None and zero and "dp" not in request.constraints.degrees:
+        ranks = [cluster.devices_per_node * nodes // tp for nodes in GROUP_NODES]
+        groups += [dp // size for size in ranks if 1 < size < dp and dp % size == 0]
+    is_inverted = inter_node_rate(cluster) > cluster.intra_node.achievable_bytes_per_second
+    spans_nodes = dp * tp > cluster.devices_per_node > 1
+    for ddp in dict.fromkeys(groups):
+        if dp % ddp == 0:
+            yield named_mesh(dp // ddp, tp, ddp)
+            if is_inverted and spans_nodes and 1 < tp < dp * tp:
+                yield named_mesh(dp // ddp, tp, ddp, tp_first=True)
+
+
+def inter_node_rate(cluster: Cluster) -> float:
+    """Bytes per second of one device over the links between nodes."""
+    link = cluster.inter_node
+    return link.achievable_bytes_per_second / (cluster.devices_per_node if link.shared_by_node else 1)
+
+
+def offloads(request: Request, zero: int) -> tuple[str, ...]:
+    """What may live in host memory: parameters only in shards. A rank on a CPU has no memory but its host's."""
+    pinned = request.constraints.offload
+    if pinned == "parameters" and zero != 3:
+        return ()
+    if pinned is not None:
+        return (pinned,)
+    if is_cpu(request.cluster):
+        return ("",)
+    return ("", "optimizer", "parameters") if zero == 3 else ("", "optimizer")
+
+
+def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
+    """(positions, dp, tp) whose product is the cluster. Raises ConstraintError where the pinned degrees leave none."""
+    devices, degrees = request.cluster.num_devices, request.constraints.degrees
+    most = TP_NODES * request.cluster.devices_per_node
+    found = [
+        (positions, devices // positions // tp, tp)
+        for positions in divisors(devices)
+        if positions <= num_blocks
+        for tp in divisors(devices // positions)
+        if tp <= most or tp == degrees.get("tp")
+    ]
+    wanted = [s for s in found if _agrees(degrees, s)]
+    if not wanted:
+        pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
+        agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
+        raise ConstraintError(
+            "the pinned degrees do not make the cluster's number of devices",
+            values=f"{pinned} for {devices} devices" + (f", {num_blocks} blocks" if "pp" in degrees else ""),
+            alternatives=[_text(shape) for shape in (agreeing or found)[:8]],
+        )
+    legal = [s for s in wanted if request.global_batch_size % s[1] == 0]
+    if not legal:
+        raise ConstraintError(
+            "no mesh divides the global batch",
+            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{dp} x tp{tp}" for _, dp, tp in wanted),
+            alternatives=f"a batch that is a multiple of {min(dp for _, dp, _ in wanted)}",
+        )
+    return legal
+
+
+def _agrees(degrees: Mapping[str, int], shape: tuple[int, int, int]) -> bool:
+    """Whether a (positions, data ranks, tp) has the pinned degrees."""
+    positions, data, tp = shape
+    ddp, dp = degrees.get("ddp", 1), degrees.get("dp")
+    is_data = data % ddp == 0 if dp is None else data == ddp * dp
+    return degrees.get("pp", positions) == positions and degrees.get("tp", tp) == tp and is_data
+
+
+def _text(shape: tuple[int, int, int]) -> str:
+    positions, dp, tp = shape
+    return (f"pp={positions} x " if positions > 1 else "") + f"dp={dp} x tp={tp}"
+
+
+def micro_batch_counts(rows: int, pinned: int | None) -> list[int]:
+    """Counts that cut the rows of one data-parallel rank into equal micro-batches, one of the two a power of two."""
+    if pinned is not None:
+        return [pinned] if rows % pinned == 0 else []
+    return [count for count in divisors(rows) if _is_power(count) or _is_power(rows // count)]
+
+
+def _is_power(number: int) -> bool:
+    return math.log2(number).is_integer()

@@ -1,0 +1,374 @@
+"""The search over pipelines: layouts, best bound first, each cut into stages to optimality by `search.inter_op`.
+
+A layout's bound is what its blocks take with memory to spare and evenly cut; layouts are solved in the order of their
+bounds until the next bound is no better than the best solution. The objective is the closed form of `search.inter_op`;
+the plan that wins is then simulated event by event, which is what its prediction says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.costs.block_costs import BlockCost, Mode, StoredCost, chain, combined, exposed, homes_of, stored_costs
+from autopar.costs.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
+from autopar.costs.memory_bound import least_seconds
+from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.stage_costs import position_bytes as bytes_of_positions
+from autopar.costs.stage_costs import shared_costs, stage_cost
+from autopar.mesh import Mesh
+from autopar.placement import Stored
+from autopar.plan import StagePlan
+from autopar.planning.bases import Base, Bases
+from autopar.planning.layouts import Layout, layouts
+from autopar.planning.one_stage import Failure
+from autopar.planning.request import Request, pricer_for, usable_bytes
+from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretched
+from autopar.sharding.strategies import scopes_of
+from search.inter_op import NothingBelowCutoffError, solve_pipeline
+from search.pipeline_problem import (
+    PipelineInfeasibleError,
+    PipelineProblem,
+    PipelineSolution,
+    Submesh,
+    Tied,
+)
+
+SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
+"""Of these the closed form is minimised; schedules with several stages per position refine the best (chunked.py)."""
+
+EXACT_BASES = 32
+"""Up to this many (tp, rows) every base is solved for its own rows; beyond, for TYPICAL_ROWS and reused."""
+
+TYPICAL_ROWS = 2
+GROUP = "devices"
+MAX_MEMORY_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A solved layout. objective: seconds by the closed form. costs: of every block with its parameters."""
+
+    objective: float
+    layout: Layout
+    schedule: str
+    solution: PipelineSolution
+    base: Base
+    costs: Mapping[str, BlockCost]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """What a search found: the best of each (positions, mesh) that was solved, fastest first.
+
+    skipped: (lower bound in seconds, positions, mesh) of the others. smallest: what came nearest to fitting, where
+    nothing fits.
+    """
+
+    found: tuple[Found, ...]
+    skipped: tuple[tuple[float, int, Mesh], ...]
+    smallest: tuple[Failure, ...]
+
+
+@dataclass
+class PipelineSearch:
+    """All that layouts of one request share: bases, blocks, prices of parameters.
+
+    shared_bases: of another request that differs only in what bases do not depend on (see bases.py).
+    """
+
+    request: Request
+    shared_bases: Bases | None = None
+    _stored: dict[tuple[Mesh, int, int, str, bool], dict[str, StoredCost]] = field(default_factory=dict)
+    _borders: dict[tuple[Mesh, int, float], tuple[float, ...]] = field(default_factory=dict)
+    _synchronised: dict[tuple[Mesh, int, int, str], dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph = self.request.trace(self.request.global_batch_size)
+        self.blocks = chain(self.graph)
+        self.counts = Counter(self.blocks)
+        self.homes = homes_of(self.graph)
+        self.scopes = scopes_of(self.graph)
+        self.shared = shared_parameters(self.graph)
+        self.layouts = tuple(layouts(self.request, len(self.blocks)))
+        kinds = {(each.mesh.size("tp"), each.rows) for each in self.layouts}
+        self.bases = self.shared_bases or Bases(self.request, None if len(kinds) <= EXACT_BASES else TYPICAL_ROWS)
+
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        """Those whose closed form is minimised, by the constraints."""
+        pinned = self.request.constraints.schedule
+        if pinned is None:
+            return SEARCHED_SCHEDULES
+        return (pinned,) if pinned in HOLDING else ()
+
+    def run(self) -> Pipelines:
+        """Layouts by their bounds, until none can be better than the best."""
+        queue = list(self._bounded())
+        heapq.heapify(queue)
+        found: dict[tuple[int, str], Found] = {}
+        missing: list[tuple[float, int, Layout, str]] = []
+        too_large: list[tuple[int, Layout, str]] = []
+        best = math.inf
+        while queue and queue[0][0] < best:
+            _, number, layout, schedule = heapq.heappop(queue)
+            bound = self.bound(layout, schedule, self.least_recompute(layout, schedule))
+            if bound >= best:
+                too_large += [(number, layout, schedule)] if bound == math.inf else []
+                continue
+            try:
+                solved = self.solve(layout, schedule, usable_bytes(self.request), best)
+            except PipelineInfeasibleError as error:
+                missing.append((error.smallest_excess, number, layout, schedule))
+                continue
+            except NothingBelowCutoffError:
+                continue
+            best = min(best, solved.objective)
+            key = (layout.num_positions, str(layout.mesh))
+            if key not in found or solved.objective < found[key].objective:
+                found[key] = solved
+        left: dict[tuple[int, str], tuple[float, int, Mesh]] = {}
+        for bound, _, layout, _ in sorted(queue):
+            left.setdefault((layout.num_positions, str(layout.mesh)), (bound, layout.num_positions, layout.mesh))
+        if not found:
+            missing += self._excesses(too_large)
+        smallest = () if found else self._smallest(sorted(m for m in missing if not math.isnan(m[0])))
+        return Pipelines(
+            tuple(sorted(found.values(), key=lambda f: (f.objective, f.layout.key, f.schedule))),
+            tuple(skipped for key, skipped in left.items() if key not in found),
+            smallest,
+        )
+
+    def _bounded(self) -> Iterator[tuple[float, int, Layout, str]]:
+        for number, layout in enumerate(self.layouts):
+            base = self.base(layout)
+            if base is None:
+                continue
+            for schedule in self.schedules_of(layout):
+                yield self.bound(layout, schedule), number, layout, schedule
+
+    def schedules_of(self, layout: Layout) -> tuple[str, ...]:
+        """Zero bubble needs a second micro-batch to fill the bubble with."""
+        if layout.num_positions == 1:
+            return () if self.request.constraints.schedule else ("1f1b",)
+        if self.request.constraints.schedule is None and layout.num_micro_batches == 1:
+            return ("1f1b",)
+        return self.schedules
+
+    def _excesses(self, too_large: list[tuple[int, Layout, str]]) -> Iterator[tuple[float, int, Layout, str]]:
+        """What layouts that fit in no way lack at least."""
+        for number, layout, schedule in too_large:
+            try:
+                self.solve(layout, schedule, usable_bytes(self.request))
+            except PipelineInfeasibleError as error:
+                yield error.smallest_excess, number, layout, schedule
+
+    def bound(self, layout: Layout, schedule: str, recompute_seconds: float = 0.0) -> float:
+        """Seconds that no cut of this layout can undercut: free memory, no transfers, stages of equal length.
+
+        recompute_seconds: of all layers per micro-batch, that any plan has.
+        """
+        activity, stored = self._totals(layout)
+        busy, weight, step, longest = 0.0, 0.0, 0.0, 0.0
+        for name, count in self.counts.items():
+            micro, own_weight = activity[name]
+            per_micro, per_step = stored.get(name, (0.0, 0.0))
+            busy += (micro + per_micro) * count
+            weight += own_weight * count
+            step += per_step * count
+            longest = max(longest, micro + per_micro)
+        positions, repeats = layout.num_positions, layout.num_micro_batches - 1
+        stretch = 1.0
+        if schedule == "zero-bubble":
+            stretch = stretched(weight, busy, layout.num_micro_batches)
+        busy += recompute_seconds
+        fill = busy - 2 * weight if schedule == "zero-bubble" else busy
+        return fill + repeats * stretch * max(busy / positions, longest) + step / positions
+
+    def least_recompute(self, layout: Layout, schedule: str) -> float:
+        """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one; inf where
+        the layout does not fit even so. Every position holds at least what the one that holds the fewest
+        micro-batches does."""
+        base = self.base(layout)
+        assert base is not None
+        p, stored = layout.num_positions, self.stored(layout)
+        fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
+        held = HOLDING[schedule](layout.num_micro_batches)
+        room = p * usable_bytes(self.request) * (1 + 1e-6) - fixed
+        if room < 0:
+            return math.inf
+        modes = {name: self.modes(cost).values() for name, cost in base.costs.items()}
+        classes = [(n, [(mode.seconds, mode.kept_bytes) for mode in modes[name]]) for name, n in self.counts.items()]
+        return least_seconds(classes, room / min(held(p, i) for i in range(p)))
+
+    def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
+        """The modes of a block that the constraints and the device leave."""
+        return modes_of(cost, self.request.constraints.recompute, has_host=not is_cpu(self.request.cluster))
+
+    def _totals(self, layout: Layout) -> tuple[Mapping[str, tuple[float, float]], dict[str, tuple[float, float]]]:
+        """By block: (seconds, seconds of weight gradients) per micro-batch without parameters; (seconds per
+        micro-batch, seconds per step) of parameters."""
+        base = self.base(layout)
+        assert base is not None
+        own = (layout.mesh, base.storage, layout.zero, layout.offload)
+        if own not in self._synchronised:
+            stored = self.stored(layout)
+            self._synchronised[own] = {n: (exposed(s.per_micro), exposed(s.per_step)) for n, s in stored.items()}
+        return base.activity.seconds, self._synchronised[own]
+
+    def stretch(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
+        """By what the bottleneck's time per micro-batch is multiplied under zero bubble.
+
+        With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
+        sum of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with
+        the model's own share of w.
+        """
+        if schedule != "zero-bubble" or layout.num_micro_batches == 1:
+            return 1.0
+        weight = sum(costs[name].weight_seconds * count for name, count in self.counts.items())
+        busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in self.counts.items())
+        return stretched(weight, busy, layout.num_micro_batches)
+
+    def base(self, layout: Layout) -> Base | None:
+        """The decisions that a layout's mesh shares with all meshes of its tensor-parallel degree."""
+        return self.bases.base(layout.mesh, layout.rows, layout.price)
+
+    def costs(self, layout: Layout) -> dict[str, BlockCost]:
+        """Every block with its parameters on this layout."""
+        base = self.base(layout)
+        assert base is not None
+        return combined(base.costs, self.stored(layout))
+
+    def stored(self, layout: Layout) -> dict[str, StoredCost]:
+        """The parameters of every block on this layout."""
+        base = self.base(layout)
+        assert base is not None
+        # Gradients that are summed over micro-batches take room of their own, however many there are.
+        key = (layout.mesh, base.storage, layout.zero, layout.offload, layout.num_micro_batches > 1)
+        if key not in self._stored:
+            pricer = self.pricer(layout)
+            parameters = base.parameters(layout.zero)
+            self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
+        return self._stored[key]
+
+    def _parameters(self, layout: Layout) -> Mapping[tuple[str, str], Stored]:
+        base = self.base(layout)
+        assert base is not None
+        return base.parameters(layout.zero)
+
+    def pricer(self, layout: Layout) -> Pricer:
+        """Prices on the layout's mesh, whose state may live in host memory."""
+        return pricer_for(self.request, layout.mesh, layout.num_micro_batches, layout.offload)
+
+    def solve(self, layout: Layout, schedule: str, memory_bytes: float, cutoff: float = math.inf) -> Found:
+        """The best stages of a layout in `memory_bytes` per rank. Raises PipelineInfeasibleError; with a cutoff
+        NothingBelowCutoffError where none is faster.
+
+        Where what the search counts as a maximum adds up to more than that, and does not fit, it is solved again with
+        less.
+        """
+        base, costs = self.base(layout), self.costs(layout)
+        assert base is not None
+        limit = memory_bytes
+        for _ in range(MAX_MEMORY_ROUNDS):
+            solution = solve_pipeline(self.problem(layout, schedule, costs, limit), cutoff=cutoff, diagnose=False)
+            excess = self._peak_bytes(layout, schedule, costs, solution) - memory_bytes
+            if excess <= 0:
+                break
+            limit -= excess
+        else:
+            raise PipelineInfeasibleError(())
+        return Found(solution.objective, layout, schedule, solution, base, costs)
+
+    def _smallest(self, missing: list[tuple[float, int, Layout, str]]) -> tuple[Failure, ...]:
+        """The plan that lacks the least, with its bytes by kind."""
+        if not missing:
+            return ()
+        excess, _, layout, schedule = missing[0]
+        usable = usable_bytes(self.request)
+        costs = self.costs(layout)
+        solution = solve_pipeline(self.problem(layout, schedule, costs, (usable + excess) * (1 + 1e-9)))
+        axes, sizes = layout.mesh.axes, layout.mesh.sizes
+        if layout.num_positions > 1:
+            axes, sizes = ("pp", *axes), (layout.num_positions, *sizes)
+        kinds = max(self.position_bytes(layout, schedule, costs, solution), key=lambda k: sum(k.values()))
+        reserved = (self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes) - usable
+        needed = sum(kinds.values()) + reserved
+        return (Failure(needed, Mesh(axes, sizes), layout.num_micro_batches, kinds | {"workspace": reserved}),)
+
+    def _peak_bytes(
+        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
+    ) -> float:
+        """Of the fullest position, as the prediction will count it."""
+        return max(sum(kinds.values()) for kinds in self.position_bytes(layout, schedule, costs, solution))
+
+    def position_bytes(
+        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
+    ) -> list[dict[str, float]]:
+        """Bytes by kind of every position, as the prediction will count them."""
+        pipeline = pipeline_of(solution, layout.num_positions, schedule, layout.offload)
+        borders = (*self.borders(layout), 0.0)
+        stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
+        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last]) for stage in stages]
+        ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
+        return bytes_of_positions(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
+
+    def problem(
+        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], memory_bytes: float
+    ) -> PipelineProblem:
+        """The stages of a layout as an inter-op problem with one kind of submesh."""
+        mesh, count = layout.mesh, layout.num_micro_batches
+        name = str(mesh)
+        stretch = self.stretch(layout, schedule, costs)
+        points = {
+            (block, name): tuple(
+                point(cost, label, mode, schedule, stretch) for label, mode in self.modes(cost).items()
+            )
+            for block, cost in costs.items()
+        }
+        borders = self.borders(layout)
+        largest = max(borders)
+        return PipelineProblem(
+            self.blocks,
+            (Submesh(name, GROUP, mesh.num_ranks, memory_bytes),),
+            {GROUP: self.request.cluster.num_devices},
+            points,
+            HOLDING[schedule](count),
+            count,
+            borders,
+            {(name, name): transfer_seconds(self.pricer(layout), layout.num_positions, largest) / max(largest, 1.0)},
+            is_cpu(self.request.cluster),
+            self.tied(layout),
+            num_stages=(layout.num_positions,),
+        )
+
+    def transfer_seconds(self, layout: Layout, num_bytes: float) -> float:
+        """Of one message between neighbouring positions."""
+        return transfer_seconds(self.pricer(layout), layout.num_positions, num_bytes)
+
+    def promising(self) -> list[tuple[float, Layout]]:
+        """Layouts of several positions by their bounds, whatever their schedule."""
+        costed = (each for each in self.layouts if each.num_positions > 1 and self.base(each))
+        return sorted(
+            ((self.bound(layout, "1f1b"), layout) for layout in costed),
+            key=lambda pair: (pair[0], pair[1].key),
+        )
+
+    def borders(self, layout: Layout) -> tuple[float, ...]:
+        """Bytes per micro-batch and rank at every border."""
+        base = self.base(layout)
+        assert base is not None
+        key = (base.costed, layout.rows, layout.price)
+        if key not in self._borders:
+            graph = self.request.trace.estimate(layout.rows * base.costed.num_data_ranks)
+            self._borders[key] = border_bytes(graph, base.costed, base.costed_choices)
+        return self._borders[key]
+
+    def tied(self, layout: Layout) -> tuple[Tied, ...]:
+        """Parameters that two blocks read: a second copy, and the sum of both gradients, where they are apart."""
+        ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
+        return tuple(Tied(*self.shared[name], sum(sizes), seconds) for name, (sizes, seconds) in ties.items())

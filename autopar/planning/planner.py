@@ -1,0 +1,204 @@
+"""The outer search: one stage with everything decided at once, and pipelines with recomputation and offload.
+
+`one_stage.py` is exact over the decisions of a mesh and knows neither stages nor recomputation; `pipelines.py` knows
+them and takes the decisions of a mesh from a few points of its frontier. Both price alike; the faster plan wins, and
+the others are kept as runner-ups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.costs.price import is_cpu
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.plan import Plan, layout_text
+from autopar.planning.bases import Bases
+from autopar.planning.candidates import candidate_of, unequal_candidate
+from autopar.planning.chunked import refined
+from autopar.planning.one_stage import OneStage, meshes, nothing_fits, search_one_stage
+from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.predict import predict
+from autopar.planning.request import Candidate, Request, divisors, pricer_for, unequal_of
+from autopar.planning.stage_points import HOLDING
+from autopar.planning.unequal import UnequalSearch
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator
+from autopar.tracing.uncollected import uncollected
+from autopar.units import bytes_text
+
+ONE_STAGE_DEVICES = 32
+"""On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
+UNEQUAL_DEVICES = 16
+"""On larger clusters of equal nodes all positions of a pipeline have equal meshes."""
+UNEQUAL_GAIN = 0.01
+"""Share of the step by which positions with meshes of several sizes have to be faster than equal ones."""
+MOST_CANDIDATES = 4
+"""Layouts, best first by the closed form of `search.inter_op`, whose step is simulated and told of as runners-up."""
+MOST_CHUNKED = 2
+"""The same under schedules with several stages per position."""
+TIE = 1e-9
+"""Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, layout) that could not win.
+
+    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given.
+    """
+
+    candidates: tuple[Candidate, ...]
+    skipped: tuple[tuple[float, str], ...]
+    infeasible: tuple[str, ...]
+    is_given: bool = False
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+@uncollected()
+def search_plans(
+    request: Request, shared: Bases | UnequalSearch | None = None, exact_devices: int = ONE_STAGE_DEVICES
+) -> SearchResult:
+    """The best plan of each layout that can still win, fastest first.
+
+    shared: decisions of another request that differs only in what they do not depend on (see bases.py); a search over
+    groups of unlike nodes where there are such. exact_devices: on larger clusters the exact search only polishes; with
+    0 all positions of a pipeline have equal meshes too.
+
+    Raises InfeasibleError with what the smallest plan needs.
+    """
+    if request.mixed is not None:
+        return _search_mixed(shared.asked(request) if isinstance(shared, UnequalSearch) else UnequalSearch(request))
+    search = PipelineSearch(request, shared if isinstance(shared, Bases) else None)
+    pipelines = search.run()
+    chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
+    solved = (*pipelines.found[:MOST_CANDIDATES], *chunked[:MOST_CHUNKED])
+    found = [candidate_of(each, request) for each in solved]
+    fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
+    one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
+    found += one.candidates
+    known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
+    found += _unequal(request, min(known, default=math.inf)) if exact_devices else ()
+    if not found:
+        raise nothing_fits(request, list(one.failures), pipelines.smallest)
+    found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
+    found = _distinct(found)
+    _refuse_idle(found[0], request)
+    names = {c.plan.layout for c in found}
+    skipped = {layout_text(positions, mesh): bound for bound, positions, mesh in pipelines.skipped}
+    skipped |= {str(mesh): bound for bound, mesh in one.skipped}
+    missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
+    return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
+
+
+def _search_mixed(search: UnequalSearch) -> SearchResult:
+    """The best pipeline over groups of unlike nodes. Raises InfeasibleError."""
+    found, request = search.run(), search.request
+    if found is not None:
+        return SearchResult((unequal_candidate(found, request),), (), ())
+    capacities = {str(g): bytes_text(request.capacity_bytes(i)) for i, g in enumerate(request.whole.groups)}
+    if search.smallest_excess < math.inf:
+        error = InfeasibleError(
+            "no pipeline over the groups of nodes fits the memory of their ranks",
+            values={f"memory per rank of {group}": size for group, size in capacities.items()}
+            | {"lacking at least": bytes_text(search.smallest_excess)},
+            alternatives=["more devices, a smaller batch or sequence, or bf16 precision"],
+        )
+        raise error
+    raise InfeasibleError(
+        "no pipeline uses all devices of all groups of nodes",
+        values={
+            "groups": ", ".join(capacities),
+            "blocks of the model": len(search.blocks),
+            "global batch": request.global_batch_size,
+        },
+        alternatives=[
+            "a batch that more numbers of data-parallel ranks divide",
+            "fewer pinned degrees",
+            "as many blocks in the model as there are groups, or more",
+        ],
+    )
+
+
+def _unequal(request: Request, fastest: float) -> Iterator[Candidate]:
+    """A pipeline whose positions have meshes of several sizes, where that is faster; on few GPUs only."""
+    limits = request.constraints
+    is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
+    is_small = not is_cpu(request.cluster) and 2 < request.cluster.num_devices <= UNEQUAL_DEVICES
+    if not is_open or not is_small or limits.degrees.get("pp") == 1:
+        return
+    found = UnequalSearch(request).run(fastest * (1 - UNEQUAL_GAIN))
+    if found is not None:
+        yield unequal_candidate(found, request)
+
+
+def _one_stage(request: Request, found: list[Candidate], fastest: float, exact_devices: int) -> OneStage:
+    """The exact search, where the constraints and the size of the cluster leave room for it."""
+    limits = request.constraints
+    one_stage = limits.degrees.get("pp", 1) == limits.degrees.get("ddp", 1) == 1
+    is_open = one_stage and limits.recompute in (None, "none") and not limits.offload
+    if not is_open or limits.schedule is not None:
+        return OneStage((), (), ())
+    if request.cluster.num_devices > exact_devices:
+        plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
+        if not plain:
+            return OneStage((), (), ())
+        best = min(plain, key=lambda plan: plan.prediction.step_seconds)
+        pinned = {"pp": 1, "dp": best.mesh.size("dp"), "tp": best.mesh.size("tp")}
+        limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
+        return search_one_stage(replace(request, constraints=limits), fastest)
+    return search_one_stage(request, fastest)
+
+
+def _distinct(found: list[Candidate]) -> list[Candidate]:
+    """The fastest of each layout."""
+    first: dict[str, Candidate] = {}
+    for candidate in found:
+        first.setdefault(candidate.plan.layout, candidate)
+    return list(first.values())
+
+
+def price_plan(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
+) -> Candidate:
+    """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
+    pricer = pricer_for(request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
+    prediction = predict(graph, operators, pricer, choices, plan.pipeline, unequal_of(request, plan))
+    capacity = request.capacity_bytes(replace(plan, prediction=prediction).fullest_group)
+    if prediction.peak_bytes > capacity:
+        raise InfeasibleError(
+            "the plan does not fit the memory of one rank",
+            values={kind: bytes_text(value) for kind, value in prediction.num_bytes.items()}
+            | {"capacity": bytes_text(capacity)},
+            alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
+        )
+    return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)
+
+
+def _refuse_idle(best: Candidate, request: Request) -> None:
+    """A cluster whose size divides neither the batch nor any dim of the model: every rank would do all of the work.
+
+    Where it could be divided but communication would cost more (a tiny model), the plan stands and says so itself.
+    """
+    plan = best.plan
+    if not plan.mesh.axes or plan.pipeline.num_positions > 1 or request.constraints.degrees:
+        return
+    options = best.choices.operators.values()
+    is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
+    can_split = any(mesh.size("dp") > 1 for mesh in meshes(request))
+    if is_split or can_split:
+        return
+    rows, devices = request.global_batch_size, request.cluster.num_devices
+    raise InfeasibleError(
+        f"no mesh of {devices} devices divides the model's work: every rank would repeat all of it",
+        values={"global batch": rows, "meshes tried": ", ".join(map(str, meshes(request)))},
+        alternatives=[
+            f"a number of devices that divides the batch: {', '.join(map(str, divisors(rows)))}",
+            f"a batch that is a multiple of {devices}",
+        ],
+    )

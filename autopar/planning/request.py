@@ -1,0 +1,117 @@
+"""What is to be planned, and how its parts are priced: shared by the searches over meshes and over pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.constraints import Constraints
+from autopar.costs.price import Pricer, Training, is_cpu
+from autopar.graph import Graph, Ref
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planning.space import Space
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator, operators_of
+from autopar.tracing.rebatch import BatchedTrace
+from cost_models.machine import Cluster
+from cost_models.memory import FRAGMENTATION, workspace_bytes
+from cost_models.mixed import AnyCluster, MixedCluster
+from search.problem import Solution
+
+HIDDEN_FRACTION = 0.5
+"""Share of gradient traffic taken to run behind backward on a GPU: an assumption until it is calibrated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be planned.
+
+    trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
+    of them, the first.
+    """
+
+    trace: BatchedTrace
+    cluster: Cluster
+    global_batch_size: int
+    precision: str
+    training: Training
+    constraints: Constraints
+    mixed: MixedCluster | None = None
+
+    @property
+    def whole(self) -> AnyCluster:
+        """All devices that there are."""
+        return self.mixed or self.cluster
+
+    def of_group(self, group: int) -> Request:
+        """The same for one of the cluster's groups of equal nodes."""
+        return replace(self, cluster=self.whole.groups[group], mixed=None)
+
+    def capacity_bytes(self, group: int = 0) -> int:
+        """What a rank of a group may use: the user's budget, or the device's memory."""
+        return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
+
+    plan: Plan
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    choices: Choices
+    solution: Solution | None
+
+
+def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:
+    """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it."""
+    on_cpu = is_cpu(request.cluster)
+    training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
+    return Pricer(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """What positions that are not alike are priced by. pricers, capacities: of each position, and bytes of a rank
+    there. cluster: all devices."""
+
+    pricers: tuple[Pricer, ...]
+    capacities: tuple[float, ...]
+    cluster: AnyCluster
+
+
+def unequal_of(request: Request, plan: Plan) -> Unequal | None:
+    """What the positions of a plan are priced by where they are not alike."""
+    seats = plan.pipeline.seats
+    if not seats:
+        return None
+    count, offload = plan.num_micro_batches, plan.pipeline.offload
+    made = {s: pricer_for(request.of_group(s.group), s.mesh.compact, count, offload) for s in dict.fromkeys(seats)}
+    capacities = tuple(float(request.capacity_bytes(seat.group)) for seat in seats)
+    return Unequal(tuple(made[seat] for seat in seats), capacities, request.whole)
+
+
+def usable_bytes(request: Request) -> float:
+    """What decisions and transients may take of one rank's memory: capacity less the device's own workspace."""
+    return float(request.capacity_bytes() - (0 if is_cpu(request.cluster) else workspace_bytes(request.cluster.device)))
+
+
+def decode(space: Space, chosen: tuple[int, ...]) -> Choices:
+    """Options by name."""
+    picked = {d.key: d.options[i] for d, i in zip(space.decisions, chosen, strict=True)}
+    return Choices(
+        {key[1:3]: value for key, value in picked.items() if key[0] == "operator"},
+        {(key[1], Ref(key[2], key[3])): value for key, value in picked.items() if key[0] == "tensor"},
+        {key[1:3]: value for key, value in picked.items() if key[0] == "parameter"},
+    )
+
+
+def operators_at(request: Request, rows: int) -> tuple[Graph, dict[tuple[str, str], Operator]]:
+    """The graph of `rows` micro-batch rows and its calls."""
+    return request.trace(rows), operators_of(request.trace(rows), request.trace.estimate(2) if rows == 1 else None)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]

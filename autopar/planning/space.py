@@ -1,0 +1,313 @@
+"""The search space: every decision of a graph on one mesh, and the Problem that prices them together.
+
+Decisions (variables of the Problem) are of three kinds:
+
+    operator   an Option of a call
+    tensor     the placements in which a batch input, a layer's input, or a tensor with several uses is kept;
+               each use reshards from there, so a reshard that several uses share is paid for once
+    parameter  a Stored: placements as used, and a ZeRO stage
+    zero       the ZeRO stage of a scope (the top level or a layer class), shared by all parameters that can have one
+
+Edges carry resharding times (forward plus conjugate backward). Layers of one class are one set of decisions whose
+costs count as often as there are layers; a layer's carried output is resharded to its input's placements, so the
+class decides its own boundary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.constraints import Constraints
+from autopar.costs.price import Pricer
+from autopar.costs.saved import saved_tensors
+from autopar.graph import Graph, LayerRun, Ref, TensorMeta
+from autopar.mesh import DATA_AXES, Mesh
+from autopar.placement import Placement, Placements, R, Rp, S, Stored, divides
+from autopar.sharding.reshard import steps
+from autopar.sharding.strategies import Operator, Option, Scope, options_of, placement_choices, scopes_of
+from search.problem import Budget, Edge, Problem, Variable
+
+Key = tuple[str, str, str, int]
+"""(kind, scope, name, output index)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One variable. `placements[i]` is where option i leaves each output (one entry for tensors and parameters)."""
+
+    key: Key
+    options: tuple[Any, ...]
+    outputs: tuple[tuple[Placements, ...], ...]
+
+
+@dataclass
+class Space:
+    """The decisions of one graph on one mesh, in order, and the problem made of them."""
+
+    graph: Graph
+    mesh: Mesh
+    decisions: list[Decision]
+    problem: Problem
+
+    def index(self) -> Mapping[Key, int]:
+        return {decision.key: i for i, decision in enumerate(self.decisions)}
+
+
+def build_space(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    pricer: Pricer,
+    constraints: Constraints,
+    memory_limit: float | None,
+) -> Space:
+    """All decisions and prices. memory_limit: bytes per rank for what the decisions account for; None for no budget."""
+    builder = _Builder(graph, operators, pricer, constraints)
+    builder.add_decisions()
+    builder.add_edges()
+    variables = tuple(
+        Variable(":".join(map(str, d.key)), costs, usage.reshape(1, -1))
+        for d, costs, usage in zip(builder.decisions, builder.costs, builder.usage, strict=True)
+    )
+    budgets = (Budget("memory", float("inf") if memory_limit is None else memory_limit),)
+    edges = tuple(Edge(a, b, costs) for (a, b), costs in builder.edges.items())
+    return Space(graph, pricer.mesh, builder.decisions, Problem(variables, edges, budgets))
+
+
+@dataclass
+class _Builder:
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    pricer: Pricer
+    constraints: Constraints
+    decisions: list[Decision] = field(default_factory=list)
+    costs: list[np.ndarray] = field(default_factory=list)
+    usage: list[np.ndarray] = field(default_factory=list)
+    edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    index: dict[Key, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scopes = {scope.name: scope for scope in scopes_of(self.graph)}
+        self.runs = [piece for piece in self.graph.body if isinstance(piece, LayerRun)]
+        self.options = {key: options_of(op, self.pricer.mesh) for key, op in self.operators.items()}
+        self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
+        self.stored_names = frozenset(p.name for p in self.graph.parameters)
+
+    # --- decisions --------------------------------------------------------------------------------------------
+
+    def add_decisions(self) -> None:
+        """Parameters, inputs and operators of the top level, then of each layer class."""
+        for item in self.graph.inputs:
+            if Ref(item.name) in self.uses[""]:
+                self._add_tensor("", Ref(item.name), item.meta, self._input_choices(item.meta, item.batch_dim))
+        for scope in self.scopes.values():
+            if scope.layer:
+                for formal, meta in scope.layer.inputs:
+                    self._add_tensor(scope.name, Ref(formal), meta, self._offered(scope, Ref(formal), ()))
+            names = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else self.graph.parameters)}
+            used = [(name, meta) for name, meta in names.items() if Ref(name) in self.uses[scope.name]]
+            unit_bytes = sum(meta.num_bytes for _, meta in used if meta.requires_grad)
+            stages = self._stages()
+            none = np.zeros(len(stages))
+            self._add(Decision(("zero", scope.name, "", 0), stages, tuple(() for _ in stages)), none, none)
+            for name, meta in used:
+                self._add_parameter(scope, name, meta, unit_bytes)
+            self._add_operators(scope)
+
+    def _add(self, decision: Decision, costs: np.ndarray, usage: np.ndarray) -> None:
+        self.index[decision.key] = len(self.decisions)
+        self.decisions.append(decision)
+        self.costs.append(costs)
+        self.usage.append(usage)
+
+    def _add_operators(self, scope: Scope) -> None:
+        parameters = self.stored_names | frozenset(p.name for p in (scope.layer.parameters if scope.layer else ()))
+        kept = saved_tensors(scope.nodes, scope.metas, parameters)
+        micro = self.pricer.training.num_micro_batches
+        for node in scope.nodes:
+            operator = self.operators[scope.name, node.name]
+            options = self.constraints.allowed_options(
+                scope, operator, self.options[scope.name, node.name], self.pricer.mesh
+            )
+            seconds = [
+                sum(self.pricer.operator_seconds(operator, o)) + self._loss_seconds(scope, node.name, o)
+                for o in options
+            ]
+            usage = [self.pricer.saved_bytes(operator, o, kept.get(node.name, ())) for o in options]
+            decision = Decision(("operator", scope.name, node.name, 0), options, tuple(o.outputs for o in options))
+            self._add(decision, np.array(seconds) * scope.count * micro, np.array(usage) * scope.count)
+            for position, meta in enumerate(node.outputs):
+                ref = Ref(node.name, position)
+                if len(self.uses[scope.name].get(ref, ())) > 1:
+                    produced = tuple(o.outputs[position] for o in options)
+                    self._add_tensor(scope.name, ref, meta, self._offered(scope, ref, produced))
+
+    def _loss_seconds(self, scope: Scope, name: str, option: Option) -> float:
+        """The loss ends replicated."""
+        if scope.name or self.graph.loss.node != name:
+            return 0.0
+        target = (R,) * len(self.pricer.mesh.axes)
+        meta = scope.metas[self.graph.loss]
+        return self.pricer.reshard_seconds(option.outputs[self.graph.loss.index], target, meta)
+
+    def _add_tensor(self, scope: str, ref: Ref, meta: TensorMeta, choices: tuple[Placements, ...]) -> None:
+        decision = Decision(("tensor", scope, ref.node, ref.index), choices, tuple((c,) for c in choices))
+        self._add(decision, np.zeros(len(choices)), np.zeros(len(choices)))
+
+    def _add_parameter(self, scope: Scope, name: str, meta: TensorMeta, unit_bytes: float) -> None:
+        pricer, options = self.pricer, []
+        for placements in self._parameter_placements(scope, Ref(name), meta):
+            for zero in self._zero_stages(meta, placements):
+                options.append(Stored(placements, zero))
+        options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
+        seconds = [pricer.sync_seconds(meta, o, unit_bytes) + pricer.optimizer_seconds(meta, o) for o in options]
+        usage = [sum(pricer.parameter_bytes(meta, o)) for o in options]
+        decision = Decision(("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options))
+        self._add(decision, np.array(seconds) * scope.count, np.array(usage) * scope.count)
+        if len(self._stages()) > 1 and meta.requires_grad:
+            own = [self._zero_stages(meta, o.placements) for o in options]
+            bar = [
+                [0.0 if len(can) == 1 or o.zero == z else np.inf for o, can in zip(options, own, strict=True)]
+                for z in self._stages()
+            ]
+            self._add_matrix(self.index["zero", scope.name, "", 0], self.index[decision.key], np.array(bar))
+
+    def _zero_stages(self, meta: TensorMeta, placements: Placements) -> tuple[int, ...]:
+        """Stages open to one parameter: its gradient must be partial over dp."""
+        mesh = self.pricer.mesh
+        can_shard = "dp" in mesh.axes and meta.requires_grad and placements[mesh.axes.index("dp")] == Rp
+        return self._stages() if can_shard else (0,)
+
+    def _stages(self) -> tuple[int, ...]:
+        """Stages open to a scope. With one micro-batch stage 1 is never better than 2, which costs the same."""
+        if "dp" not in self.pricer.mesh.axes:
+            return (0,)
+        if self.constraints.zero is not None:
+            return (self.constraints.zero,)
+        return (0, 2, 3) if self.pricer.training.num_micro_batches == 1 else (0, 1, 2, 3)
+
+    def _parameter_placements(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
+        """What the consumers ask for; where one wants a partial sum (a bias), also R."""
+        per_axis: list[list[Placement]] = []
+        wanted = self._wanted(scope, ref)
+        for axis in range(len(self.pricer.mesh.axes)):
+            seen = {placements[axis] for placements in wanted}
+            if any(p.kind == "P" for p in seen):
+                seen.add(R)
+            kept = sorted(p for p in seen if p.kind != "P") or [R]
+            per_axis.append(kept)
+        return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.pricer.mesh.sizes))
+
+    def _input_choices(self, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
+        """A batch tensor can be cut anywhere for free: dp along the batch, other axes along any other dim."""
+        per_axis = []
+        for axis in self.pricer.mesh.axes:
+            dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]
+            per_axis.append([R, *(S(d) for d in dims if d is not None)])
+        return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.pricer.mesh.sizes))
+
+    def _wanted(self, scope: Scope, ref: Ref) -> set[Placements]:
+        """Input placements that some option of some user of `ref` has, through layer borders."""
+        found: set[Placements] = set()
+        for kind, name, position in self.uses[scope.name].get(ref, ()):
+            if kind == "operator":
+                found |= {option.inputs[position] for option in self.options[scope.name, name]}
+            elif kind == "run":
+                run = next(r for r in self.runs if r.name == name)
+                found |= self._wanted(self.scopes[run.layer.name], Ref(run.layer.inputs[position][0]))
+        return found
+
+    def _offered(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...]) -> tuple[Placements, ...]:
+        offered = self._wanted(scope, ref) | set(produced)
+        offered |= {(R,) * len(self.pricer.mesh.axes)} if not offered else set()
+        return placement_choices(scope.metas[ref], sorted(offered), self.pricer.mesh)
+
+    # --- edges ------------------------------------------------------------------------------------------------
+
+    def _uses_in(self, scope: Scope) -> dict[Ref, list[tuple[str, str, int]]]:
+        """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
+        found: dict[Ref, list[tuple[str, str, int]]] = {}
+        for node in scope.nodes:
+            for position, ref in enumerate(node.inputs):
+                found.setdefault(ref, []).append(("operator", node.name, position))
+        if scope.layer:
+            for position, ref in enumerate(scope.layer.outputs):
+                found.setdefault(ref, []).append(("output", scope.name, position))
+            return found
+        for run in self.runs:
+            for position, ref in enumerate(run.args):
+                found.setdefault(ref, []).append(("run", run.name, position))
+        found.setdefault(self.graph.loss, []).append(("loss", "", 0))
+        return found
+
+    def add_edges(self) -> None:
+        """Producer to kept tensor, and kept tensor to each use."""
+        micro = self.pricer.training.num_micro_batches
+        for scope in self.scopes.values():
+            weight = scope.count * micro
+            for node in scope.nodes:
+                target = self.index["operator", scope.name, node.name, 0]
+                options = self.decisions[target].options
+                for position, ref in enumerate(node.inputs):
+                    wanted = tuple(option.inputs[position] for option in options)
+                    self._edge(scope, ref, target, wanted, weight)
+                for position in range(len(node.outputs)):
+                    kept = self.index.get(("tensor", scope.name, node.name, position))
+                    if kept is not None:
+                        made = tuple(option.outputs[position] for option in options)
+                        matrix = self.pricer.reshard_matrix(made, self.decisions[kept].options, node.outputs[position])
+                        self._add_matrix(target, kept, matrix * weight)
+        for run in self.runs:
+            self._run_edges(run, micro)
+
+    def _run_edges(self, run: LayerRun, micro: int) -> None:
+        layer = self.scopes[run.layer.name]
+        for position, ref in enumerate(run.args):
+            target = self.index["tensor", layer.name, run.layer.inputs[position][0], 0]
+            self._edge(self.scopes[""], ref, target, self.decisions[target].options, micro)
+        for position, output in run.carried:
+            target = self.index["tensor", layer.name, run.layer.inputs[position][0], 0]
+            self._edge(
+                layer, run.layer.outputs[output], target, self.decisions[target].options, len(run.instances) * micro
+            )
+
+    def source(self, scope: Scope, ref: Ref) -> tuple[int, int]:
+        """(decision, output index) that says where `ref` lies when it is used."""
+        for kind in ("tensor", "parameter"):
+            found = self.index.get((kind, scope.name, ref.node, ref.index))
+            if found is not None:
+                return found, 0
+        if ("operator", scope.name, ref.node, 0) in self.index:
+            return self.index["operator", scope.name, ref.node, 0], ref.index
+        run = next(r for r in self.runs if r.name == ref.node)
+        inner = run.layer.outputs[ref.index]
+        for position, output in run.carried:
+            if output == ref.index:
+                return self.index["tensor", run.layer.name, run.layer.inputs[position][0], 0], 0
+        return self.source(self.scopes[run.layer.name], inner)
+
+    def _edge(self, scope: Scope, ref: Ref, target: int, wanted: tuple[Placements, ...], weight: float) -> None:
+        origin, output = self.source(scope, ref)
+        decision = self.decisions[origin]
+        made = tuple(outputs[output] for outputs in decision.outputs)
+        matrix = self.pricer.reshard_matrix(made, wanted, scope.metas[ref])
+        if decision.key[0] == "parameter":
+            matrix = matrix + self._parameter_bar(made, wanted, single=len(self.uses[scope.name][ref]) == 1)
+        self._add_matrix(origin, target, matrix * weight)
+
+    def _parameter_bar(self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], single: bool) -> np.ndarray:
+        """inf where a parameter with one use would be moved in every micro-batch: storing it so is never worse."""
+        sizes = self.pricer.mesh.sizes
+        bar: dict[tuple[Placements, Placements], float] = {}
+        for pair in {(m, w) for m in made for w in wanted}:
+            path = steps(*pair, sizes)
+            moves = path is None or any(step.forward or step.backward for step in path)
+            bar[pair] = float("inf") if moves and single else 0.0
+        return np.array([[bar[m, w] for w in wanted] for m in made])
+
+    def _add_matrix(self, a: int, b: int, matrix: np.ndarray) -> None:
+        self.edges[a, b] = self.edges[a, b] + matrix if (a, b) in self.edges else matrix

@@ -1,0 +1,425 @@
+"""Pipelines whose positions are not alike: submeshes of several sizes, and groups of unlike nodes.
+
+A pipeline may have one shape of submesh in each group of nodes, and two where there is one group. For each such set of
+shapes, number of micro-batches, ZeRO stage, offload, schedule and price of memory, `search.inter_op` finds the cut into
+stages and the submesh of every stage together. The decisions are made once, for the largest tensor-parallel degree in
+the set: what is cut evenly in eight is in four, and on a submesh without an axis its decisions fall away. Problems are
+solved in the order of a bound, until the next one is no better than the best pipeline known.
+
+As in Alpa (Zheng et al., OSDI 2022, section 5.2) a submesh is part of one node, or some whole nodes, of one group.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.block_costs import BlockCost, StoredCost, chain, combined, exposed, homes_of, stored_costs
+from autopar.costs.borders import border_bytes, hop_seconds, shared_parameters, tie_costs
+from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.stage_costs import position_bytes, shared_costs, stage_cost
+from autopar.mesh import Mesh
+from autopar.placement import Stored
+from autopar.plan import Pipeline, StagePlan
+from autopar.planning.bases import PRICES, Activity, Bases, named_mesh
+from autopar.planning.layouts import micro_batch_counts, offloads
+from autopar.planning.pipelines import MAX_MEMORY_ROUNDS, SEARCHED_SCHEDULES
+from autopar.planning.request import Request, divisors, pricer_for, usable_bytes
+from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretched
+from autopar.seats import Seat
+from autopar.sharding.choices import Choices, on_axes
+from autopar.sharding.strategies import Operator, scopes_of
+from cost_models.machine import Cluster
+from search.inter_op import NothingBelowCutoffError, solve_pipeline
+from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh, Tied
+
+TYPICAL_ROWS = 2
+"""Of one data-parallel rank, for which decisions are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is fixed before stages are cut. seats: the shapes that positions may have; price: of a byte, as in
+    bases.py."""
+
+    seats: tuple[Seat, ...]
+    price: float
+    num_micro_batches: int
+    zero: int
+    offload: str
+    schedule: str
+
+    @property
+    def tp(self) -> int:
+        """The largest tensor-parallel degree, for which decisions are made."""
+        return max(seat.mesh.size("tp") for seat in self.seats)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundUnequal:
+    """A solved problem. objective: seconds by the closed form. choices: on `axes`. pipeline: with its seats."""
+
+    objective: float
+    terms: Terms
+    choices: Choices
+    axes: tuple[str, ...]
+    pipeline: Pipeline
+
+
+@dataclass
+class UnequalSearch:
+    """All that the problems of one request share."""
+
+    request: Request
+    _activity: dict[tuple[int, Mesh, int, int, float], Activity] = field(default_factory=dict)
+    _stored: dict[tuple[Seat, int, float, int, str, bool], dict[str, StoredCost]] = field(default_factory=dict)
+    _borders: dict[tuple[int, Mesh, int, int, float], tuple[float, ...]] = field(default_factory=dict)
+    _totals: dict[tuple[Seat, int, float, int, int, str], list[tuple[float, float, float]]] = field(
+        default_factory=dict
+    )
+    _bases: dict[int, Bases] = field(default_factory=dict)
+    smallest_excess: float = math.inf
+    """Bytes per rank that the pipeline nearest to fitting lacks, where none fits."""
+
+    def __post_init__(self) -> None:
+        self.graph = self.request.trace(self.request.global_batch_size)
+        self.blocks = chain(self.graph)
+        self.counts = Counter(self.blocks)
+        self.homes, self.scopes = homes_of(self.graph), scopes_of(self.graph)
+        self.shared = shared_parameters(self.graph)
+        self.groups = self.request.whole.groups
+        self.is_on_cpu = is_cpu(self.groups[0])
+
+    def run(self, cutoff: float = math.inf) -> FoundUnequal | None:
+        """The best pipeline that takes less than `cutoff` seconds."""
+        queue = [(self.bound(terms), number, terms) for number, terms in enumerate(self.terms())]
+        heapq.heapify(queue)
+        best, found = cutoff, None
+        while queue and queue[0][0] < best:
+            _, _, terms = heapq.heappop(queue)
+            try:
+                solved = self.solve(terms, best)
+            except NothingBelowCutoffError:
+                continue
+            except PipelineInfeasibleError as error:
+                self.smallest_excess = min(self.smallest_excess, error.smallest_excess)
+                continue
+            best, found = solved.objective, solved
+        return found
+
+    def asked(self, request: Request) -> UnequalSearch:
+        """A search for other constraints or another batch, with the same decisions and prices."""
+        shared = self._activity, self._stored, self._borders
+        return UnequalSearch(request, *shared, _bases=self._bases)
+
+    def priced_for(self, request: Request) -> UnequalSearch:
+        """A search with the same decisions on other devices or links."""
+        return UnequalSearch(request, _bases={n: b.priced_for(request.of_group(n)) for n, b in self._bases.items()})
+
+    # --- what is tried ------------------------------------------------------------------------------------------------
+
+    def terms(self) -> Iterator[Terms]:
+        """All of them that agree with the constraints."""
+        limits, rows = self.request.constraints, self.request.global_batch_size
+        for count in micro_batch_counts(rows, limits.micro_batches):
+            stages = (0, 2, 3) if count == 1 else (0, 1, 2, 3)
+            for seats in self.shapes(rows // count):
+                has_data = any(seat.mesh.num_data_ranks > 1 for seat in seats)
+                pinned = stages if limits.zero is None else (limits.zero,)
+                for zero in pinned if has_data else (0,):
+                    for offload in offloads(self.request, zero):
+                        for schedule in self._schedules(count):
+                            for price in self._prices(max(seat.mesh.size("tp") for seat in seats)):
+                                yield Terms(seats, price, count, zero, offload, schedule)
+
+    def shapes(self, rows: int) -> Iterator[tuple[Seat, ...]]:
+        """Sets of shapes for micro-batches of `rows` rows: one of every group, or two of the only one."""
+        legal = [list(self._seats(number, rows)) for number in range(len(self.groups))]
+        sets = itertools.product(*legal) if len(legal) > 1 else itertools.combinations(legal[0], 2)
+        for seats in sets:
+            degrees, data = [s.mesh.size("tp") for s in seats], [s.mesh.num_data_ranks for s in seats]
+            tp = max(degrees)
+            has_room = self._has_data(tp) or max(data) == 1
+            is_cut = all(tp % degree == 0 for degree in degrees) and rows % math.lcm(*data) == 0
+            if is_cut and has_room and self._numbers(seats) and self._choices(tp, PRICES[0]) is not None:
+                yield seats
+
+    def _numbers(self, seats: tuple[Seat, ...]) -> set[int]:
+        """Of positions of these shapes, each at least once, that take all devices."""
+        found = {0}
+        for number, group in enumerate(self.groups):
+            first, *others = [seat.mesh.num_ranks for seat in seats if seat.group == number]
+            counts = range(1, group.num_devices // first + 1)
+            rests = {n: group.num_devices - n * first for n in counts}
+            if others:
+                own = {n + rest // others[0] for n, rest in rests.items() if rest and rest % others[0] == 0}
+            else:
+                own = {n for n, rest in rests.items() if not rest}
+            found = {a + b for a in found for b in own}
+        pinned = self.request.constraints.degrees.get("pp")
+        return {n for n in found if n <= len(self.blocks) and pinned in (None, n)}
+
+    def _schedules(self, count: int) -> tuple[str, ...]:
+        pinned = self.request.constraints.schedule
+        if pinned is not None:
+            return (pinned,) if pinned in HOLDING else ()
+        return SEARCHED_SCHEDULES if count > 1 else ("1f1b",)
+
+    def _seats(self, number: int, rows: int) -> Iterator[Seat]:
+        """Submeshes of a group that divide its devices and a micro-batch."""
+        group, degrees = self.groups[number], self.request.constraints.degrees
+        for size in submesh_sizes(group):
+            for tp in divisors(size):
+                data = size // tp
+                pinned = degrees.get("tp", tp) == tp and degrees.get("dp", data) == data
+                if pinned and rows % data == 0 and tp <= group.devices_per_node:
+                    yield Seat(named_mesh(data, tp), number)
+
+    def _has_data(self, tp: int) -> bool:
+        return 2 * tp <= self._main(tp).num_devices
+
+    def _main(self, tp: int) -> Cluster:
+        """The group that decisions are made for: with room for two data-parallel ranks if there is one, and of these
+        the one with the highest rate of all devices together."""
+        has_room = [g for g in self.groups if 2 * tp <= g.num_devices] or list(self.groups)
+        return max(has_room, key=lambda g: g.num_devices * max(g.device.peak_flops_per_second.values()))
+
+    # --- decisions and costs ------------------------------------------------------------------------------------------
+
+    def _choices(self, tp: int, price: float) -> Choices | None:
+        number = self.groups.index(self._main(tp))
+        if number not in self._bases:
+            self._bases[number] = Bases(self.request.of_group(number), TYPICAL_ROWS)
+        return self._bases[number].choices(tp, self._has_data(tp), TYPICAL_ROWS, price)
+
+    def _prices(self, tp: int) -> list[float]:
+        """Those that make a difference to the decisions."""
+        found: list[float] = []
+        for price in PRICES:
+            if all(self._choices(tp, price) != self._choices(tp, other) for other in found):
+                found.append(price)
+        return found
+
+    def _axes(self, tp: int) -> tuple[str, ...]:
+        """Of the decisions."""
+        return named_mesh(2 if self._has_data(tp) else 1, tp).axes
+
+    def _activity_of(self, seat: Seat, terms: Terms) -> Activity:
+        """What one rank of a seat does: that depends on its rows, not on how many such ranks there are."""
+        rows = self.request.global_batch_size // terms.num_micro_batches // seat.mesh.num_data_ranks
+        costed = named_mesh(min(seat.mesh.num_data_ranks, 2), seat.mesh.size("tp"))
+        key = (seat.group, costed, rows, terms.tp, terms.price)
+        if key not in self._activity:
+            choices = self._choices(terms.tp, terms.price)
+            assert choices is not None
+            whole = rows * costed.num_data_ranks
+            graph, own = self.request.trace.estimate(whole), on_axes(choices, self._axes(terms.tp), costed.axes)
+            self._activity[key] = Activity(graph, self._operators(whole), self._pricer(Seat(costed, seat.group)), own)
+        return self._activity[key]
+
+    def _operators(self, rows: int) -> Mapping[tuple[str, str], Operator]:
+        return next(iter(self._bases.values())).operators(rows)
+
+    def _pricer(self, seat: Seat, count: int = 1, offload: str = "") -> Pricer:
+        return pricer_for(self.request.of_group(seat.group), seat.mesh, count, offload)
+
+    def parameters(self, seat: Seat, terms: Terms) -> Mapping[tuple[str, str], Stored]:
+        """As they are stored on a seat."""
+        choices = self._choices(terms.tp, terms.price)
+        assert choices is not None
+        whole = with_zero(choices, self._axes(terms.tp), terms.zero)
+        return on_axes(whole, self._axes(terms.tp), seat.mesh.axes).parameters
+
+    def _stored_of(self, seat: Seat, terms: Terms) -> dict[str, StoredCost]:
+        several = terms.num_micro_batches > 1
+        key = (seat, terms.tp, terms.price, terms.zero, terms.offload, several)
+        if key not in self._stored:
+            pricer = self._pricer(seat, terms.num_micro_batches, terms.offload)
+            parameters = self.parameters(seat, terms)
+            self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
+        return self._stored[key]
+
+    def costs(self, seat: Seat, terms: Terms) -> dict[str, BlockCost]:
+        """Every block on a seat."""
+        return combined(self._activity_of(seat, terms).costs, self._stored_of(seat, terms))
+
+    def borders(self, seat: Seat, terms: Terms) -> tuple[float, ...]:
+        """Bytes per micro-batch and rank of a seat at every border."""
+        activity = self._activity_of(seat, terms)
+        rows = self.request.global_batch_size // terms.num_micro_batches // seat.mesh.num_data_ranks
+        key = (seat.group, activity.pricer.mesh, rows, terms.tp, terms.price)
+        if key not in self._borders:
+            self._borders[key] = border_bytes(activity.graph, activity.pricer.mesh, activity.choices)
+        return self._borders[key]
+
+    # --- solving ------------------------------------------------------------------------------------------------------
+
+    def bound(self, terms: Terms) -> float:
+        """Seconds that no pipeline can undercut: every block on the seat that is best for it, memory free."""
+        totals, is_split = [self._seconds(seat, terms) for seat in terms.seats], terms.schedule == "zero-bubble"
+        fill = sum(
+            count * min(own[index][0] - (2 * own[index][1] if is_split else 0.0) for own in totals)
+            for index, count in enumerate(self.counts.values())
+        )
+        busy = self._bottleneck(terms.seats, [[micro for micro, _, _ in own] for own in totals])
+        step = self._bottleneck(terms.seats, [[once for _, _, once in own] for own in totals])
+        return fill + (terms.num_micro_batches - 1) * busy + step
+
+    def _bottleneck(self, seats: tuple[Seat, ...], seconds: list[list[float]]) -> float:
+        """What the busiest stage takes at least. seconds: of every class of blocks on every seat.
+
+        A stage of n ranks that is busy for t has n t rank-seconds, and all stages together have as many ranks as there
+        are. So the busiest takes at least the least rank-seconds of all blocks over the ranks. Where every group has
+        one shape, the number of its stages is known, and more can be said: if any block takes at least rho_s times as
+        long on shape s as on the first, in T seconds N_s stages do at most what takes N_s T / rho_s on the first.
+        """
+        counts = list(self.counts.values())
+        areas = [[seat.mesh.num_ranks * each for each in own] for seat, own in zip(seats, seconds, strict=True)]
+        least = sum(n * min(area[i] for area in areas) for i, n in enumerate(counts)) / self.request.whole.num_devices
+        work = sum(n * each for n, each in zip(counts, seconds[0], strict=True))
+        if len(self.groups) == 1 or not work:
+            return least
+        rate = 0.0
+        for seat, own in zip(seats, seconds, strict=True):
+            slower = min(a / b for a, b in zip(own, seconds[0], strict=True) if b)
+            if not slower:
+                return least
+            rate += self.groups[seat.group].num_devices / seat.mesh.num_ranks / slower
+        return max(least, work / rate)
+
+    def _seconds(self, seat: Seat, terms: Terms) -> list[tuple[float, float, float]]:
+        """Of every class of blocks on a seat: busy per micro-batch, of this weight gradients, and once per step."""
+        key = (seat, terms.tp, terms.price, terms.num_micro_batches, terms.zero, terms.offload)
+        if key not in self._totals:
+            activity, stored = self._activity_of(seat, terms).seconds, self._stored_of(seat, terms)
+            found = []
+            for name in self.counts:
+                (micro, weight), own = activity[name], stored.get(name, StoredCost())
+                found.append((micro + exposed(own.per_micro), weight, exposed(own.per_step)))
+            self._totals[key] = found
+        return self._totals[key]
+
+    def solve(self, terms: Terms, cutoff: float = math.inf) -> FoundUnequal:
+        """The best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is
+        faster."""
+        seats = {str(seat): seat for seat in terms.seats}
+        costs = {name: self.costs(seat, terms) for name, seat in seats.items()}
+        usable = {name: usable_bytes(self.request.of_group(seat.group)) for name, seat in seats.items()}
+        limits = dict(usable)
+        for _ in range(MAX_MEMORY_ROUNDS):
+            solution = solve_pipeline(self._problem(terms, seats, costs, limits), cutoff=cutoff, diagnose=False)
+            pipeline = self._pipeline(solution, terms, seats)
+            excess: dict[str, float] = {}
+            for seat, held in zip(pipeline.seats, self._held(pipeline, terms, costs), strict=True):
+                excess[str(seat)] = max(excess.get(str(seat), 0.0), held - usable[str(seat)])
+            if max(excess.values()) <= 0:
+                break
+            limits |= {name: limits[name] - lacking for name, lacking in excess.items()}
+        else:
+            raise PipelineInfeasibleError(())
+        choices = self._choices(terms.tp, terms.price)
+        assert choices is not None
+        axes = self._axes(terms.tp)
+        return FoundUnequal(solution.objective, terms, with_zero(choices, axes, terms.zero), axes, pipeline)
+
+    def _pipeline(self, solution: PipelineSolution, terms: Terms, seats: Mapping[str, Seat]) -> Pipeline:
+        positions = tuple(seats[stage.submesh] for stage in solution.stages)
+        pipeline = pipeline_of(solution, len(positions), terms.schedule, terms.offload)
+        stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
+        return replace(pipeline, stages=stages, seats=positions)
+
+    def _held(self, pipeline: Pipeline, terms: Terms, costs: Mapping[str, Mapping[str, BlockCost]]) -> Iterator[float]:
+        """Bytes of a rank of every position, as the prediction will count them."""
+        borders = [(*self.borders(seat, terms), 0.0) for seat in pipeline.seats]
+        staged = [
+            stage_cost(costs[str(seat)], self.blocks, stage, border[stage.last])
+            for seat, stage, border in zip(pipeline.seats, pipeline.stages, borders, strict=True)
+        ]
+        shared = shared_costs(pipeline.stages, self.shared, self._ties(pipeline.seats[0], terms))
+        for kinds in position_bytes(staged, pipeline, terms.num_micro_batches, shared):
+            yield sum(kinds.values())
+
+    def _ties(self, seat: Seat, terms: Terms) -> Mapping[str, tuple[tuple[float, float, float], float]]:
+        pricer = self._pricer(seat, terms.num_micro_batches, terms.offload)
+        return tie_costs(self.graph, pricer, self.parameters(seat, terms), num_positions=2)
+
+    def _problem(
+        self,
+        terms: Terms,
+        seats: Mapping[str, Seat],
+        costs: Mapping[str, Mapping[str, BlockCost]],
+        memory_bytes: Mapping[str, float],
+    ) -> PipelineProblem:
+        count, pinned = terms.num_micro_batches, self.request.constraints.recompute
+        points = {}
+        for name, own in costs.items():
+            stretch = self._stretch(own, terms)
+            for block, cost in own.items():
+                modes = modes_of(cost, pinned, has_host=not self.is_on_cpu)
+                points[block, name] = tuple(point(cost, k, mode, terms.schedule, stretch) for k, mode in modes.items())
+        sizes = {name: self.borders(seat, terms) for name, seat in seats.items()}
+        largest = tuple(max(border) for border in zip(*sizes.values(), strict=True))
+        at = max(range(len(largest)), key=lambda i: largest[i])
+        hops = {
+            (a, b): hop_seconds(self.request.whole, seats[a], seats[b], max(sizes[a][at], sizes[b][at]))
+            / max(largest[at], 1.0)
+            for a in seats
+            for b in seats
+        }
+        return PipelineProblem(
+            self.blocks,
+            tuple(Submesh(n, str(s.group), s.mesh.num_ranks, memory_bytes[n]) for n, s in seats.items()),
+            {str(number): group.num_devices for number, group in enumerate(self.groups)},
+            points,
+            HOLDING[terms.schedule](count),
+            count,
+            largest,
+            hops,
+            self.is_on_cpu,
+            tuple(self._tied(seats, terms)),
+            num_stages=self._numbers(terms.seats),
+        )
+
+    def _stretch(self, costs: Mapping[str, BlockCost], terms: Terms) -> float:
+        """As PipelineSearch.stretch."""
+        if terms.schedule != "zero-bubble":
+            return 1.0
+        weight = sum(costs[name].weight_seconds * count for name, count in self.counts.items())
+        busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in self.counts.items())
+        return stretched(weight, busy, terms.num_micro_batches)
+
+    def _tied(self, seats: Mapping[str, Seat], terms: Terms) -> Iterator[Tied]:
+        """Parameters that two blocks read, by the seat on which a second copy costs most."""
+        ties = [self._ties(seat, terms) for seat in seats.values()] if self.shared else []
+        for name, (first, last) in self.shared.items():
+            known = [each[name] for each in ties if name in each]
+            if known:
+                size, seconds = max(sum(sizes) for sizes, _ in known), max(seconds for _, seconds in known)
+                yield Tied(first, last, size, seconds, alike=False)
+
+
+def submesh_sizes(cluster: Cluster) -> list[int]:
+    """Numbers of devices of a submesh, such that submeshes laid out largest first never lie across two nodes in part:
+    any on one node; else halves of a node, and whole nodes, doubled as long as they fit."""
+    per_node, nodes = cluster.devices_per_node, cluster.num_nodes
+    if nodes == 1:
+        return list(range(1, per_node + 1))
+    parts = [per_node // 2**k for k in range(per_node.bit_length()) if per_node % 2**k == 0]
+    wholes = {per_node * 2**k for k in range(nodes.bit_length()) if 2**k <= nodes} | {per_node * nodes}
+    return sorted({*parts, *wholes})
+
+
+def with_zero(choices: Choices, axes: tuple[str, ...], zero: int) -> Choices:
+    """The decisions with a ZeRO stage wherever one is possible."""
+    if "dp" not in axes:
+        return choices
+    at = axes.index("dp")
+    parameters = {
+        key: Stored(stored.placements, zero if stored.placements[at].kind == "Rp" else 0)
+        for key, stored in choices.parameters.items()
+    }
+    return replace(choices, parameters=parameters)

@@ -1,0 +1,340 @@
+"""Model -> Graph: torch.export on a skeleton of the model, then simplification and layer folding.
+
+The skeleton is a deep copy whose parameters and buffers are fake (shapes without memory) on the CPU, so that tracing
+needs neither the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced
+depth and extended (`depth.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.errors import TraceError
+from autopar.graph import Graph, Input
+from autopar.integrations.masks import plain_masks
+from autopar.tracing.depth import Dropped, Truncation, dropped_blocks, equal_runs, shorten
+from autopar.tracing.depth_check import verified
+from autopar.tracing.fx_import import import_program
+from autopar.tracing.layers import fold_layers
+from autopar.tracing.simplify import simplify
+from autopar.tracing.uncollected import uncollected
+
+Batch = Mapping[str, Any]
+
+
+@uncollected()
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Batch,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    batch_size: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    cuts: tuple[Truncation, ...] | None = None,
+) -> Graph:
+    """Trace `model` (and `loss_fn`) up to the scalar loss, in training mode.
+
+    example_inputs: what the model takes, plus what `loss_fn(output, ...)` takes after the output. Only shapes and
+    dtypes of tensors matter. batch_size: rows of dim 0 to trace at, the example's own by default. param_dtype: cast
+    parameters and floating inputs first (bf16 training). cuts: runs of equal blocks to shorten, by default all that
+    may be (`find_cuts`); () traces the whole model.
+    Raises TraceError with torch's reason and the user's line.
+    """
+    batch = name_inputs(model, example_inputs, loss_fn)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    rows = common_batch(tensors)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_batch = {name: _fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
+    if cuts is None:
+        skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
+        cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake)
+    skeleton = skeleton_of(model, fake, param_dtype, cuts)
+    shorten(skeleton, cuts)
+    module = _LossModule(skeleton, loss_fn, tuple(fake_batch))
+    try:
+        program = _export(module, fake_batch)
+        graph = _to_graph(program, module, model, fake_batch, rows, batch_size, cuts)
+    except (TraceError, IndexError):
+        if not cuts:
+            raise
+        graph = None
+    if graph is None:  # the model counts its blocks itself: trace all of them
+        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=())
+    return graph
+
+
+@uncollected()
+def find_cuts(
+    model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
+) -> tuple[Truncation, ...]:
+    """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = name_inputs(model, example_inputs, loss_fn)
+    fake_batch = {name: _fake_input(value, fake, 0, None, None) for name, value in batch.items()}
+    return _sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake)
+
+
+def _sound_cuts(
+    skeletons: Iterator[nn.Module], loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
+) -> tuple[Truncation, ...]:
+    """The runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
+
+    def forward(candidate: nn.Module) -> torch.Tensor:
+        with _traceable(batch):
+            loss: torch.Tensor = _LossModule(candidate, loss_fn, tuple(batch))(**batch)
+            return loss
+
+    skeleton = next(skeletons)
+    cuts = equal_runs(skeleton)
+    return verified(itertools.chain([skeleton], skeletons), cuts, batch, forward, fake) if cuts else ()
+
+
+def _to_graph(
+    program: torch.export.ExportedProgram,
+    module: _LossModule,
+    model: nn.Module,
+    fake_batch: Batch,
+    rows: int,
+    batch_size: int | None,
+    cuts: tuple[Truncation, ...],
+) -> Graph:
+    flat = simplify(import_program(program, module))
+    inputs = tuple(
+        Input(name, flat.inputs[name], 0 if _has_rows(value, batch_size or rows) else None)
+        for name, value in fake_batch.items()
+        if isinstance(value, torch.Tensor)
+    )
+    return fold_layers(flat, inputs, cuts, batch_size or rows)
+
+
+class _LossModule(nn.Module):
+    """Model and loss as one module that takes the batch by name and returns the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.names = names
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        model_names, loss_names = split_names(self.model, self.names, self.loss_fn)
+        positional, keyword = _model_arguments(self.model, {name: batch[name] for name in model_names})
+        output = self.model(*positional, **keyword)
+        if self.loss_fn is None:
+            return _loss_of(output)
+        return self.loss_fn(output, *(batch[name] for name in loss_names))
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)):
+        loss = next((item for item in output if isinstance(item, torch.Tensor) and item.dim() == 0), None)
+    if loss is None:
+        loss = output
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise TraceError(
+            "the model returns no scalar loss",
+            values=f"it returned {type(output).__name__}",
+            alternatives="pass labels in example_inputs so that the model computes its loss, or pass loss_fn=",
+        )
+    return loss
+
+
+def _model_arguments(model: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional values for `*args` models (names arg0, arg1 ...), keyword for the rest."""
+    positional = tuple(value for name, value in given.items() if _is_positional_name(name))
+    return positional, {name: value for name, value in given.items() if not _is_positional_name(name)}
+
+
+def _is_positional_name(name: str) -> bool:
+    return name.startswith("arg") and name[3:].isdigit()
+
+
+def _parameters_of(model: nn.Module) -> tuple[list[str], bool, bool]:
+    """Names that forward takes, and whether it has *args and **kwargs."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kinds = {p.kind for p in parameters}
+    return names, inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _num_targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
+    """How many arguments `loss_fn` requires after the output."""
+    if loss_fn is None:
+        return 0
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return -1
+    return max(len(required) - 1, 0)
+
+
+def name_inputs(
+    model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """The batch by name. A tuple's items get forward's parameter names, then `target`, `target1` ... for loss_fn."""
+    if isinstance(example_inputs, Mapping):
+        return dict(example_inputs)
+    items = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    names, has_args, _ = _parameters_of(model)
+    num_targets = _num_targets(loss_fn)
+    if num_targets < 0:
+        num_targets = len(items) - len(names) if not has_args else 1
+    num_model = len(items) - num_targets
+    if num_model < 1:
+        raise TraceError(
+            "example_inputs has too few items",
+            values=f"{len(items)} for a loss_fn that needs {num_targets} besides the model's own",
+            alternatives="pass (model inputs ..., targets ...)",
+        )
+    if num_model > len(names) and not has_args:
+        raise TraceError(
+            "example_inputs has more items than the model takes",
+            values=f"{num_model} for forward({', '.join(names)})",
+            alternatives="pass targets with a loss_fn that takes them, or a dict by name",
+        )
+    model_names = [names[i] if i < len(names) else f"arg{i - len(names)}" for i in range(num_model)]
+    target_names = ["target" if i == 0 else f"target{i}" for i in range(num_targets)]
+    return dict(zip(model_names + target_names, items, strict=True))
+
+
+def split_names(
+    model: nn.Module, names: tuple[str, ...], loss_fn: Callable[..., torch.Tensor] | None
+) -> tuple[list[str], list[str]]:
+    """Which batch entries the model takes, and which the loss takes, in order."""
+    accepted, _, has_kwargs = _parameters_of(model)
+    if loss_fn is None:
+        return list(names), []
+    num_targets = _num_targets(loss_fn)
+    for_loss = [n for n in names if n not in accepted and not _is_positional_name(n)]
+    if has_kwargs and 0 <= num_targets < len(for_loss):
+        for_loss = for_loss[len(for_loss) - num_targets :]
+    return [n for n in names if n not in for_loss], for_loss
+
+
+def common_batch(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Rows of the batch: dim 0 of the first input that has dims."""
+    sizes = [value.shape[0] for value in tensors.values() if value.dim() > 0]
+    if not sizes:
+        raise TraceError(
+            "example_inputs has no tensor with a batch dim",
+            values=f"inputs {sorted(tensors)}",
+            alternatives="pass the batch as a dict or tuple of tensors whose dim 0 is the batch",
+        )
+    return int(sizes[0])
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def _fake_input(
+    value: Any, fake: FakeTensorMode, rows: int, batch_size: int | None, param_dtype: torch.dtype | None
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = list(value.shape)
+    if batch_size is not None and _has_rows(value, rows):
+        shape[0] = batch_size
+    dtype = param_dtype if param_dtype is not None and value.is_floating_point() else value.dtype
+    with fake:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def skeleton_of(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    param_dtype: torch.dtype | None = None,
+    cuts: tuple[Truncation, ...] = (),
+) -> nn.Module:
+    """A deep copy of `model` in training mode with every parameter and buffer fake; ties are kept.
+
+    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device. cuts: runs
+    that will be shortened: what is deleted then is not copied.
+    """
+    dropped, kept = dropped_blocks(model, cuts)
+    memo: dict[int, Any] = {id(block): Dropped() for block in dropped}
+    with fake:
+        for parameter in (p for module in kept for p in module._parameters.values() if p is not None):
+            if id(parameter) not in memo:
+                dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+                empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
+            if id(buffer) not in memo:
+                memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    skeleton = copy.deepcopy(model, memo)
+    config = getattr(skeleton, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = False
+    return skeleton.train()
+
+
+def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+    clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+    try:
+        # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
+        with _traceable(batch), contextlib.redirect_stderr(io.StringIO()):
+            return torch.export.export(module, (), clones, strict=False)
+    except TraceError:
+        raise
+    except Exception as error:  # torch.export raises many kinds; each becomes one readable error
+        raise TraceError(
+            "torch.export could not trace the model",
+            values=_reason(error),
+            alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
+            "or wrap it in torch.library.custom_op",
+        ) from error
+
+
+@contextlib.contextmanager
+def _traceable(batch: Batch) -> Iterator[None]:
+    """What holds while forward is traced."""
+    packed = any("position_ids" in name for name in batch)
+    with refuse_custom_backward(), plain_masks(packed_positions=packed):
+        yield
+
+
+def _reason(error: Exception) -> str:
+    """Torch's first sentence and the last line of user code in the traceback."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = ("/torch/", "/autopar/trace", "/contextlib", "/unittest/")
+    users = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
+    where = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+    return f"{type(error).__name__}: {first}{where}"
+
+
+@contextlib.contextmanager
+def refuse_custom_backward() -> Iterator[None]:
+    """Non-strict export drops the backward of a custom autograd.Function silently; refuse it instead."""
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise TraceError(
+            "the model calls a custom autograd.Function, whose backward torch.export would drop",
+            values=f"{cls.__module__}.{cls.__qualname__}",
+            alternatives="register it with torch.library.custom_op and register_autograd",
+        )
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
