@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --editable
 PYTEST := $(BIN)/python -m pytest
+# Test files are dealt to two processes; the tests of a file share what it traces and plans.
+WORKERS ?= -n 2 --dist loadfile
 # Seconds for a whole test run; single tests have the shorter `timeout` of pyproject.toml.
 TEST_SECONDS ?= 1200
 TEST_ALL_SECONDS ?= 7200
@@ -18,10 +20,10 @@ demo: $(VENV)/.installed-hf
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -m 'not slow' --session-timeout=$(TEST_SECONDS)
+	$(PYTEST) -m 'not slow' $(WORKERS) --session-timeout=$(TEST_SECONDS)
 
 test-all: $(VENV)/.installed-test
-	$(PYTEST) --session-timeout=$(TEST_ALL_SECONDS)
+	$(PYTEST) $(WORKERS) --session-timeout=$(TEST_ALL_SECONDS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The predicted peak memory of each rank against the measured one.
 
     python -m benchmarks.memory [--only llama] [--csv]
+    python -m benchmarks.memory --only " on " [--csv]        positions that are not alike
 
 Every pair of a model and a plan trains two steps on real gloo processes of this machine. In the second step the bytes
 of all tensor storages that are alive are followed operator by operator (autopar/live_bytes.py): parameters, gradients,
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,11 +27,13 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
+from autopar.costs.live_bytes import LiveBytes
+from autopar.costs.price import is_cpu
 from autopar.launch import run_ranks
-from autopar.live_bytes import LiveBytes
-from autopar.price import is_cpu
+from autopar.seats import first_ranks
+from cost_models.machine import Cluster
+from cost_models.mixed import MixedCluster
 from examples.models import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,17 +47,19 @@ IMAGES = {"layers": 4, "width": 128, "image_height": 32, "image_width": 32, "bat
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A model and a pinned plan."""
+    """A model and a pinned plan. groups: ranks of each group of nodes, where there are several."""
 
     model: str
     constraints: Mapping[str, Any]
     precision: str = "fp32"
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
         words = [f"{k}={v}" for k, v in (*self.constraints.items(), *self.sizes.items())]
-        return f"{self.model}: {' '.join(words)}" + ("" if self.precision == "fp32" else f" {self.precision}")
+        where = f" on {' + '.join(map(str, self.groups))}" if self.groups else ""
+        return f"{self.model}{where}: {' '.join(words)}" + ("" if self.precision == "fp32" else f" {self.precision}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +106,21 @@ def pairs() -> Iterator[Pair]:
     yield Pair("gpt2", {"dp": 2, "zero": 0, "recompute": "full"}, sizes={"dropout": 0.1})
     yield Pair("llama", {"dp": 2, "zero": 0}, "bf16")
     yield Pair("llama", {"dp": 2, "zero": 3}, "bf16")
+    pinned: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "micro_batches": 4}
+    yield Pair("llama", pinned | {"tp": 1, "zero": 2}, groups=(2, 1))
+    yield Pair("gpt2", pinned | {"tp": 2, "recompute": "selective"}, groups=(4, 2))
+    yield Pair("llama", pinned | {"tp": 1, "zero": 3}, groups=(1, 2))
+    yield Pair("gpt2", pinned | {"tp": 1, "zero": 3}, groups=(1, 2))
 
 
 def compile_pair(pair: Pair) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
     """The program, and its global batch."""
     example = EXAMPLES[pair.model](**{**(IMAGES if pair.model == "vit" else SIZES), **pair.sizes})
-    num_ranks = 1
-    for axis in ("pp", "dp", "tp"):
-        num_ranks *= pair.constraints.get(axis, 1)
-    cluster = replace(as_cluster(IDEAL), devices_per_node=num_ranks)
-    assert is_cpu(cluster)
+    num_ranks = math.prod(pair.constraints.get(axis, 1) for axis in ("pp", "dp", "tp"))
+    ideal = Cluster.from_toml(IDEAL)
+    assert is_cpu(ideal)
+    groups = tuple(replace(ideal, devices_per_node=count) for count in pair.groups or (num_ranks,))
+    cluster = MixedCluster.of(groups) if pair.groups else groups[0]
     compiled = autopar.compile(
         example.model,
         cluster,
@@ -127,10 +138,10 @@ def measure(pair: Pair) -> list[Row]:
     prediction = compiled.plan.prediction
     positions = prediction.positions or (prediction.num_bytes,)
     found = run_ranks(_peaks, (compiled, batch), compiled.plan.num_ranks)
-    each = len(found) // len(positions)
     rows = []
-    for index, predicted in enumerate(positions):
-        own = found[index * each : (index + 1) * each]
+    spans = zip(first_ranks(compiled.plan.seats), compiled.plan.seats, strict=True)
+    for index, (predicted, (first, seat)) in enumerate(zip(positions, spans, strict=True)):
+        own = found[first : first + seat.mesh.num_ranks]
         rows.append(Row(index, predicted, max(peak for peak, _ in own), max(fixed for _, fixed in own)))
     return rows
 

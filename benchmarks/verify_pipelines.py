@@ -1,13 +1,15 @@
 """Pipelines of every kind on 4 and 8 gloo processes against the single-process model.
 
     python -m benchmarks.verify_pipelines [--models gpt2,llama] [--quick] [--only interleaved] [--csv]
+    python -m benchmarks.verify_pipelines --only " on " [--csv]     positions that are not alike
 
 Pinned are the layout (pp2, pp4, pp2 x tp2, pp2 x dp2, and pp2 x dp2 x tp2 on eight processes with ZeRO 1, 2 and 3), the
-schedule (all of autopar's), recomputation and where the optimiser's state lives. Models have four or eight layers, so
-that four positions, and two stages per position, have something to compute. Three steps each of SGD with momentum, or
-AdamW; many cases with dropout and clipping. A case is good when loss, gradients and parameters are within 1e-5 of
-single-process training (fp32; autopar/verify.py has the exceptions for round-off) and the plan that was made is the one
-that was pinned. Prints a row per case; exits 1 if any is not good.
+schedule (all of autopar's), recomputation and where the optimiser's state lives. Cases "on 2 + 1" have positions that
+are not alike, on groups of so many processes that are planned as if each were half as fast as that before. Models have
+three layers, four or eight, so that four positions, and two stages per position, have something to compute. Three steps
+each of SGD with momentum, or AdamW; many cases with dropout and clipping. A case is good when loss, gradients and
+parameters are within 1e-5 of single-process training (fp32; autopar/verify.py has the exceptions for round-off) and the
+plan that was made is the one that was pinned. Prints a row per case; exits 1 if any is not good.
 `--csv` appends the rows to benchmarks/results/verify_pipelines.csv.
 """
 
@@ -31,6 +33,7 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.verify import VerifyReport, sgd_with_momentum, verify_program
 from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES
 from examples.models import EXAMPLES
 
@@ -45,16 +48,20 @@ TWO_STAGES = ("interleaved", "zero-bubble-v")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One verification. constraints: what is pinned. full: dropout and clipping."""
+    """One verification. constraints: what is pinned. full: dropout and clipping. groups: processes of each group of
+    nodes, where there are several."""
 
     model: str
     constraints: Mapping[str, Any]
     full: bool = False
     optimizer: str = "sgd"
     factory: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
+        if self.groups:
+            return sum(self.groups)
         pinned = self.constraints
         return math.prod(int(pinned.get(axis, 1)) for axis in ("pp", "ddp", "dp", "tp"))
 
@@ -62,11 +69,37 @@ class Case:
     def text(self) -> str:
         pinned = " ".join(f"{key}={value}" for key, value in self.constraints.items())
         own = "".join(f" {key}={value}" for key, value in self.factory.items())
-        return f"{self.model}{own}: {pinned}; {self.optimizer}" + ("; dropout, clipping" if self.full else "")
+        where = f" on {' + '.join(map(str, self.groups))}" if self.groups else ""
+        return f"{self.model}{own}{where}: {pinned}; {self.optimizer}" + ("; dropout, clipping" if self.full else "")
+
+    @property
+    def cluster(self) -> AnyCluster:
+        return mixed_cluster(self.groups) if self.groups else cluster_of(self.num_ranks)
+
+
+def _unlike(model: str, groups: tuple[int, ...], full: bool = False, layers: int = 3, **pinned: Any) -> Case:
+    return Case(model, {"micro_batches": 2} | pinned, full, factory={"layers": layers}, groups=groups)
+
+
+UNLIKE = (
+    _unlike("llama", (2, 1), pp=2, tp=1, zero=1, schedule="1f1b"),
+    _unlike("llama", (4, 2), pp=2, tp=2, schedule="1f1b"),
+    _unlike("llama", (4, 2), True, pp=2, tp=1, zero=2, schedule="zero-bubble", recompute="full"),
+    _unlike("llama", (2, 1), True, pp=2, tp=1, zero=3, recompute="selective"),
+    _unlike("qwen2", (4, 2), True, pp=2, tp=2, zero=3, schedule="gpipe"),
+    _unlike("gpt2", (4, 2), True, pp=2, tp=1, zero=2, schedule="1f1b"),
+    _unlike("gpt2", (2, 1, 1), layers=4, pp=3, tp=1, zero=1, schedule="zero-bubble", micro_batches=4),
+    _unlike("gpt2", (4, 2), pp=2, schedule="1f1b", micro_batches=4),
+    _unlike("opt", (1, 2), True, pp=2, tp=1, zero=2, offload="optimizer"),
+    _unlike("bert", (2, 1), True, pp=2, tp=1, zero=3, schedule="zero-bubble"),
+    _unlike("t5", (2, 1), pp=2, tp=1, zero=1, schedule="1f1b"),
+)
+"""Positions that are not alike: larger ones in one group than in the other."""
 
 
 def cases(models: list[str], quick: bool) -> Iterator[Case]:
     """The matrix: every layout and schedule once per model, and the switches on the layouts that they bear on."""
+    yield from (case for case in UNLIKE if case.model in models)
     for model in models:
         yield from _schedules(model, SCHEDULES if not quick else ("1f1b", *TWO_STAGES))
         yield from _sharded(model, (1, 2, 3) if not quick else (3,))
@@ -127,7 +160,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, weight_decay=0.1)
 
 
-def compiled(case: Case, cluster: Cluster) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
+def compiled(case: Case, cluster: AnyCluster) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
     """The program of a case and its batch."""
     example = EXAMPLES[case.model](dropout=0.1 if case.full else 0.0, batch_size=8, **case.factory)
     program = autopar.compile(
@@ -147,11 +180,12 @@ def not_as_pinned(case: Case, program: CompiledProgram) -> str:
     modes = {
         mode for stage in plan.pipeline.stages for runs in stage.recompute.values() for mode, number in runs if number
     } or {"none"}
+    seats = plan.seats
     found = {
         "pp": plan.pipeline.num_positions,
         "ddp": plan.mesh.size("ddp"),
         "dp": plan.mesh.size("dp"),
-        "tp": plan.mesh.size("tp"),
+        "tp": max(seat.mesh.size("tp") for seat in seats),
         "micro_batches": plan.num_micro_batches,
         "schedule": plan.pipeline.schedule,
         "chunks": plan.pipeline.num_chunks,
@@ -162,10 +196,12 @@ def not_as_pinned(case: Case, program: CompiledProgram) -> str:
     zeros = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()}
     if "zero" in pinned and max(zeros) != pinned["zero"]:
         wrong.append(f"zero is {max(zeros)}")
+    if case.groups and len({seat.mesh for seat in seats}) == 1:
+        wrong.append(f"all positions are {seats[0].mesh}")
     return "; ".join(sorted(wrong))
 
 
-def run(case: Case, cluster: Cluster) -> tuple[str, VerifyReport | None]:
+def run(case: Case, cluster: AnyCluster) -> tuple[str, VerifyReport | None]:
     """(what is wrong, the errors); a plan that is not as pinned is not run."""
     program, inputs = compiled(case, cluster)
     wrong = not_as_pinned(case, program)
@@ -189,7 +225,7 @@ def main() -> int:
     for case in chosen:
         started = time.perf_counter()
         try:
-            wrong, report = run(case, cluster_of(case.num_ranks))
+            wrong, report = run(case, case.cluster)
         except Exception as error:  # one row; the others must still run
             wrong, report = f"{type(error).__name__}: {str(error)[-300:]}", None
         errors = (report.loss, report.largest_gradient, report.largest_parameter) if report else (float("nan"),) * 3
@@ -215,6 +251,16 @@ def main() -> int:
 def cluster_of(num_ranks: int) -> Cluster:
     """The cluster on which sharding always pays, with this many devices."""
     return replace(Cluster.from_toml(IDEAL), devices_per_node=num_ranks)
+
+
+def mixed_cluster(groups: tuple[int, ...]) -> MixedCluster:
+    """Groups of so many devices of that cluster, each half as fast as the last."""
+    found = []
+    for number, count in enumerate(groups):
+        whole = cluster_of(count)
+        peaks = {dtype: peak / 2**number for dtype, peak in whole.device.peak_flops_per_second.items()}
+        found.append(replace(whole, device=replace(whole.device, peak_flops_per_second=peaks)))
+    return MixedCluster.of(tuple(found))
 
 
 def _write(rows: list[list[Any]]) -> None:

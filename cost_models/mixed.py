@@ -6,11 +6,11 @@ in one group each); activations go from one to another over the link `between` t
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cost_models import catalog
 from cost_models.hardware import Link
@@ -96,7 +96,9 @@ def parse_toml(text: str) -> AnyCluster:
         return Cluster.from_table(table)
     if surplus := sorted(table.keys() - {"group", "between"}):
         raise ValueError(f"unknown keys {surplus} beside group; the keys are group, between")
-    entries: list[dict[str, Any]] = table["group"]
+    entries = table["group"]
+    if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
+        raise ValueError("write the groups of nodes as an array of tables, [[group]], one for each")
     groups = tuple(Cluster.from_table(entry) for entry in entries)
     if "between" not in table:
         return MixedCluster.of(groups)
@@ -109,5 +111,4 @@ def _slowest(groups: tuple[Cluster, ...]) -> Link:
 
 def _as_array_entry(text: str) -> str:
     """A cluster's TOML as an entry of the array `group`."""
-    lines = [line.replace("[", "[group.", 1) if line.startswith("[") else line for line in text.splitlines()]
-    return "[[group]]\n" + "\n".join(lines) + "\n"
+    return "[[group]]\n" + re.sub(r"^\[", "[group.", text, flags=re.MULTILINE)

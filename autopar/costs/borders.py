@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.costs.block_costs import Placer, chain, homes_of, segments
@@ -10,6 +10,7 @@ from autopar.costs.price import Pricer
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.mesh import Mesh
 from autopar.placement import Stored
+from autopar.plan import StagePlan
 from autopar.seats import Seat
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import num_local, scopes_of
@@ -83,8 +84,8 @@ def transfer_seconds(pricer: Pricer, num_positions: int, num_bytes: float) -> fl
 
 
 def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float) -> float:
-    """`transfer_seconds` between two positions that need not be alike; in a group of nodes they are taken to be
-    neighbours. num_bytes: of one rank, on the side that has more of them.
+    """`transfer_seconds` between two positions that need not be alike: in a group of nodes, of the slowest neighbours.
+    num_bytes: of one rank, on the side that has more of them.
     """
     if not num_bytes or whole.groups[source.group].num_devices == 1 and source.group == target.group:
         return 0.0
@@ -93,8 +94,8 @@ def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float)
     if isinstance(whole, MixedCluster) and source.group != target.group:
         between = whole.between
         cluster = replace(cluster, num_nodes=2, devices_per_node=ranks, intra_node=between, inter_node=between)
-    pair = collective.Group(2, min(ranks, cluster.num_devices // 2))
-    return collective.seconds("p2p", num_bytes, pair, cluster)
+    ranks = min(ranks, cluster.num_devices // 2)
+    return collective.seconds("p2p", num_bytes, collective.Group(cluster.num_devices // ranks, ranks), cluster)
 
 
 def tie_costs(
@@ -114,4 +115,18 @@ def tie_costs(
             pair = collective.Group(2 if stride else 1, max(stride, 1))
             seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
             found[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
+    return found
+
+
+def last_holders(
+    shared: Mapping[str, tuple[int, int]],
+    stages: Sequence[StagePlan],
+    ties: Sequence[Mapping[str, tuple[tuple[float, float, float], float]]],
+) -> dict[str, tuple[tuple[float, float, float], float]]:
+    """Of `tie_costs` of every stage, those of the stage that holds a parameter's second copy."""
+    found = {}
+    for name, (_, last) in shared.items():
+        at = next(number for number, stage in enumerate(stages) if stage.first <= last < stage.last)
+        if name in ties[at]:
+            found[name] = ties[at][name]
     return found

@@ -194,7 +194,7 @@ class Walk:
             found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], placements)))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
-            extra = extra_saved_bytes(node, operator.inputs, local) + _statistics(node, local)
+            extra = self.pricer.extra_saved_bytes(node, operator.inputs, local) + _statistics(node, local)
             found.append((None, extra * self.scale))
         return found
 
@@ -265,7 +265,7 @@ class Walk:
         if base_name(node.op) != "scaled_dot_product_attention":
             return 0.0
         local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
-        extra = extra_saved_bytes(node, self.operators[self.scope.name, node.name].inputs, local)
+        extra = self.pricer.extra_saved_bytes(node, self.operators[self.scope.name, node.name].inputs, local)
         width = node.outputs[0].dtype.itemsize
         return extra * width / (2 * width + 1) * self.scale if len(node.args) > 4 and node.args[4] else 0.0
 

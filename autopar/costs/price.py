@@ -171,7 +171,7 @@ class Pricer:
             n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label.split("/")[0] in rule.sizes
         )
         flops = contraction_flops(operator) / ways
-        dtype = _dtype_name(operator.node.outputs[0])
+        dtype = self.dtype_name(operator.node.outputs[0])
         name = base_name(operator.node.op)
         if name in ATTENTION:
             forward = compute.seconds(compute.Work("attention", flops, num_bytes, dtype), self.cluster.device)
@@ -315,8 +315,16 @@ class Pricer:
             total += num_local(meta, placements, self.mesh) * meta.dtype.itemsize
         if any(meta.requires_grad for meta in operator.node.outputs):
             local = num_local(operator.node.outputs[0], option.outputs[0], self.mesh)
-            total += extra_saved_bytes(operator.node, operator.inputs, local)
+            total += self.extra_saved_bytes(operator.node, operator.inputs, local)
         return total * (1.0 + self.fragmentation)
+
+    def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
+        """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""
+        return extra_saved_bytes(node, inputs, num_local)
+
+    def dtype_name(self, meta: TensorMeta) -> str:
+        """What contractions with this result are computed in."""
+        return _dtype_name(meta)
 
 
 def _frozen(operator: Operator, kept: int) -> Operator:

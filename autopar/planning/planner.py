@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.price import is_cpu
-from autopar.errors import InfeasibleError
+from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Plan, layout_text
 from autopar.planning.bases import Bases
@@ -74,13 +74,25 @@ def search_plans(
     """
     if request.mixed is not None:
         return _search_mixed(shared.asked(request) if isinstance(shared, UnequalSearch) else UnequalSearch(request))
-    search = PipelineSearch(request, shared if isinstance(shared, Bases) else None)
+    try:
+        search = PipelineSearch(request, shared if isinstance(shared, Bases) else None)
+    except ConstraintError:
+        # No equal positions make the cluster's number of devices.
+        uneven = tuple(_unequal(request, math.inf)) if exact_devices else ()
+        if not uneven:
+            raise
+        return SearchResult(uneven, (), ())
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     solved = (*pipelines.found[:MOST_CANDIDATES], *chunked[:MOST_CHUNKED])
     found = [candidate_of(each, request) for each in solved]
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
-    one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
+    try:
+        one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
+    except ConstraintError:
+        if not found:
+            raise
+        one = OneStage((), (), ())
     found += one.candidates
     known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
     found += _unequal(request, min(known, default=math.inf)) if exact_devices else ()

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.costs.block_costs import BlockCost, block_costs, chain
-from autopar.costs.borders import border_bytes, hop_seconds, shared_parameters, tie_costs, transfer_seconds
+from autopar.costs.borders import (
+    border_bytes,
+    hop_seconds,
+    last_holders,
+    shared_parameters,
+    tie_costs,
+    transfer_seconds,
+)
 from autopar.costs.peak import Life, peaks
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_cost
@@ -111,14 +118,15 @@ def _simulate_unequal(
         source, target = of_stage[i], of_stage[i + 1]
         size = max(borders[source][stage.last], borders[target][stage.last])
         transfers[i, i + 1] = hop_seconds(unequal.cluster, source, target, size) if home[i] != home[i + 1] else 0.0
-    # Copies of a tied parameter lie on equal meshes, so that the first holder's stands for both.
-    first = unequal.pricers[home[0]]
-    own = on_axes(choices, mesh.axes, first.mesh.axes)
-    shared = shared_costs(
-        stages, shared_parameters(graph), tie_costs(graph, first, own.parameters, pipeline.num_positions)
-    )
+    ties = []
+    for position in home:
+        there = unequal.pricers[position]
+        own = on_axes(choices, mesh.axes, there.mesh.axes)
+        ties.append(tie_costs(graph, there, own.parameters, pipeline.num_positions))
+    tied = shared_parameters(graph)
+    shared = shared_costs(stages, tied, last_holders(tied, stages, ties))
     workspace = [_workspace(pricer) for pricer in unequal.pricers]
-    micro = first.training.num_micro_batches
+    micro = unequal.pricers[0].training.num_micro_batches
     return simulated(staged, pipeline, micro, transfers, shared, workspace, unequal.capacities)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.costs.block_costs import BlockCost, StoredCost, chain, combined, exposed, homes_of, stored_costs
-from autopar.costs.borders import border_bytes, hop_seconds, shared_parameters, tie_costs
+from autopar.costs.borders import border_bytes, hop_seconds, last_holders, shared_parameters, tie_costs
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import position_bytes, shared_costs, stage_cost
 from autopar.mesh import Mesh
@@ -76,7 +76,7 @@ class UnequalSearch:
 
     request: Request
     _activity: dict[tuple[int, Mesh, int, int, float], Activity] = field(default_factory=dict)
-    _stored: dict[tuple[Seat, int, float, int, str, bool], dict[str, StoredCost]] = field(default_factory=dict)
+    _stored: dict[tuple[Seat, int, float, int, str, bool, bool], dict[str, StoredCost]] = field(default_factory=dict)
     _borders: dict[tuple[int, Mesh, int, int, float], tuple[float, ...]] = field(default_factory=dict)
     _totals: dict[tuple[Seat, int, float, int, int, str], list[tuple[float, float, float]]] = field(
         default_factory=dict
@@ -133,7 +133,7 @@ class UnequalSearch:
                 for zero in pinned if has_data else (0,):
                     for offload in offloads(self.request, zero):
                         for schedule in self._schedules(count):
-                            for price in self._prices(max(seat.mesh.size("tp") for seat in seats)):
+                            for price in self._prices(max(seat.mesh.size("tp") for seat in seats), rows // count):
                                 yield Terms(seats, price, count, zero, offload, schedule)
 
     def shapes(self, rows: int) -> Iterator[tuple[Seat, ...]]:
@@ -143,9 +143,9 @@ class UnequalSearch:
         for seats in sets:
             degrees, data = [s.mesh.size("tp") for s in seats], [s.mesh.num_data_ranks for s in seats]
             tp = max(degrees)
-            has_room = self._has_data(tp) or max(data) == 1
+            has_room = self._has_data(tp, rows) or max(data) == 1
             is_cut = all(tp % degree == 0 for degree in degrees) and rows % math.lcm(*data) == 0
-            if is_cut and has_room and self._numbers(seats) and self._choices(tp, PRICES[0]) is not None:
+            if is_cut and has_room and self._numbers(seats) and self._choices(tp, PRICES[0], rows) is not None:
                 yield seats
 
     def _numbers(self, seats: tuple[Seat, ...]) -> set[int]:
@@ -179,34 +179,40 @@ class UnequalSearch:
                 if pinned and rows % data == 0 and tp <= group.devices_per_node:
                     yield Seat(named_mesh(data, tp), number)
 
-    def _has_data(self, tp: int) -> bool:
-        return 2 * tp <= self._main(tp).num_devices
+    def _has_data(self, tp: int, rows: int) -> bool:
+        """Whether decisions are made with a data axis. rows: of a micro-batch; one row is not shared."""
+        return rows > 1 and 2 * tp <= self._main(tp).num_devices
+
+    def _rows(self, terms: Terms) -> int:
+        """Of a micro-batch."""
+        return self.request.global_batch_size // terms.num_micro_batches
 
     def _main(self, tp: int) -> Cluster:
         """The group that decisions are made for: with room for two data-parallel ranks if there is one, and of these
         the one with the highest rate of all devices together."""
-        has_room = [g for g in self.groups if 2 * tp <= g.num_devices] or list(self.groups)
+        fits = [g for g in self.groups if tp <= g.num_devices]
+        has_room = [g for g in fits if 2 * tp <= g.num_devices] or fits
         return max(has_room, key=lambda g: g.num_devices * max(g.device.peak_flops_per_second.values()))
 
     # --- decisions and costs ------------------------------------------------------------------------------------------
 
-    def _choices(self, tp: int, price: float) -> Choices | None:
+    def _choices(self, tp: int, price: float, rows: int) -> Choices | None:
         number = self.groups.index(self._main(tp))
         if number not in self._bases:
             self._bases[number] = Bases(self.request.of_group(number), TYPICAL_ROWS)
-        return self._bases[number].choices(tp, self._has_data(tp), TYPICAL_ROWS, price)
+        return self._bases[number].choices(tp, self._has_data(tp, rows), min(rows, TYPICAL_ROWS), price)
 
-    def _prices(self, tp: int) -> list[float]:
+    def _prices(self, tp: int, rows: int) -> list[float]:
         """Those that make a difference to the decisions."""
         found: list[float] = []
         for price in PRICES:
-            if all(self._choices(tp, price) != self._choices(tp, other) for other in found):
+            if all(self._choices(tp, price, rows) != self._choices(tp, other, rows) for other in found):
                 found.append(price)
         return found
 
-    def _axes(self, tp: int) -> tuple[str, ...]:
+    def _axes(self, tp: int, rows: int) -> tuple[str, ...]:
         """Of the decisions."""
-        return named_mesh(2 if self._has_data(tp) else 1, tp).axes
+        return named_mesh(2 if self._has_data(tp, rows) else 1, tp).axes
 
     def _activity_of(self, seat: Seat, terms: Terms) -> Activity:
         """What one rank of a seat does: that depends on its rows, not on how many such ranks there are."""
@@ -214,10 +220,11 @@ class UnequalSearch:
         costed = named_mesh(min(seat.mesh.num_data_ranks, 2), seat.mesh.size("tp"))
         key = (seat.group, costed, rows, terms.tp, terms.price)
         if key not in self._activity:
-            choices = self._choices(terms.tp, terms.price)
+            choices = self._choices(terms.tp, terms.price, self._rows(terms))
             assert choices is not None
             whole = rows * costed.num_data_ranks
-            graph, own = self.request.trace.estimate(whole), on_axes(choices, self._axes(terms.tp), costed.axes)
+            graph = self.request.trace.estimate(whole)
+            own = on_axes(choices, self._axes(terms.tp, self._rows(terms)), costed.axes)
             self._activity[key] = Activity(graph, self._operators(whole), self._pricer(Seat(costed, seat.group)), own)
         return self._activity[key]
 
@@ -229,14 +236,14 @@ class UnequalSearch:
 
     def parameters(self, seat: Seat, terms: Terms) -> Mapping[tuple[str, str], Stored]:
         """As they are stored on a seat."""
-        choices = self._choices(terms.tp, terms.price)
+        choices = self._choices(terms.tp, terms.price, self._rows(terms))
         assert choices is not None
-        whole = with_zero(choices, self._axes(terms.tp), terms.zero)
-        return on_axes(whole, self._axes(terms.tp), seat.mesh.axes).parameters
+        whole = with_zero(choices, self._axes(terms.tp, self._rows(terms)), terms.zero)
+        return on_axes(whole, self._axes(terms.tp, self._rows(terms)), seat.mesh.axes).parameters
 
     def _stored_of(self, seat: Seat, terms: Terms) -> dict[str, StoredCost]:
         several = terms.num_micro_batches > 1
-        key = (seat, terms.tp, terms.price, terms.zero, terms.offload, several)
+        key = (seat, terms.tp, terms.price, terms.zero, terms.offload, several, self._rows(terms) == 1)
         if key not in self._stored:
             pricer = self._pricer(seat, terms.num_micro_batches, terms.offload)
             parameters = self.parameters(seat, terms)
@@ -318,12 +325,12 @@ class UnequalSearch:
                 excess[str(seat)] = max(excess.get(str(seat), 0.0), held - usable[str(seat)])
             if max(excess.values()) <= 0:
                 break
-            limits |= {name: limits[name] - lacking for name, lacking in excess.items()}
+            limits |= {name: limits[name] - max(lacking, 0.0) for name, lacking in excess.items()}
         else:
             raise PipelineInfeasibleError(())
-        choices = self._choices(terms.tp, terms.price)
+        choices = self._choices(terms.tp, terms.price, self._rows(terms))
         assert choices is not None
-        axes = self._axes(terms.tp)
+        axes = self._axes(terms.tp, self._rows(terms))
         return FoundUnequal(solution.objective, terms, with_zero(choices, axes, terms.zero), axes, pipeline)
 
     def _pipeline(self, solution: PipelineSolution, terms: Terms, seats: Mapping[str, Seat]) -> Pipeline:
@@ -339,7 +346,8 @@ class UnequalSearch:
             stage_cost(costs[str(seat)], self.blocks, stage, border[stage.last])
             for seat, stage, border in zip(pipeline.seats, pipeline.stages, borders, strict=True)
         ]
-        shared = shared_costs(pipeline.stages, self.shared, self._ties(pipeline.seats[0], terms))
+        ties = last_holders(self.shared, pipeline.stages, [self._ties(seat, terms) for seat in pipeline.seats])
+        shared = shared_costs(pipeline.stages, self.shared, ties)
         for kinds in position_bytes(staged, pipeline, terms.num_micro_batches, shared):
             yield sum(kinds.values())
 

@@ -1,0 +1,484 @@
+"""Pipelines whose positions are not alike: the search against brute force, predictions, the plan's file, commands.
+
+Programs of such plans are run in test_unequal_verify.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from autopar.compile import reprice
+from autopar.constraints import Constraints
+from autopar.costs.block_costs import chain
+from autopar.costs.price import Training
+from autopar.errors import InfeasibleError, PlanError
+from autopar.graph import Graph, LayerRun
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planning import unequal
+from autopar.planning.candidates import unequal_candidate
+from autopar.planning.planner import search_plans
+from autopar.planning.request import Request
+from autopar.planning.unequal import Terms, UnequalSearch
+from autopar.seats import Seat
+from autopar.tracing.rebatch import BatchedTrace
+from autopar.tracing.trace import trace
+from cost_models import mixed
+from cost_models.hardware import Link
+from cost_models.mixed import AnyCluster, MixedCluster
+from examples.models import EXAMPLES
+from search import exhaustive_pipeline
+from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
+
+ROWS = 8
+TWO_AND_ONE = "2 a100-80g + 1 v100-32g"
+EQUAL = "2 a100-80g + 2 a100-80g"
+UNLIKE = "2 h100-sxm + 2 v100-32g"
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@cache
+def traced(name: str, layers: int = 3, width: int = 512) -> BatchedTrace:
+    """A model on meta, traced once for all tests."""
+    with torch.device("meta"):
+        sizes = {"batch_size": ROWS, "seq_len": 128, "vocab_size": 1024}
+        example = EXAMPLES[name](layers=layers, width=width, **sizes)
+
+    @cache
+    def at(rows: int) -> Graph:
+        return trace(example.model, example.inputs, example.loss_fn, batch_size=rows)
+
+    return BatchedTrace(at)
+
+
+def request_for(
+    cluster: AnyCluster | str, name: str = "llama", layers: int = 3, width: int = 512, **constraints: Any
+) -> Request:
+    whole = mixed.parse(cluster) if isinstance(cluster, str) else cluster
+    limits, groups = Constraints.parse(constraints), whole.groups
+    own = whole if isinstance(whole, MixedCluster) else None
+    return Request(traced(name, layers, width), groups[0], ROWS, "fp32", Training(), limits, own)
+
+
+def deep(cluster: AnyCluster | str, **constraints: Any) -> Request:
+    """Eight layers, large enough for compute to outweigh messages."""
+    return request_for(cluster, "llama", 8, 1024, **constraints)
+
+
+def by_enumeration(problem: PipelineProblem, **_: Any) -> PipelineSolution:
+    """In place of solve_pipeline: every cut, every submesh, every point; no cutoff."""
+    return exhaustive_pipeline.solve(problem)
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def texts(shapes: Any) -> set[tuple[str, ...]]:
+    return {tuple(map(str, seats)) for seats in shapes}
+
+
+def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
+    """Two shapes of one group, or one of each; they fill it, divide the micro-batch, and have one tp or its parts."""
+    search = UnequalSearch(request_for(TWO_AND_ONE))
+    other = "single of group 1"
+    assert texts(search.shapes(8)) == {("single", other), ("dp2", other), ("tp2", other)}
+    assert texts(search.shapes(1)) == {("single", other), ("tp2", other)}  # one row has no half
+    equal = UnequalSearch(request_for("3 a100-80g"))
+    # tp3 and dp3 fill the cluster alone; 3 does not divide 8 rows; one shape twice is a pipeline of the usual kind.
+    assert texts(equal.shapes(8)) == {("single", "dp2"), ("single", "tp2")}
+
+
+def test_pins_bear_on_what_is_tried() -> None:
+    pinned = UnequalSearch(request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b"))
+    found = list(pinned.terms())
+    assert {(t.num_micro_batches, t.zero, t.schedule) for t in found} == {(4, 2, "1f1b")}
+    assert texts(t.seats for t in found) == {("dp2", "dp2 of group 1")}
+    free = list(UnequalSearch(request_for(UNLIKE)).terms())
+    assert {t.num_micro_batches for t in free} == {1, 2, 4, 8} and {t.zero for t in free} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        ("llama", TWO_AND_ONE),
+        ("llama", "3 a100-80g"),
+        slow("gpt2", TWO_AND_ONE),
+        slow("gpt2", "4 a100-80g"),
+        slow("llama", UNLIKE),
+        slow("bert", "2 h100-sxm + 2x1 a100-80g + 1 v100-32g"),
+        slow("gpt2", "3 cpu + 1 cpu"),
+    ],
+)
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.2], ids=["ample", "tight", "nothing fits"])
+def test_the_best_of_all_terms_equals_brute_force(
+    name: str, cluster: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All terms solved by enumeration, none skipped by its bound; no bound is above what its terms take.
+
+    share: of the bytes that the best plan takes with memory to spare.
+    """
+    request = request_for(cluster, name)
+    free = UnequalSearch(request).run()
+    assert free is not None
+    if share < 1:
+        prediction = unequal_candidate(free, request).plan.prediction
+        reserved = prediction.num_bytes.get("workspace", 0.0)
+        request = request_for(cluster, name, memory=int(reserved + share * (prediction.peak_bytes - reserved)))
+    search = UnequalSearch(request)
+    found = search.run()
+    with monkeypatch.context() as patched:
+        patched.setattr(unequal, "solve_pipeline", by_enumeration)
+        solved, lacking = all_solved(search)
+    assert (found is None) == (not solved)
+    if found is None:
+        assert share < 1 and search.smallest_excess == pytest.approx(min(lacking), rel=1e-9) and min(lacking) > 0
+        return
+    assert share > 0.2
+    assert found.objective == pytest.approx(min(solved.values()), rel=1e-9)
+    assert found.objective >= free.objective * (1 - 1e-9)
+    assert all(search.bound(terms) <= objective * (1 + 1e-9) for terms, objective in solved.items())
+    plan = unequal_candidate(found, request).plan
+    for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
+        assert sum(kinds.values()) <= request.capacity_bytes(seat.group)
+
+
+def all_solved(search: UnequalSearch) -> tuple[dict[Terms, float], list[float]]:
+    """The objective of all terms that fit, and the bytes that the others lack."""
+    solved, lacking = {}, []
+    for terms in search.terms():
+        try:
+            solved[terms] = search.solve(terms).objective
+        except PipelineInfeasibleError as error:
+            lacking += [error.smallest_excess] if error.needs else []
+    return solved, lacking
+
+
+def test_a_cutoff_below_the_best_finds_nothing() -> None:
+    search = UnequalSearch(request_for(TWO_AND_ONE))
+    best = search.run()
+    assert best is not None and search.run(best.objective) is None
+    assert search.run(best.objective * 1.001) is not None
+
+
+def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
+    """Five blocks on seven groups."""
+    with pytest.raises(InfeasibleError, match="as many blocks in the model as there are groups"):
+        search_plans(request_for(" + ".join(["1 a100-80g", "1 v100-32g"] * 3 + ["1 h100-sxm"]), micro_batches=1))
+
+
+def test_what_does_not_fit_is_said_group_by_group() -> None:
+    request = request_for(TWO_AND_ONE, memory=1540 * 2**20, micro_batches=1)
+    with pytest.raises(InfeasibleError, match="(?s)memory per rank of 1 v100-32g.*lacking at least"):
+        search_plans(request)
+
+
+def test_the_fastest_group_may_be_the_smallest() -> None:
+    plan = search_plans(request_for("1 h100-sxm + 2 v100-32g")).best.plan
+    assert plan.num_ranks == 3 and {seat.group for seat in plan.seats} == {0, 1}
+
+
+def test_micro_batches_may_have_one_row() -> None:
+    plan = search_plans(request_for("2 a100-80g + 2 v100-32g", tp=2, micro_batches=ROWS)).best.plan
+    assert [str(seat.mesh) for seat in plan.seats] == ["tp2", "tp2"]
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def with_seats(plan: Plan) -> Plan:
+    """The same plan with its equal positions written out."""
+    seats = (Seat(plan.mesh),) * plan.pipeline.num_positions
+    return replace(plan, pipeline=replace(plan.pipeline, seats=seats))
+
+
+@pytest.mark.parametrize(
+    ("name", "constraints"),
+    [
+        ("llama", {"dp": 2, "zero": 2, "micro_batches": 4, "schedule": "1f1b"}),
+        ("llama", {"dp": 2, "zero": 3, "micro_batches": 2, "schedule": "interleaved", "chunks": 2}),
+        ("llama", {"tp": 2, "micro_batches": 4, "schedule": "zero-bubble", "recompute": "full"}),
+        ("llama", {"dp": 2, "micro_batches": 2, "schedule": "zero-bubble-v"}),
+        ("llama", {"pp": 4, "micro_batches": 4, "offload": "optimizer"}),
+        slow("gpt2", {"pp": 4, "micro_batches": 4}),
+        slow("gpt2", {"dp": 2, "zero": 1, "micro_batches": 2, "recompute": "selective"}),
+    ],
+)
+def test_equal_positions_written_out_predict_the_same(name: str, constraints: dict[str, Any]) -> None:
+    request = request_for("4 a100-80g", name, **{"pp": 2} | constraints)
+    plan = search_plans(request).best.plan
+    written = Plan.from_yaml(with_seats(plan).to_yaml())
+    assert written == with_seats(plan) and len(written.seats) == plan.pipeline.num_positions
+    ours, theirs = reprice(request, written).best.plan.prediction, reprice(request, plan).best.plan.prediction
+    assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-12)
+    assert ours.num_bytes == theirs.num_bytes and ours.positions == theirs.positions
+
+
+def joined_like_one() -> MixedCluster:
+    """Two groups that are the halves of one node, also by the link between them."""
+    cluster = mixed.parse(EQUAL)
+    assert isinstance(cluster, MixedCluster)
+    return replace(cluster, between=cluster.groups[0].intra_node)
+
+
+@pytest.mark.parametrize("constraints", [{"dp": 2, "zero": 1}, {"tp": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_two_groups_of_equal_nodes_are_as_fast_as_one(constraints: dict[str, int], schedule: str) -> None:
+    """The plan of four equal GPUs on two groups of two; and what is found for them is as good."""
+    pinned = constraints | {"pp": 2, "micro_batches": 4, "schedule": schedule}
+    homogeneous = search_plans(request_for("4 a100-80g", **pinned)).best.plan
+    request = request_for(joined_like_one(), **pinned)
+    seats = (Seat(homogeneous.mesh, 0), Seat(homogeneous.mesh, 1))
+    apart = replace(homogeneous, pipeline=replace(homogeneous.pipeline, seats=seats))
+    given = reprice(request, apart).best.plan.prediction
+    assert given.step_seconds == pytest.approx(homogeneous.prediction.step_seconds, rel=1e-9)
+    assert given.positions == homogeneous.prediction.positions
+    found = search_plans(request).best.plan
+    assert [seat.mesh for seat in found.seats] == [homogeneous.mesh] * 2
+    assert found.prediction.step_seconds == pytest.approx(homogeneous.prediction.step_seconds, rel=0.02)
+
+
+def test_a_slower_link_between_the_groups_costs_its_share() -> None:
+    """By hand: the hidden states of one batch cross it, and their gradients come back."""
+    cluster = mixed.parse("1 a100-80g + 1 a100-80g")
+    assert isinstance(cluster, MixedCluster)
+    seconds = []
+    for rate in (1e15, 1e9):
+        between = Link("wire", rate, 0.0, "this test")
+        request = request_for(replace(cluster, between=between), pp=2, micro_batches=1, schedule="1f1b")
+        seconds.append(search_plans(request).best.plan.prediction.step_seconds)
+    hidden_state = ROWS * 128 * 512 * 4
+    assert seconds[1] - seconds[0] == pytest.approx(2 * hidden_state / 1e9, rel=1e-3)
+
+
+def layers_by_group(plan: Plan) -> dict[int, int]:
+    blocks: dict[int, int] = {}
+    for seat, stage in zip(plan.seats, plan.pipeline.stages, strict=True):
+        blocks[seat.group] = blocks.get(seat.group, 0) + stage.last - stage.first
+    return blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [UNLIKE, "2 v100-32g + 2 h100-sxm"])
+def test_a_faster_group_has_more_layers(cluster: str) -> None:
+    """And no layer would be better off one position further on: each such plan, simulated, takes longer."""
+    request = deep(cluster, pp=2, dp=2, micro_batches=4, schedule="1f1b", recompute="none")
+    plan = search_plans(request).best.plan
+    fast = 0 if cluster == UNLIKE else 1
+    blocks = layers_by_group(plan)
+    assert blocks[fast] > blocks[1 - fast] >= 1
+    first, last = plan.pipeline.stages
+    for border in (first.last - 1, first.last + 1):
+        if 0 < border < last.last:
+            moved = (replace(first, last=border), replace(last, first=border))
+            other = replace(plan, pipeline=replace(plan.pipeline, stages=moved))
+            slower = reprice(request, other).best.plan.prediction.step_seconds
+            assert slower > plan.prediction.step_seconds * (1 - 1e-9)
+
+
+@pytest.mark.slow
+def test_a_group_with_little_memory_has_fewer_layers_or_recomputes() -> None:
+    cluster = mixed.parse(EQUAL)
+    assert isinstance(cluster, MixedCluster)
+    pinned = {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4, "schedule": "1f1b", "offload": "none"}
+    free = search_plans(deep(cluster, **pinned)).best.plan
+    second = [seat.group for seat in free.seats].index(1)
+    needed = sum(free.prediction.positions[second].values())
+    reserved = free.prediction.num_bytes["workspace"]
+    before, seconds = layers_by_group(free), [free.prediction.step_seconds]
+    for share in (0.9, 0.75, 0.6):
+        small = cluster.groups[1].with_memory(int(reserved + share * (needed - reserved)))
+        request = deep(replace(cluster, groups=(cluster.groups[0], small)), **pinned)
+        plan = search_plans(request).best.plan
+        stage = plan.pipeline.stages[[seat.group for seat in plan.seats].index(1)]
+        recomputed = sum(n for runs in stage.recompute.values() for mode, n in runs if mode != "none")
+        assert layers_by_group(plan)[1] < before[1] or recomputed > 0
+        for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
+            assert sum(kinds.values()) <= request.whole.groups[seat.group].device.memory_bytes
+        seconds.append(plan.prediction.step_seconds)
+    assert seconds == sorted(seconds) and seconds[-1] > seconds[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["2 h100-sxm + 1 v100-32g", "2 a100-80g + 2 v100-32g", "3 a100-80g"])
+def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
+    """Exact with one micro-batch; with several the closed form adds the bottleneck to the whole fill, also where the
+    bottleneck's neighbours could have waited meanwhile (too much), and does not see zero bubble's ramps."""
+    request = deep(cluster)
+    search, bounds = UnequalSearch(request), {"1f1b": (0.9, 1.02), "zero-bubble": (0.9, 1.1)}
+    seen = 0
+    for terms in search.terms():
+        if terms.num_micro_batches == ROWS:
+            continue
+        found = search.solve(terms)
+        ratio = unequal_candidate(found, request).plan.prediction.step_seconds / found.objective
+        low, high = bounds[terms.schedule] if terms.num_micro_batches > 1 else (1 - 1e-9, 1 + 1e-9)
+        assert low <= ratio <= high, f"{ratio} for {terms}"
+        seen += 1
+    assert seen > 30
+
+
+def test_a_tied_weight_is_counted_whole_on_a_position_of_one_rank() -> None:
+    """By hand: fp32 weights, gradients and two moments of all that the last stage holds, none of them sharded."""
+    request = request_for("1 a100-80g + 2 a100-80g", "gpt2", tp=1, pp=2, zero=3, micro_batches=4, schedule="1f1b")
+    plan = search_plans(request).best.plan
+    assert [str(seat) for seat in plan.seats] == ["dp2 of group 1", "single"]
+    graph, stage = request.trace(2), plan.pipeline.stages[-1]
+    blocks = chain(graph)[stage.first :]
+    runs = [piece.layer for piece in graph.body if isinstance(piece, LayerRun)]
+    layers = {layer.name: sum(p.meta.numel for p in layer.parameters if not p.is_buffer) for layer in runs}
+    top = {p.name: p.meta.numel for p in graph.parameters}
+    tied = next(name for name in top if name.endswith("wte.weight"))
+    numel = sum(layers.get(block, 0) for block in blocks) + top[tied]
+    numel += sum(count for name, count in top.items() if "ln_f" in name)
+    kinds = plan.prediction.positions[-1]
+    assert kinds["parameters"] + kinds["gradients"] + kinds["optimizer state"] == pytest.approx(16 * numel, rel=0.01)
+
+
+# --- the plan's file --------------------------------------------------------------------------------------------------
+
+
+@cache
+def mixed_plan() -> Plan:
+    """dp2 and a single GPU of the other group, two micro-batches."""
+    pinned = {"micro_batches": 2, "schedule": "1f1b", "zero": 1, "pp": 2}
+    request = request_for(TWO_AND_ONE, **pinned)
+    search = UnequalSearch(request)
+    solved = [search.solve(terms) for terms in search.terms() if str(terms.seats[0]) == "dp2"]
+    return unequal_candidate(min(solved, key=lambda found: found.objective), request).plan
+
+
+def test_a_plan_file_is_read_back_and_priced_alike() -> None:
+    plan = mixed_plan()
+    text = plan.to_yaml()
+    assert "mesh: pp2\n" in text and sorted(map(str, plan.seats)) == ["dp2", "single of group 1"]
+    assert Plan.from_yaml(text) == plan
+    again = reprice(request_for(TWO_AND_ONE), Plan.from_yaml(text)).best.plan
+    assert again.prediction.seconds == pytest.approx(plan.prediction.seconds, rel=1e-9)
+    assert again.prediction.positions == plan.prediction.positions
+    assert again.layout == plan.layout and again.num_ranks == 3
+
+
+def positions(*names: str) -> Callable[[str], str]:
+    """Edits the positions in a plan's text."""
+
+    def edit(text: str) -> str:
+        old = "".join(f"  - {seat}\n" for seat in mixed_plan().seats)
+        assert old in text
+        return text.replace(old, "".join(f"  - {name}\n" for name in names))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (positions("dp2"), r"pipeline\.positions: 1 positions for the mesh pp2.*mesh: pp1"),
+        (positions("dp2", "single", "single of group 1"), r"pipeline\.positions: 3 positions for the mesh pp2"),
+        (lambda text: text.replace("mesh: pp2\n", "mesh: pp2 x dp2\n"), "2 positions for the mesh pp2 x dp2"),
+        (positions("dp2", "single of group 2"), "a group of nodes that the cluster does not have.*group 2.*group 1: 1"),
+        (positions("single", "dp2 of group 1"), "does not fill the cluster 2 a100-80g.*1 ranks for 2 devices"),
+        (positions("dp2", "dp2 of group 1"), "does not fill the cluster 1 v100-32g.*2 ranks for 1 devices"),
+        (positions("dp2", "two of group 1"), r"pipeline\.positions\.1: not a mesh.*dp2 x tp4"),
+        (lambda text: text.replace("micro_batches: 2", "micro_batches: 8"), "micro-batches do not divide its batch"),
+    ],
+    ids=["too few", "too many", "no mesh beside them", "no group", "idle rank", "too large", "no mesh", "odd rows"],
+)
+def test_positions_that_cannot_be_are_refused(edit: Callable[[str], str], message: str) -> None:
+    text = mixed_plan().to_yaml()
+    assert edit(text) != text
+    with pytest.raises(PlanError, match=f"(?s){message}"):
+        reprice(request_for(TWO_AND_ONE), Plan.from_yaml(edit(text)))
+
+
+def test_positions_share_the_rows_of_a_micro_batch_by_their_least_common_multiple() -> None:
+    """dp2 and dp3: four rows divide by neither both; six would, and eight is no multiple of six."""
+    plan = mixed_plan()
+    seats = (Seat(Mesh(("dp",), (2,)), 0), Seat(Mesh(("dp",), (3,)), 1))
+    wide = replace(plan, pipeline=replace(plan.pipeline, seats=seats), mesh=Mesh(("dp",), (6,)))
+    text = wide.to_yaml()
+    assert Plan.from_yaml(text).mesh == Mesh(("dp",), (6,))
+    with pytest.raises(PlanError, match="micro-batches do not divide its batch"):
+        reprice(request_for("2 a100-80g + 3 v100-32g"), Plan.from_yaml(text))
+
+
+def test_a_plan_that_outgrows_one_groups_memory_names_what_it_needs() -> None:
+    cluster = mixed.parse(TWO_AND_ONE)
+    assert isinstance(cluster, MixedCluster)
+    plan = mixed_plan()
+    at = [seat.group for seat in plan.seats].index(1)
+    needed = sum(plan.prediction.positions[at].values())
+    for share, fits in ((1.01, True), (0.99, False)):
+        small = replace(cluster, groups=(cluster.groups[0], cluster.groups[1].with_memory(int(share * needed))))
+        if fits:
+            reprice(request_for(small), plan)
+            continue
+        with pytest.raises(InfeasibleError, match="does not fit the memory of one rank"):
+            reprice(request_for(small), plan)
+
+
+# --- equal GPUs -------------------------------------------------------------------------------------------------------
+
+
+def test_unequal_positions_win_where_equal_ones_leave_devices_idle() -> None:
+    """Eight rows on three GPUs, which divide neither the rows nor the heads: one stage cannot use all of them."""
+    best, *others = (candidate.plan for candidate in search_plans(request_for("3 a100-80g")).candidates)
+    assert sorted(map(str, best.pipeline.seats)) == ["dp2", "single"]
+    assert [plan.layout for plan in others] == ["pp3"]
+    assert best.prediction.step_seconds < others[0].prediction.step_seconds
+
+
+def test_equal_seats_of_one_group_are_a_plan_of_the_usual_kind() -> None:
+    """Two shapes may be used; where a solution uses one, its positions are not written out."""
+    search, seen = UnequalSearch(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
+    for terms in search.terms():
+        found = search.solve(terms)
+        plan = unequal_candidate(found, search.request).plan
+        is_unlike = len(set(found.pipeline.seats)) > 1
+        assert bool(plan.pipeline.seats) == is_unlike and plan.num_ranks == 4
+        assert plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.15)
+        seen.add(is_unlike)
+    assert seen == {True, False}
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_a_plan_for_unlike_groups_is_written_and_reported(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    words = (
+        "plan",
+        "examples.models:llama",
+        "-o",
+        "layers=3",
+        "--cluster",
+        "2 cpu + 1 cpu",
+        "--set",
+        "micro_batches=2",
+    )
+    result = run(*words, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    plan = Plan.from_file(out)
+    assert plan.num_ranks == 3 and {seat.group for seat in plan.seats} == {0, 1}
+    assert plan.cluster == "2 cpu + 1 cpu" and "2 cpu + 1 cpu" in result.output and plan.layout in result.output
+    short = run("report", str(out))
+    assert short.exit_code == 0 and plan.layout in short.output
+    full = run("report", str(out), "--model", "examples.models:llama", "-o", "layers=3")
+    assert full.exit_code == 0, full.output
+    assert plan.layout in full.output
