@@ -96,6 +96,8 @@ def pairs() -> Iterator[Pair]:
         yield Pair("llama", {"tp": 2, "recompute": mode})
     for schedule in ("1f1b", "gpipe", "zero-bubble"):
         yield Pair("gpt2", {"pp": 2, "schedule": schedule, "micro_batches": 4})
+    for zero in (2, 3):  # the table of tokens is shared by both stages
+        yield Pair("gpt2", {"pp": 2, "dp": 2, "zero": zero, "schedule": "1f1b", "micro_batches": 4})
         yield Pair("llama", {"pp": 4, "schedule": schedule, "micro_batches": 4})
     yield Pair("llama", {"pp": 2, "dp": 2, "zero": 1, "schedule": "1f1b", "micro_batches": 4})
     yield Pair("llama", {"pp": 2, "tp": 2, "recompute": "full", "schedule": "1f1b", "micro_batches": 4})

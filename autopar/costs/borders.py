@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.costs.block_costs import Placer, chain, homes_of, segments
+from autopar.costs.peak import slot_of
 from autopar.costs.price import Pricer
-from autopar.graph import Graph, LayerRun, Node, Ref
+from autopar.costs.stage_costs import Copy
+from autopar.graph import Graph, LayerRun, Node, Ref, derived
 from autopar.mesh import Mesh
 from autopar.placement import Stored
 from autopar.plan import StagePlan
@@ -63,6 +65,7 @@ def _spans(graph: Graph) -> list[tuple[Node | LayerRun, int, int]]:
     return found
 
 
+@derived
 def shared_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
     """Trained top-level parameters that two blocks read: the first and the last of them (indices in the chain)."""
     homes = homes_of(graph)
@@ -116,6 +119,16 @@ def tie_costs(
             seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
             found[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
     return found
+
+
+def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored]) -> tuple[Copy, ...]:
+    """The buffers of parameters that two blocks read, in the stage of the second."""
+    metas, blocks = {p.name: p.meta for p in graph.parameters}, chain(graph)
+    return tuple(
+        Copy(first, last, slot_of(pricer, metas[name], parameters["", name], blocks[last]))
+        for name, (first, last) in shared_parameters(graph).items()
+        if ("", name) in parameters
+    )
 
 
 def last_holders(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.costs.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
-from autopar.costs.peak import Holding, Life, Peaks, at_peak, peaks
+from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
 from cost_models.schedule import StageTimes, Timeline, orders, placement, simulate
 
@@ -59,10 +59,25 @@ class SharedCost:
     step_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The buffers of a parameter's second copy, where the blocks `first` and `last` that read it lie in two stages."""
+
+    first: int
+    last: int
+    slot: Slot
+
+
 def stage_cost(
-    costs: Mapping[str, BlockCost], blocks: Sequence[str], stage: StagePlan, sent_bytes: float = 0.0
+    costs: Mapping[str, BlockCost],
+    blocks: Sequence[str],
+    stage: StagePlan,
+    sent_bytes: float = 0.0,
+    copies: Sequence[Copy] = (),
 ) -> StageCost:
-    """The blocks of a stage under its recompute modes. sent_bytes: of results kept until their gradients come."""
+    """The blocks of a stage under its recompute modes. sent_bytes: of results kept until their gradients come. copies:
+    of parameters that this or another stage may hold a second copy of."""
+    second = [c for c in copies if c.first < stage.first <= c.last < stage.last]
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
@@ -70,20 +85,21 @@ def stage_cost(
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
     forward = backward = weight = 0.0
     lives = []
-    for name in own:
+    for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
+        slots = (*cost.slots, *(copy.slot for copy in second if copy.last == index))
         for table, seconds in ((cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.fixed, fixed)):
             for kind, value in table.items():
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight += cost.weight_seconds
         if not cost.modes:
-            lives.append(Life(name, cost.live.kept, cost.live, cost.slots))
+            lives.append(Life(name, cost.live.kept, cost.live, slots))
             continue
         mode = cost.modes.get(label, cost.modes["none"])
         micro[FETCHING if label == "offload" else RECOMPUTATION] += mode.seconds
         backward += mode.seconds
-        lives.append(Life(name, mode.kept_bytes, mode.live, cost.slots))
+        lives.append(Life(name, mode.kept_bytes, mode.live, slots))
     received_bytes = lives[0].live.entering if stage.first else 0.0
     return StageCost(micro, step, forward, backward, weight, fixed, peaks(lives, received_bytes, sent_bytes))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costs.block_costs import BlockCost, Mode, StoredCost, chain, combined, exposed, homes_of, stored_costs
-from autopar.costs.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
+from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
 from autopar.costs.memory_bound import least_seconds
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import position_bytes as bytes_of_positions
@@ -313,8 +313,10 @@ class PipelineSearch:
         pipeline = pipeline_of(solution, layout.num_positions, schedule, layout.offload)
         borders = (*self.borders(layout), 0.0)
         stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
-        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last]) for stage in stages]
-        ties = tie_costs(self.graph, self.pricer(layout), self._parameters(layout), layout.num_positions)
+        pricer, parameters = self.pricer(layout), self._parameters(layout)
+        copies = second_copies(self.graph, pricer, parameters)
+        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last], copies) for stage in stages]
+        ties = tie_costs(self.graph, pricer, parameters, layout.num_positions)
         return bytes_of_positions(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
 
     def problem(

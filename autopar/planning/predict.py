@@ -14,13 +14,14 @@ from autopar.costs.borders import (
     border_bytes,
     hop_seconds,
     last_holders,
+    second_copies,
     shared_parameters,
     tie_costs,
     transfer_seconds,
 )
 from autopar.costs.peak import Life, peaks
 from autopar.costs.price import Pricer, is_cpu
-from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_cost
+from autopar.costs.stage_costs import Copy, Simulated, shared_costs, simulated, stage_cost
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline, Prediction, StagePlan
@@ -80,7 +81,8 @@ def simulate_plan(
         return _simulate_unequal(graph, operators, pricer.mesh, choices, pipeline, unequal)
     costs = block_costs(graph, operators, pricer, choices)
     borders = (*border_bytes(graph, pricer.mesh, choices), 0.0)
-    staged = [stage_cost(costs, blocks, stage, borders[stage.last]) for stage in stages]
+    copies = second_copies(graph, pricer, choices.parameters)
+    staged = [stage_cost(costs, blocks, stage, borders[stage.last], copies) for stage in stages]
     transfers = {
         (i, i + 1): transfer_seconds(pricer, pipeline.num_positions, borders[stage.last])
         for i, stage in enumerate(stages[:-1])
@@ -103,14 +105,16 @@ def _simulate_unequal(
     home = placement(pipeline.schedule, pipeline.num_positions, pipeline.num_chunks)
     costs: dict[Seat, dict[str, BlockCost]] = {}
     borders: dict[Seat, tuple[float, ...]] = {}
+    copies: dict[Seat, tuple[Copy, ...]] = {}
     for seat, pricer in zip(seats, unequal.pricers, strict=True):
         if seat not in costs:
             own = on_axes(choices, mesh.axes, pricer.mesh.axes)
             costs[seat] = block_costs(graph, operators, pricer, own)
             borders[seat] = (*border_bytes(graph, pricer.mesh, own), 0.0)
+            copies[seat] = second_copies(graph, pricer, own.parameters)
     of_stage = [seats[position] for position in home]
     staged = [
-        stage_cost(costs[seat], blocks, stage, borders[seat][stage.last])
+        stage_cost(costs[seat], blocks, stage, borders[seat][stage.last], copies[seat])
         for seat, stage in zip(of_stage, stages, strict=True)
     ]
     transfers = {}

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.costs.block_costs import BlockCost, StoredCost, chain, combined, exposed, homes_of, stored_costs
-from autopar.costs.borders import border_bytes, hop_seconds, last_holders, shared_parameters, tie_costs
+from autopar.costs.borders import border_bytes, hop_seconds, last_holders, second_copies, shared_parameters, tie_costs
 from autopar.costs.price import Pricer, is_cpu
-from autopar.costs.stage_costs import position_bytes, shared_costs, stage_cost
+from autopar.costs.stage_costs import Copy, position_bytes, shared_costs, stage_cost
 from autopar.mesh import Mesh
 from autopar.placement import Stored
 from autopar.plan import Pipeline, StagePlan
@@ -343,13 +343,17 @@ class UnequalSearch:
         """Bytes of a rank of every position, as the prediction will count them."""
         borders = [(*self.borders(seat, terms), 0.0) for seat in pipeline.seats]
         staged = [
-            stage_cost(costs[str(seat)], self.blocks, stage, border[stage.last])
+            stage_cost(costs[str(seat)], self.blocks, stage, border[stage.last], self._copies(seat, terms))
             for seat, stage, border in zip(pipeline.seats, pipeline.stages, borders, strict=True)
         ]
         ties = last_holders(self.shared, pipeline.stages, [self._ties(seat, terms) for seat in pipeline.seats])
         shared = shared_costs(pipeline.stages, self.shared, ties)
         for kinds in position_bytes(staged, pipeline, terms.num_micro_batches, shared):
             yield sum(kinds.values())
+
+    def _copies(self, seat: Seat, terms: Terms) -> tuple[Copy, ...]:
+        pricer = self._pricer(seat, terms.num_micro_batches, terms.offload)
+        return second_copies(self.graph, pricer, self.parameters(seat, terms))
 
     def _ties(self, seat: Seat, terms: Terms) -> Mapping[str, tuple[tuple[float, float, float], float]]:
         pricer = self._pricer(seat, terms.num_micro_batches, terms.offload)
