@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.block_costs import BlockCost, StoredCost, chain, combined, exposed, homes_of, stored_costs
 from autopar.costs.borders import border_bytes, hop_seconds, last_holders, second_copies, shared_parameters, tie_costs
+from autopar.costs.memory_bound import least_seconds
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import Copy, position_bytes, shared_costs, stage_cost
 from autopar.mesh import Mesh
@@ -36,6 +37,16 @@ from autopar.sharding.strategies import Operator, scopes_of
 from cost_models.machine import Cluster
 from search.inter_op import NothingBelowCutoffError, solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh, Tied
+
+FEW_DEVICES = 16
+GAP = 0.03
+"""Share of the step by which a better pipeline may be missed where there are more than FEW_DEVICES."""
+
+MOST_SOLVED = 300
+"""Problems, most promising first, of more than FEW_DEVICES that are solved once a pipeline is known."""
+
+MANY_DEVICES = 8
+"""In larger groups of several nodes a submesh has half a node at least."""
 
 TYPICAL_ROWS = 2
 """Of one data-parallel rank, for which decisions are made."""
@@ -95,21 +106,47 @@ class UnequalSearch:
         self.is_on_cpu = is_cpu(self.groups[0])
 
     def run(self, cutoff: float = math.inf) -> FoundUnequal | None:
-        """The best pipeline that takes less than `cutoff` seconds."""
-        queue = [(self.bound(terms), number, terms) for number, terms in enumerate(self.terms())]
+        """The best pipeline that takes less than `cutoff` seconds; on many devices the best to GAP, or that of the
+        MOST_SOLVED most promising problems."""
+        is_large = self.request.whole.num_devices > FEW_DEVICES
+        share, most = (1.0 - GAP, MOST_SOLVED) if is_large else (1.0, math.inf)
+        num_solved = 0
+        numbers = itertools.count()
+        queue = [(self._outline_bound(outline), next(numbers), outline, True) for outline in self._outlines()]
         heapq.heapify(queue)
-        best, found = cutoff, None
-        while queue and queue[0][0] < best:
-            _, _, terms = heapq.heappop(queue)
+        best, found, too_large = cutoff, None, list[Terms]()
+        while queue and queue[0][0] < best * share:
+            _, _, terms, is_outline = heapq.heappop(queue)
+            if is_outline:
+                for each in self._variants(terms):
+                    heapq.heappush(queue, (self.bound(each), next(numbers), each, False))
+                continue
+            bound = self.bound(terms, self.least_recompute(terms))
+            if bound >= best * share:
+                too_large += [terms] if bound == math.inf else []
+                continue
+            num_solved += 1
+            if found is not None and num_solved > most:
+                break
             try:
-                solved = self.solve(terms, best)
+                solved = self.solve(terms, best * share)
             except NothingBelowCutoffError:
                 continue
             except PipelineInfeasibleError as error:
                 self.smallest_excess = min(self.smallest_excess, error.smallest_excess)
                 continue
             best, found = solved.objective, solved
+        if found is None and cutoff == math.inf:
+            self._measure_excess(too_large)
         return found
+
+    def _measure_excess(self, too_large: list[Terms]) -> None:
+        """What those that fit in no way lack at least."""
+        for terms in too_large:
+            try:
+                self.solve(terms)
+            except PipelineInfeasibleError as error:
+                self.smallest_excess = min(self.smallest_excess, error.smallest_excess)
 
     def asked(self, request: Request) -> UnequalSearch:
         """A search for other constraints or another batch, with the same decisions and prices."""
@@ -124,17 +161,28 @@ class UnequalSearch:
 
     def terms(self) -> Iterator[Terms]:
         """All of them that agree with the constraints."""
+        for outline in self._outlines():
+            yield from self._variants(outline)
+
+    def _outlines(self) -> Iterator[Terms]:
+        """Without what bears on parameters only."""
         limits, rows = self.request.constraints, self.request.global_batch_size
         for count in micro_batch_counts(rows, limits.micro_batches):
-            stages = (0, 2, 3) if count == 1 else (0, 1, 2, 3)
             for seats in self.shapes(rows // count):
-                has_data = any(seat.mesh.num_data_ranks > 1 for seat in seats)
-                pinned = stages if limits.zero is None else (limits.zero,)
-                for zero in pinned if has_data else (0,):
-                    for offload in offloads(self.request, zero):
-                        for schedule in self._schedules(count):
-                            for price in self._prices(max(seat.mesh.size("tp") for seat in seats), rows // count):
-                                yield Terms(seats, price, count, zero, offload, schedule)
+                for schedule in self._schedules(count):
+                    for price in self._prices(max(seat.mesh.size("tp") for seat in seats), rows // count):
+                        yield Terms(seats, price, count, 0, "", schedule)
+
+    def _variants(self, outline: Terms) -> Iterator[Terms]:
+        """Every ZeRO stage and offload of an outline."""
+        stages: tuple[int, ...] = (0, 2, 3) if outline.num_micro_batches == 1 else (0, 1, 2, 3)
+        if all(seat.mesh.num_data_ranks == 1 for seat in outline.seats):
+            stages = (0,)
+        elif self.request.constraints.zero is not None:
+            stages = (self.request.constraints.zero,)
+        for zero in stages:
+            for offload in offloads(self.request, zero):
+                yield replace(outline, zero=zero, offload=offload)
 
     def shapes(self, rows: int) -> Iterator[tuple[Seat, ...]]:
         """Sets of shapes for micro-batches of `rows` rows: one of every group, or two of the only one."""
@@ -265,16 +313,49 @@ class UnequalSearch:
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
-    def bound(self, terms: Terms) -> float:
-        """Seconds that no pipeline can undercut: every block on the seat that is best for it, memory free."""
-        totals, is_split = [self._seconds(seat, terms) for seat in terms.seats], terms.schedule == "zero-bubble"
-        fill = sum(
-            count * min(own[index][0] - (2 * own[index][1] if is_split else 0.0) for own in totals)
-            for index, count in enumerate(self.counts.values())
-        )
+    def bound(self, terms: Terms, recompute_seconds: float = 0.0) -> float:
+        """Seconds that no pipeline can undercut: every block on the seat that is best for it, memory free.
+
+        recompute_seconds: of all layers per micro-batch, that any plan has.
+        """
+        return self._bound(terms, [self._seconds(seat, terms) for seat in terms.seats], recompute_seconds)
+
+    def _outline_bound(self, outline: Terms) -> float:
+        """The same whatever becomes of the parameters."""
+        seconds = [self._activity_of(seat, outline).seconds for seat in outline.seats]
+        return self._bound(outline, [[(*own[name], 0.0) for name in self.counts] for own in seconds], 0.0)
+
+    def _bound(self, terms: Terms, totals: list[list[tuple[float, float, float]]], recompute_seconds: float) -> float:
+        """totals: as `_seconds` of every seat."""
+        is_split, least, drained = terms.schedule == "zero-bubble", recompute_seconds, recompute_seconds
+        for index, count in enumerate(self.counts.values()):
+            least += count * min(own[index][0] for own in totals)
+            drained += count * min(own[index][0] - 2 * own[index][1] for own in totals)
         busy = self._bottleneck(terms.seats, [[micro for micro, _, _ in own] for own in totals])
         step = self._bottleneck(terms.seats, [[once for _, _, once in own] for own in totals])
-        return fill + (terms.num_micro_batches - 1) * busy + step
+        busy = max(busy, least / max(self._numbers(terms.seats)))
+        return (drained if is_split else least) + (terms.num_micro_batches - 1) * busy + step
+
+    def least_recompute(self, terms: Terms) -> float:
+        """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one, every
+        block kept what it keeps on the seat that is best for it, and every position held as many micro-batches as the
+        one that holds the fewest; inf where even so nothing fits."""
+        costs, numbers = [self.costs(seat, terms) for seat in terms.seats], self._numbers(terms.seats)
+        usable = [usable_bytes(self.request.of_group(group)) for group in range(len(self.groups))]
+        if len(self.groups) == 1:
+            room = usable[0] * max(numbers)
+        else:
+            ranks = {seat.group: seat.mesh.num_ranks for seat in terms.seats}
+            room = sum(usable[g] * (self.groups[g].num_devices // n) for g, n in ranks.items())
+        classes = []
+        for name, count in self.counts.items():
+            room -= count * min(own[name].fixed_bytes for own in costs)
+            modes = [modes_of(own[name], self.request.constraints.recompute, not self.is_on_cpu) for own in costs]
+            best = [(min(m[k].seconds for m in modes), min(m[k].kept_bytes for m in modes)) for k in modes[0]]
+            classes.append((count, best))
+        held = HOLDING[terms.schedule](terms.num_micro_batches)
+        fewest = min(held(p, i) for p in numbers for i in range(p))
+        return least_seconds(classes, room * (1 + 1e-6) / fewest) if room > 0 else math.inf
 
     def _bottleneck(self, seats: tuple[Seat, ...], seconds: list[list[float]]) -> float:
         """What the busiest stage takes at least. seconds: of every class of blocks on every seat.
@@ -416,11 +497,13 @@ class UnequalSearch:
 
 def submesh_sizes(cluster: Cluster) -> list[int]:
     """Numbers of devices of a submesh, such that submeshes laid out largest first never lie across two nodes in part:
-    any on one node; else halves of a node, and whole nodes, doubled as long as they fit."""
+    any on one node; else halves of a node (of many devices, no less than half a node), and whole nodes, doubled as long
+    as they fit."""
     per_node, nodes = cluster.devices_per_node, cluster.num_nodes
     if nodes == 1:
         return list(range(1, per_node + 1))
-    parts = [per_node // 2**k for k in range(per_node.bit_length()) if per_node % 2**k == 0]
+    smallest = per_node // 2 if cluster.num_devices > MANY_DEVICES else 1
+    parts = [n for k in range(per_node.bit_length()) if per_node % 2**k == 0 and (n := per_node // 2**k) >= smallest]
     wholes = {per_node * 2**k for k in range(nodes.bit_length()) if 2**k <= nodes} | {per_node * nodes}
     return sorted({*parts, *wholes})
 
