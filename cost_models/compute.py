@@ -6,6 +6,17 @@ usual kernel overheads added. With T the ideal time at the nominal peak, the ach
     efficiency(T) = e * T / (T + r)        (e, r of the device: asymptotic efficiency and ramp)
 
 so that one roof costs (T + r) / e, and the kernel  launch + max(arithmetic roof, memory roof).
+
+Where the device says how many processors it has, the arithmetic roof of a matmul of known shape is that of its tiles.
+A product of m x n x k is cut into tiles of a x b, each made by one processor; P processors make P tiles in one wave:
+
+    waves * 2 a b k / (peak / P) / (e s) + x * output bytes / memory rate,    waves = ceil(ceil(m/a) ceil(n/b) / P)
+
+and the library takes the cheapest tile of TILES (NVIDIA, "Matrix Multiplication Background User's Guide", DU-09799-001,
+sections "Tile quantization" and "Wave quantization"). s: what a small tile loses, having fewer products per operand
+read. x (output_exposed of the device): processors that write their tile multiply nothing, unless others of the same
+wave do; so a product loses the more the shorter its k. Few tiles with a long k are cut along k too, so that all
+processors work (split-k).
 """
 
 from __future__ import annotations
@@ -18,14 +29,45 @@ from cost_models.hardware import Device
 
 Kind = Literal["matmul", "attention", "memory"]
 
+TILES = (
+    (256, 128, 256 * 128),
+    (128, 256, 128 * 256),
+    (128, 128, 128 * 128),
+    (128, 64, 128 * 64 / 0.8),
+    (64, 64, 64 * 64 / 0.8**2),
+)
+"""Rows and columns of the tiles to choose from, and their elements divided by their relative rate. Sizes: CUTLASS's
+defaults for tensor cores, which the guide above lists too. Rates: 0.8 per halving, fitted to measured_ops.json
+(benchmarks/operators.py)."""
+
+SPLIT_TILE = 128
+"""Rows and columns of the tiles that are cut along k."""
+
+ATTENTION_BLOCK = 128
+"""Queries, and keys, of one block of a flash kernel (T. Dao, "FlashAttention-2" (2023), section 3.3)."""
+
+ATTENTION_RAMP = {False: 64.0, True: 256.0}
+"""Keys that one block of queries could have visited in the time of its start and end, forward and (True) backward.
+Fitted, with CAUSAL_RATE, to FlashAttention-2 in J. Shah et al., "FlashAttention-3" (2024), figures 5 and 6."""
+
+CAUSAL_RATE = 0.91
+"""What blocks of unequal length leave of the rate."""
+
+WIDE = {"fp64": 8, "complex64": 8, "fp32": 4, "tf32": 4}
+"""Bytes of one element of a matmul's output, where it is not 2."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one kernel does.
 
     kind: "matmul" (any contraction), "attention" (a fused one), "memory" (elementwise, reductions, copies).
-    flops: floating-point operations, a multiply-add counted as two. num_bytes: read and written, each byte once.
-    dtype: of the operands ("fp32", "bf16", ...; see Device.peak). shape: (m, n, k) of a matmul where known.
+    flops: floating-point operations, a multiply-add counted as two; of attention with a causal mask only the half below
+    the diagonal, and of its backward 2.5 times the forward's. num_bytes: read and written, each byte once.
+    dtype: of the operands ("fp32", "bf16", ...; see Device.peak).
+    shape: (m, n, k) of a matmul, of which `flops` may hold several (a batch); of attention (batch x heads, queries,
+    keys); () where unknown. variant, backward, causal: of attention, which kernel (Device.attention_variants), which
+    pass, and whether it skips what a causal mask hides.
     Raises ValueError for an unknown kind, negative amounts, or a shape of another length than 0 or 3.
     """
 
@@ -34,6 +76,9 @@ class Work:
     num_bytes: float
     dtype: str = "fp32"
     shape: tuple[int, ...] = ()
+    variant: str = ""
+    backward: bool = False
+    causal: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("matmul", "attention", "memory"):
@@ -42,7 +87,7 @@ class Work:
         if not (self.flops >= 0 and self.num_bytes >= 0):
             raise ValueError(f"flops and num_bytes must be zero or more, got {self.flops} and {self.num_bytes}")
         if self.shape and (len(self.shape) != 3 or min(self.shape) < 1):
-            raise ValueError(f"shape must be (m, n, k), each at least 1, got {self.shape}")
+            raise ValueError(f"shape must be (m, n, k) or (heads, queries, keys), each at least 1, got {self.shape}")
 
 
 def seconds(work: Work, device: Device) -> float:
@@ -53,10 +98,20 @@ def seconds(work: Work, device: Device) -> float:
     """
     if work.flops == 0 and work.num_bytes == 0:
         return 0.0
-    memory_seconds = _roof(
-        work.num_bytes / device.memory_bytes_per_second, device.memory_efficiency, device.memory_ramp_seconds
-    )
-    return device.kernel_launch_seconds + max(_arithmetic_seconds(work, device), memory_seconds)
+    return device.kernel_launch_seconds + max(_arithmetic_seconds(work, device), _memory_seconds(work, device))
+
+
+def _memory_seconds(work: Work, device: Device) -> float:
+    ideal_seconds = work.num_bytes / device.memory_bytes_per_second
+    if device.cache_bytes and work.kind == "memory":
+        saved = 1 - device.memory_bytes_per_second / device.cache_bytes_per_second
+        ideal_seconds *= 1 - saved * _cached(work.num_bytes, device)
+    return _roof(ideal_seconds, device.memory_efficiency, device.memory_ramp_seconds)
+
+
+def _cached(num_bytes: float, device: Device) -> float:
+    """Share of a kernel's bytes that the last-level cache serves: all up to half of its size, none from 1.5 times."""
+    return min(1.0, max(0.0, 1.5 - num_bytes / device.cache_bytes))
 
 
 def _arithmetic_seconds(work: Work, device: Device) -> float:
@@ -64,9 +119,58 @@ def _arithmetic_seconds(work: Work, device: Device) -> float:
         return 0.0
     if work.kind == "memory":
         return work.flops / device.peak("fp32")
-    efficiency = device.matmul_efficiency if work.kind == "matmul" else device.attention_efficiency
-    ideal_seconds = padding(work.shape, device.matmul_tile) * work.flops / device.peak(work.dtype)
-    return _roof(ideal_seconds, efficiency, device.matmul_ramp_seconds)
+    peak = device.peak(work.dtype)
+    if work.kind == "attention":
+        return _attention_seconds(work, device, peak)
+    if device.num_processors and work.shape:
+        return _tiled_seconds(work, device, peak)
+    ideal_seconds = padding(work.shape, device.matmul_tile) * work.flops / peak
+    return _roof(ideal_seconds, device.matmul_efficiency, device.matmul_ramp_seconds)
+
+
+def _tiled_seconds(work: Work, device: Device, peak: float) -> float:
+    """The arithmetic roof of a matmul of known shape, or of a batch of them."""
+    m, n, k = work.shape
+    num_processors = device.num_processors
+    count = work.flops / (2.0 * m * n * k)
+    # One multiply-add of a whole wave of one-element tiles.
+    unit = 2.0 * k * num_processors / (peak * device.matmul_efficiency)
+    elements = math.inf
+    per_processor = count / num_processors
+    for rows, columns, cost in TILES:
+        waves = math.ceil(-(-m // rows) * -(-n // columns) * per_processor)
+        if waves * cost < elements:
+            elements = waves * cost
+    memory_rate = device.memory_bytes_per_second * device.memory_efficiency
+    written = m * n * count * WIDE.get(work.dtype, 2) * device.output_exposed / memory_rate
+    tiles = -(-m // SPLIT_TILE) * -(-n // SPLIT_TILE) * count
+    if tiles * 2 > num_processors:
+        return elements * unit + written
+    # Every part writes its sums, and the last one reads them, in fp32: at most a tile of each processor.
+    parts = num_processors // max(math.ceil(tiles), 1)
+    sums = 8.0 * SPLIT_TILE**2 * num_processors / memory_rate
+    return min(elements * unit, SPLIT_TILE**2 / parts * unit + sums) + written
+
+
+def _attention_seconds(work: Work, device: Device, peak: float) -> float:
+    variants, variant = device.attention_variants, work.variant
+    rate = variants.get(variant, device.attention_efficiency)
+    if work.backward:
+        rate = variants.get(f"{variant}.backward", rate)
+    if not (device.num_processors and work.shape):
+        return _roof(work.flops / peak, rate, device.matmul_ramp_seconds)
+    heads, queries, keys = work.shape
+    visited = keys / 2 if work.causal else keys
+    excess = ATTENTION_RAMP[work.backward] / visited
+    if work.causal:
+        # The blocks on the diagonal are computed in full.
+        excess += ATTENTION_BLOCK / keys
+        rate *= CAUSAL_RATE
+    ideal_seconds = work.flops / peak * (1 + excess)
+    # Padded to whole blocks of queries, and those to whole waves.
+    blocks = heads * -(-queries // ATTENTION_BLOCK)
+    waves = -(-blocks // device.num_processors)
+    return ideal_seconds / rate * waves * device.num_processors * ATTENTION_BLOCK / (heads * queries)
 
 
 def _roof(ideal_seconds: float, efficiency: float, ramp_seconds: float) -> float:

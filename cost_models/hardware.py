@@ -57,6 +57,13 @@ class Device:
     matmul_efficiency, attention_efficiency, memory_efficiency: the fraction of the peak that large kernels reach.
     matmul_ramp_seconds, memory_ramp_seconds: ideal time at which a kernel reaches half of that fraction.
     matmul_tile: rows and columns of an output tile; smaller matrices are padded to it.
+    num_processors: of a GPU (streaming multiprocessors), so that matmuls of known shape are priced as waves of tiles
+    and attention as waves of blocks (compute.py), and matmul_tile and matmul_ramp_seconds only serve the others; 0: not
+    modelled.
+    output_exposed: the part of the time of writing a matmul's output in which its processors multiply nothing.
+    attention_variants: the fraction of the peak that a named kernel reaches forward on long sequences without a mask
+    ("fa2", "fa3", "cudnn", ...), and with ".backward" behind its name in its backward.
+    cache_bytes, cache_bytes_per_second: of the last-level cache, where kernels that fit in it are seen to be faster.
     reserved_bytes: driver context, library workspaces and communication buffers.
     host_link_bytes_per_second: reached by copies to or from host memory, one direction. host_memory_bytes_per_second:
     the device's share of what the host reaches in its own memory (the update of an offloaded optimiser).
@@ -79,6 +86,11 @@ class Device:
     matmul_ramp_seconds: float = 0.0
     memory_ramp_seconds: float = 0.0
     matmul_tile: int = 1
+    num_processors: int = 0
+    output_exposed: float = 0.0
+    attention_variants: Mapping[str, float] = field(default_factory=dict, hash=False)
+    cache_bytes: int = 0
+    cache_bytes_per_second: float = 0.0
     reserved_bytes: int = 0
     host_link_bytes_per_second: float = 12e9
     host_memory_bytes_per_second: float = 12e9
@@ -88,6 +100,7 @@ class Device:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops_per_second", dict(self.peak_flops_per_second))
+        object.__setattr__(self, "attention_variants", dict(self.attention_variants))
         if "fp32" not in self.peak_flops_per_second:
             raise ValueError(f"device {self.name}: peak_flops_per_second needs an entry for fp32")
         owner = f"device {self.name}"
@@ -106,6 +119,10 @@ class Device:
             kernel_launch_seconds=self.kernel_launch_seconds,
             matmul_ramp_seconds=self.matmul_ramp_seconds,
             memory_ramp_seconds=self.memory_ramp_seconds,
+            num_processors=self.num_processors,
+            output_exposed=self.output_exposed,
+            cache_bytes=self.cache_bytes,
+            cache_bytes_per_second=self.cache_bytes_per_second,
             reserved_bytes=self.reserved_bytes,
         )
         _require_fraction(
@@ -113,7 +130,12 @@ class Device:
             matmul_efficiency=self.matmul_efficiency,
             attention_efficiency=self.attention_efficiency,
             memory_efficiency=self.memory_efficiency,
+            **{f"attention_variants.{name}": rate for name, rate in self.attention_variants.items()},
         )
+        if (self.cache_bytes > 0) != (self.cache_bytes_per_second > 0):
+            raise ValueError(f"{owner}: cache_bytes and cache_bytes_per_second go together")
+        if 0 < self.cache_bytes_per_second < self.memory_bytes_per_second:
+            raise ValueError(f"{owner}: cache_bytes_per_second is less than memory_bytes_per_second")
 
     def peak(self, dtype: str) -> float:
         """Nominal peak FLOP/s of contractions in `dtype`, by DTYPE_FALLBACKS where the device lacks the dtype.
