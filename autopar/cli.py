@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | explain | compare | verify | train`.
+"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | train`.
 
 What a user got wrong is printed without a traceback and ends with exit code 2; a verification that finds a difference,
 and a rank that fails, end with 1.
@@ -123,6 +123,40 @@ def report(
 
 @app.command()
 @without_traceback
+def simulate(
+    model: Model,
+    cluster: ClusterText = "detect",
+    processes: Processes = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
+    framework: Annotated[str, typer.Option(help="autopar, megatron-2021, fsdp, deepspeed-zero3, ...")] = "autopar",
+    settings: Settings = None,
+    constraints: ConstraintFile = None,
+    option: Options = None,
+) -> None:
+    """Predict a strategy given with --set (dp, tp, pp, zero, micro_batches, sp=false, ...), without searching."""
+    from autopar.simulate import predict
+    from autopar.simulate.text import prediction_lines
+
+    spec = read_cluster(cluster, processes)
+    job = read_job(model, spec.num_devices, batch, seq, option, meta=True)
+    found = predict(
+        job.model,
+        spec,
+        read_constraints(settings, None, constraints),
+        example_inputs=job.inputs,
+        loss_fn=job.loss_fn,
+        global_batch_size=batch,
+        precision=precision,
+        framework=framework,
+    )
+    for line in prediction_lines(found):
+        print(line)
+
+
+@app.command()
+@without_traceback
 def explain(
     source: Source,
     model: GivenModel = None,
@@ -210,6 +244,30 @@ def verify(
         print(f"(or as near to it as the model's own training is to fp64: {', '.join(found.explained(tolerance))})")
     if not is_ok:
         raise typer.Exit(1)
+
+
+@app.command()
+@without_traceback
+def profile(
+    processes: Processes = None,
+    out: Annotated[str, typer.Option(help="the cluster's TOML file; samples go beside it", metavar="FILE")] = (
+        "profile.toml"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="fewer shapes and rounds")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="do not go on with an earlier run's samples")] = False,
+    like: Annotated[
+        str | None, typer.Option(help='for GPUs not known by name, a cluster like theirs: "8 h100-sxm"')
+    ] = None,
+) -> None:
+    """Measure this machine (under torchrun: all of them) and write it down for --cluster."""
+    from autopar.profiling.profile import profile as measure
+    from autopar.profiling.profile import summary_table
+
+    given = read_cluster(like, None).groups[0] if like else None
+    found = measure(processes, out=out, level="quick" if quick else "full", fresh=fresh, like=given, console=console())
+    if found is not None:
+        console().print(summary_table(found))
+        print(f"profile written to {out}")
 
 
 @app.command()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 import re
 import tempfile
 import time
@@ -15,18 +14,17 @@ from pathlib import Path
 
 import torch
 
-from autopar.calibrate import fit_device, fit_link
 from autopar.errors import ClusterError
-from autopar.measure import Measurements, available_cores, measure
+from autopar.profiling.machine import available_cores, cpu_model, host_memory_bytes
+from autopar.profiling.processes import run_processes
+from autopar.profiling.profile import BUSY, DEFAULT_CPU_PROCESSES, QUIET_SHARE, Profile, fitted
+from autopar.profiling.samples import Samples
 from cost_models import catalog
 from cost_models.machine import Cluster
 
-DEFAULT_CPU_PROCESSES = 4
-QUIET_SHARE = 0.8
-"""Below this share of the cores, other programs have slowed the measured collectives down."""
-BUSY, BUSY_CACHE_SECONDS = "while other programs took", 600.0
-"""How a source says so, and for how long such a measurement is used."""
-CACHE_FORMAT = 1
+BUSY_CACHE_SECONDS = 600.0
+"""For how long a measurement of a busy machine is used."""
+CACHE_FORMAT = 2
 """Part of the cache's key; to be raised when the same machine would be described differently."""
 
 GPU_NAMES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -58,8 +56,8 @@ def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
     ~/.cache/autopar (or $XDG_CACHE_HOME/autopar), by CPU, cores, torch version and num_devices. `refresh` measures
     anew.
 
-    On a machine that is busy with other programs, the collectives come out too slow: that is warned of, and kept for
-    ten minutes only.
+    What other programs take is subtracted, but on a machine that is busy with them the rest is less certain: that is
+    warned of, and kept for ten minutes only. `autopar profile` measures more, and into a file.
 
     Raises ClusterError for an unknown or mixed set of GPUs, counts that do not fit, and failed measuring processes.
     """
@@ -145,7 +143,7 @@ class Machine:
     @staticmethod
     def here() -> Machine:
         """This machine."""
-        return Machine(_cpu_model(), available_cores(), torch.__version__)
+        return Machine(cpu_model(), available_cores(), torch.__version__)
 
     def cache_path(self, num_devices: int) -> Path:
         """Where the measured cluster of num_devices processes is kept."""
@@ -155,22 +153,31 @@ class Machine:
 
 
 def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
-    machine = Machine.here()
-    path = machine.cache_path(num_devices)
+    path = Machine.here().cache_path(num_devices)
     if not refresh and (kept := _kept(path)):
         # The memory may have changed since (a container's limit), and costs nothing to look up.
-        return kept.with_memory(_memory_bytes() // num_devices)
-    measured = measure(num_devices)
-    if measured.share < QUIET_SHARE:
+        return kept.with_memory(host_memory_bytes() // num_devices)
+    found = measure(num_devices)
+    if found.measured.share < QUIET_SHARE:
         warnings.warn(
-            f"the CPU was measured {BUSY} {1 - measured.share:.0%} of the cores: collectives may be faster than "
-            "predicted. autopar.detect.detect(refresh=True) measures anew",
+            f"the CPU was measured {BUSY} {1 - found.measured.share:.0%} of the cores, which makes predictions less "
+            "certain. autopar.detect.detect(refresh=True) measures anew",
             stacklevel=4,
         )
-    cluster = cpu_cluster(measured, machine)
     with contextlib.suppress(OSError):
-        _write(path, cluster.to_toml())
-    return cluster
+        _write(path, found.to_toml())
+    return found.cluster
+
+
+def measure(num_processes: int) -> Profile:
+    """This machine's CPU, shared by so many processes, in some ten seconds. Raises ClusterError."""
+    with tempfile.TemporaryDirectory(prefix="autopar-detect-") as folder:
+        raw = Path(folder) / "samples.jsonl"
+        run_processes(num_processes, raw, "brief", timeout_seconds=180.0)
+        samples = Samples.read(raw)
+    if samples is None:
+        raise ClusterError("the measuring processes left nothing to read", values=str(raw))
+    return fitted(samples)
 
 
 def _kept(path: Path) -> Cluster | None:
@@ -180,40 +187,6 @@ def _kept(path: Path) -> Cluster | None:
         if BUSY not in cluster.device.source or time.time() - path.stat().st_mtime < BUSY_CACHE_SECONDS:
             return cluster
     return None
-
-
-def cpu_cluster(measured: Measurements, machine: Machine) -> Cluster:
-    """One node of the processes that were measured. A single one has no link to measure: the built-in loopback."""
-    source = (
-        f"measured by autopar.detect on {measured.num_cores:g} cores ({machine.cpu}) shared by "
-        f"{measured.num_processes} processes of one thread at once, torch {machine.torch_version}"
-    )
-    if measured.share < QUIET_SHARE:
-        source += f", {BUSY} {1 - measured.share:.0%} of the cores"
-    overhead = (
-        f"{source}; overhead of a kernel on tiny tensors {measured.forward_seconds * 1e6:.1f} us forward, "
-        f"{measured.backward_seconds * 1e6:.1f} us backward"
-    )
-    device = fit_device(measured, _memory_bytes() // measured.num_processes, overhead)
-    link = fit_link(measured, device, source) if measured.collectives else catalog.link("loopback")
-    return Cluster(device, 1, measured.num_processes, link, link)
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
-
-
-def _memory_bytes() -> int:
-    """Of this machine, or of the container if that has a lower limit."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(name).read_text()))
-    return min(limits)
 
 
 def _write(path: Path, text: str) -> None:

@@ -16,11 +16,16 @@ import pytest
 import torch
 
 from autopar import detect as detect_module
-from autopar import measure as measure_module
-from autopar.calibrate import predicted_seconds
-from autopar.detect import Machine, cpu_cluster, detect
+from autopar.detect import Machine, detect
 from autopar.errors import ClusterError
-from autopar.measure import Measurements, available_cores, summarise, time_rounds
+from autopar.profiling import processes
+from autopar.profiling.cases import Case
+from autopar.profiling.clock import Timing
+from autopar.profiling.fit_link import predicted_seconds
+from autopar.profiling.machine import host_memory_bytes
+from autopar.profiling.processes import run_processes
+from autopar.profiling.profile import Profile, fitted
+from autopar.profiling.samples import Provenance, Sample, Samples
 from cost_models import catalog, compute
 from cost_models.machine import Cluster
 
@@ -152,16 +157,18 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Measurements, Measurements]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Profile]:
     """This machine timed twice by two processes: every other round, so that both see it as busy as it is."""
-    results = time_rounds(2, min_rounds=6, collective_seconds=0.0)
-    cores = available_cores()
-    return summarise(results, cores, slice(0, None, 2)), summarise(results, cores, slice(1, None, 2))
+    raw = tmp_path_factory.mktemp("samples") / "profile.jsonl"
+    run_processes(2, raw, "quick")
+    samples = Samples.read(raw)
+    assert samples is not None
+    return fitted(samples.only_rounds(slice(0, None, 2))), fitted(samples.only_rounds(slice(1, None, 2)))
 
 
 @pytest.fixture(scope="module")
-def cluster(measured: tuple[Measurements, Measurements]) -> Cluster:
-    return cpu_cluster(measured[0], Machine.here())
+def cluster(measured: tuple[Profile, Profile]) -> Cluster:
+    return measured[0].cluster
 
 
 @pytest.mark.distributed
@@ -181,20 +188,18 @@ def test_a_measured_cpu_is_sane(cluster: Cluster) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_backward_costs_more_than_forward(measured: tuple[Measurements, Measurements]) -> None:
+def test_backward_costs_more_than_forward(measured: tuple[Profile, Profile]) -> None:
     """Autograd's engine, accumulation and views come on top, whatever the machine."""
     for one in measured:
-        assert 0 < one.forward_seconds < one.backward_seconds
+        assert 0 < one.measured.forward_seconds < one.measured.backward_seconds
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_kernels_are_predicted_within_a_factor_of_two(
-    measured: tuple[Measurements, Measurements], cluster: Cluster
-) -> None:
+def test_kernels_are_predicted_within_a_factor_of_two(measured: tuple[Profile, Profile], cluster: Cluster) -> None:
     """Of the second measurement; matmuls that take longer than a few launches, memory-bound kernels as a whole."""
     ratios: dict[str, list[float]] = {"matmul": [], "memory": []}
-    for kernel in measured[1].kernels:
+    for kernel in measured[1].measured.kernels:
         if kernel.work.kind in ratios and kernel.seconds > 4 * cluster.device.kernel_launch_seconds:
             ratios[kernel.work.kind].append(compute.seconds(kernel.work, cluster.device) / kernel.seconds)
     assert len(ratios["matmul"]) >= 4
@@ -206,7 +211,7 @@ def test_kernels_are_predicted_within_a_factor_of_two(
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_collectives_are_predicted_within_a_factor_of_two(
-    measured: tuple[Measurements, Measurements], cluster: Cluster, kind: str
+    measured: tuple[Profile, Profile], cluster: Cluster, kind: str
 ) -> None:
     """Of the second measurement, from 64 KiB to 16 MiB, the middle error.
 
@@ -215,7 +220,7 @@ def test_collectives_are_predicted_within_a_factor_of_two(
     """
     pairs = [
         (first, second)
-        for first, second in zip(measured[0].collectives, measured[1].collectives, strict=True)
+        for first, second in zip(measured[0].measured.collectives, measured[1].measured.collectives, strict=True)
         if second.kind == kind and second.num_bytes >= 2**16
     ]
     assert len(pairs) == 4
@@ -225,26 +230,24 @@ def test_collectives_are_predicted_within_a_factor_of_two(
 
 
 @pytest.mark.distributed
-def test_a_process_that_dies_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = measure_module._command
+def test_a_process_that_dies_ends_the_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start = processes._command
 
     def command(task: Mapping[str, Any]) -> list[str]:
         return start(task) if task["rank"] == 0 else [sys.executable, "-c", "import sys; sys.exit('out of luck')"]
 
-    monkeypatch.setattr(measure_module, "_command", command)
+    monkeypatch.setattr(processes, "_command", command)
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="out of luck"):
-        time_rounds(2)
+        run_processes(2, tmp_path / "samples.jsonl", "brief")
     assert time.monotonic() - begin < 20
 
 
-def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        measure_module, "_command", lambda task: [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    )
+def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processes, "_command", lambda task: [sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="did not finish in time"):
-        time_rounds(2, timeout_seconds=0.5)
+        run_processes(2, tmp_path / "samples.jsonl", "brief", timeout_seconds=0.5)
     assert time.monotonic() - begin < 20
 
 
@@ -262,25 +265,31 @@ def counted(monkeypatch: pytest.MonkeyPatch, share: list[float]) -> list[int]:
     """The calls of a `measure` that returns made-up times at once, without CUDA."""
     calls: list[int] = []
 
-    def fake(num_processes: int) -> Measurements:
+    def fake(num_processes: int) -> Profile:
         calls.append(num_processes)
+        samples = Samples(_provenance(num_processes))
         works = [
             compute.Work("matmul", 1e9, 1e6, "fp32", (512, 512, 2000)),
             compute.Work("memory", 0.0, 1e8),
             compute.Work("attention", 1e9, 1e6),
         ]
-        kernels = tuple(measure_module.KernelTime(work, 0.02 * len(calls)) for work in works)
-        times = tuple(
-            measure_module.CollectiveTime("all_reduce", num_bytes, num_processes, 1e-3 + num_bytes / 1e9)
-            for num_bytes in (2**10, 2**20, 2**24)
-        )
-        return Measurements(
-            num_processes, 2.0, share[0], 1e-5, 2e-5, 2**28, kernels, times if num_processes > 1 else ()
-        )
+        times = {Case(work.kind, work.kind, {}, work): 0.02 * len(calls) for work in works}
+        times |= {Case("overhead", "block forward"): 1e-4, Case("overhead", "block forward and backward"): 3.8e-4}
+        for num_bytes in (2**10, 2**20, 2**24) if num_processes > 1 else ():
+            parameters = {"kind": "all_reduce", "num_bytes": num_bytes, "group_size": num_processes, "stride": 1}
+            times[Case("collective", f"all_reduce {num_bytes}", parameters)] = 1e-3 + num_bytes / 1e9
+        for case, seconds in times.items():
+            samples.add(Sample(case, 0, Timing(seconds, 1, share[0])))
+        return fitted(samples)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(detect_module, "measure", fake)
     return calls
+
+
+def _provenance(num_processes: int) -> Provenance:
+    memory = host_memory_bytes() // num_processes
+    return Provenance("2026", "here", "CPU", "2.13", "", "", "gloo", 1, num_processes, 2.0, memory, 2**28)
 
 
 def test_a_measurement_is_kept_until_refreshed(counted: list[int]) -> None:
@@ -310,21 +319,6 @@ def test_a_busy_machine_is_warned_of_and_soon_measured_again(counted: list[int],
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3600))
     detect(2)
     assert counted == [2, 2]
-
-
-def test_kernels_are_charged_for_the_shared_cores_and_collectives_are_not() -> None:
-    """Four processes on two cores: 1 ms of CPU time lasts 2 ms. Rounds: median; processes: mean."""
-    work = {"kind": "matmul", "flops": 1e6, "num_bytes": 1e4, "dtype": "fp32", "shape": [8, 8, 8]}
-    rank = {"works": [work], "kernels": [[1e-3, 1e-3, 9e-3]], "forward": [1e-4], "backward": [2.8e-4], "share": 0.45}
-    other = {**rank, "kernels": [[3e-3, 3e-3, 9e-3]], "process_bytes": 7, "collectives": [["p2p", 64, 2, [4e-3, 6e-3]]]}
-    ranks = [{**other, **rank}, {**other, **rank}, other, other]
-    measured = summarise(ranks, num_cores=2.0)
-    assert measured.kernels[0].seconds == pytest.approx(2 * 2e-3)
-    assert measured.forward_seconds == pytest.approx(2 * 1e-4 / 10)
-    assert measured.backward_seconds == pytest.approx(2 * 2.8e-4 / 14)
-    assert measured.collectives[0].seconds == pytest.approx(5e-3)
-    assert measured.share == pytest.approx(0.9)
-    assert summarise(ranks, num_cores=8.0).kernels[0].seconds == pytest.approx(2e-3)
 
 
 def test_a_damaged_cache_is_measured_again(counted: list[int]) -> None:

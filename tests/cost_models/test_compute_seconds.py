@@ -113,7 +113,7 @@ def test_the_ramp_is_where_half_of_the_efficiency_is_reached() -> None:
 
 
 def test_a_cpu_is_priced_by_its_ramps_and_its_own_tile() -> None:
-    """The formulas that autopar/calibrate.py fits: padded to tiles, (T + r) / e."""
+    """The formulas that autopar/profiling/fit_device.py fits: padded to tiles, (T + r) / e."""
     device = catalog.device("cpu")
     assert device.num_processors == 0
     flops = 2.0 * 100 * 50 * 300

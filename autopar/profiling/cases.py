@@ -1,0 +1,189 @@
+"""What is measured: cases as plain data, by device and thoroughness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from cost_models.compute import Work
+
+Family = Literal["matmul", "memory", "attention", "overhead", "optimizer", "collective", "transfer"]
+Level = Literal["brief", "quick", "full"]
+"""brief: what `detect` measures on the way to a plan, in some ten seconds."""
+
+ROUNDS: Mapping[Level, int] = {"brief": 3, "quick": 3, "full": 5}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+ADAM_BYTES = 28
+"""Per element of an AdamW update in fp32: weight and both moments read and written, gradient read."""
+BLOCK_FORWARD_KERNELS, BLOCK_BACKWARD_KERNELS = 10, 14
+"""What the block of kernels.py launches as the cost model counts it: two norms, four linears (two matmuls each in
+backward), attention, two additions, a GELU. Views are free in the model; what they cost is spread over the kernels."""
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to time. name: unique. work: what a kernel does, as the cost model counts it.
+
+    parameters: of the function that runs it (kernels.py, collectives.py, transfers.py).
+    """
+
+    family: Family
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    work: Work | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a file."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Case:
+        """Back from `to_json`, after a round through JSON."""
+        work = value["work"]
+        made = Work(**{**work, "shape": tuple(work["shape"])}) if work else None
+        return Case(value["family"], value["name"], value["parameters"], made)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where the measuring processes are: num_nodes of devices_per_node, numbered node by node."""
+
+    num_nodes: int
+    devices_per_node: int
+    on_gpu: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def groups(self, level: Level) -> tuple[tuple[int, int], ...]:
+        """(size, stride) of the process groups to measure, all groups of a shape at once.
+
+        Runs of 2, 4, ... neighbours inside a node (brief and quick: only the smallest), one device of every node, and
+        all together.
+        """
+        per_node = self.devices_per_node
+        inside = [n for n in range(2, per_node) if per_node % n == 0 and n & (n - 1) == 0]
+        found = [(n, 1) for n in (inside[:1] if level != "full" else inside)]
+        found += [(per_node, 1)] if per_node > 1 else []
+        if self.num_nodes > 1:
+            found.append((self.num_nodes, per_node))
+            found += [(self.num_devices, 1)] if per_node > 1 else []
+        return tuple(dict.fromkeys(found))
+
+
+def cases(topology: Topology, level: Level) -> list[Case]:
+    """Everything that is measured, in order."""
+    found = [*_matmuls(topology.on_gpu, level), *_memory(topology.on_gpu, level), *_attention(topology.on_gpu, level)]
+    found += [Case("overhead", "block forward"), Case("overhead", "block forward and backward")]
+    found.append(_optimizer(2**24 if topology.on_gpu else 2**20))
+    found += _collectives(topology, level)
+    return found if level == "brief" else [*found, *_transfers(topology.on_gpu, level)]
+
+
+def linear(rows: int, columns: int, depth: int, dtype: str) -> Case:
+    """[rows, depth] times the transpose of [columns, depth]."""
+    size = ITEM_BYTES[dtype]
+    moved = float(size * (rows * depth + columns * depth + rows * columns))
+    work = Work("matmul", 2.0 * rows * columns * depth, moved, dtype, (rows, columns, depth))
+    name = f"linear {dtype} {rows}x{columns}x{depth}"
+    return Case("matmul", name, {"rows": rows, "columns": columns, "depth": depth, "dtype": dtype}, work)
+
+
+def _matmuls(on_gpu: bool, level: Level) -> Iterator[Case]:
+    if not on_gpu:
+        shapes = [
+            (16, 64, 64), (64, 64, 64), (128, 256, 256), (512, 256, 256), (512, 512, 512), (1024, 1024, 256),
+            (8, 512, 512), (512, 16, 512),
+        ]  # fmt: skip
+        if level == "full":
+            # Projections and their gradients of small transformers, whole and split over two and four ranks.
+            shapes += [(256, 768, 256), (256, 1024, 256), (256, 256, 1024), (256, 512, 256), (256, 256, 128)]
+            shapes += [(768, 256, 256), (64, 256, 256), (2048, 256, 256)]
+        yield from (linear(*shape, "fp32") for shape in shapes)
+        yield linear(256, 512, 512, "bf16")
+        yield linear(256, 512, 512, "fp64")
+        return
+    # Rows: tokens of a micro-batch. Columns and depth: projections of hidden sizes 1024 to 8192, whole and split by
+    # tensor parallelism, and the gradients' shapes (depth = tokens).
+    widths = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (4096, 512), (1024, 1024), (8192, 8192)]
+    rows = (256, 1024, 4096, 16384) if level == "full" else (1024, 4096)
+    for dtype in ("bf16", "fp16", "fp32") if level == "full" else ("bf16", "fp32"):
+        for columns, depth in widths if dtype == "bf16" else widths[:2]:
+            yield from (linear(n, columns, depth, dtype) for n in rows)
+        yield linear(4096, 4096, 16384, dtype)
+        yield linear(200, 4096, 4096, dtype)
+    if level == "full":
+        yield linear(4096, 32000, 4096, "bf16")
+
+
+def _memory(on_gpu: bool, level: Level) -> Iterator[Case]:
+    width = 4096 if on_gpu else 512
+    rows = (128, 2048, 16384) if on_gpu else (16, 128, 1024, 8192)
+    moved = {"add": 3, "gelu": 2, "layer_norm": 2, "gelu backward": 3, "layer_norm backward": 3}
+    names = ("add", "gelu", "layer_norm") if level == "brief" else tuple(moved)
+    for operation in names:
+        for n in rows if operation == "add" else rows[-3:]:
+            work = Work("memory", 0.0, 4.0 * n * width * moved[operation])
+            yield Case("memory", f"{operation} {n}x{width}", {"operation": operation, "rows": n, "width": width}, work)
+
+
+def _attention(on_gpu: bool, level: Level) -> Iterator[Case]:
+    sizes = [(4, 16, 2048, 128), (1, 16, 8192, 128)] if on_gpu else [(1, 4, 256, 64), (8, 4, 64, 64)]
+    dtype = "bf16" if on_gpu else "fp32"
+    for batch, heads, length, width in sizes[: 1 if level == "brief" else None]:
+        for causal in (False, True):
+            for is_backward in (False, True) if level != "brief" else (False,):
+                elements = batch * heads * length * width
+                flops = 4.0 * elements * length * (0.5 if causal else 1.0) * (2.5 if is_backward else 1.0)
+                moved = 4.0 * ITEM_BYTES[dtype] * elements * (2 if is_backward else 1)
+                words = ["attention", f"{batch}x{heads}x{length}x{width}"]
+                words += ["causal"] * causal + ["backward"] * is_backward
+                parameters = {
+                    "shape": [batch, heads, length, width],
+                    "causal": causal,
+                    "backward": is_backward,
+                    "dtype": dtype,
+                }
+                work = Work(
+                    "attention",
+                    flops,
+                    moved,
+                    dtype,
+                    (batch * heads, length, length),
+                    backward=is_backward,
+                    causal=causal,
+                )
+                yield Case("attention", " ".join(words), parameters, work)
+
+
+def _optimizer(elements: int) -> Case:
+    work = Work("memory", 0.0, float(ADAM_BYTES * elements))
+    return Case("optimizer", f"adamw {elements}", {"elements": elements}, work)
+
+
+def _collectives(topology: Topology, level: Level) -> Iterator[Case]:
+    if topology.on_gpu:
+        exponents = tuple(range(10, 31, 2)) if level == "full" else (10, 16, 20, 24, 28)
+    else:
+        exponents = (10, 14, 16, 18, 20, 22, 24) if level == "full" else (10, 16, 20, 22, 24)
+    for size, stride in topology.groups(level):
+        for kind in KINDS:
+            for num_bytes in (2**exponent for exponent in exponents):
+                parameters = {"kind": kind, "num_bytes": num_bytes, "group_size": size, "stride": stride}
+                yield Case("collective", f"{kind} {num_bytes} group {size} stride {stride}", parameters)
+
+
+def _transfers(on_gpu: bool, level: Level) -> Iterator[Case]:
+    copied = 2**28 if on_gpu else 2**25
+    on_disk = 2**28 if level == "full" else 2**26
+    for name, num_bytes in (
+        ("copy to host", copied),
+        ("copy to device", copied),
+        ("host update", ADAM_BYTES * 2**20),
+        ("disk write", on_disk),
+        ("disk read", on_disk),
+    ):
+        yield Case("transfer", name, {"operation": name, "num_bytes": num_bytes})

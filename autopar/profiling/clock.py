@@ -1,0 +1,210 @@
+"""The timing primitives: everything that differs between a CPU that processes share and a GPU of one's own.
+
+Both clocks time a `kernel` (one process' device, while every other process is as busy) and a `stretch` of many calls
+that all processes make together (collectives, copies).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], object]
+CPU_WINDOW_SECONDS = 0.04
+"""How long one kernel is repeated in one round: some ten time slices of the scheduler."""
+FLUSH_BYTES = 2**28
+"""Written between kernels: more than any L2 cache of today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """seconds of one call, mean over the ranks. num_calls: that were timed. share: of its part of the cores that this
+    process really had, other programs taking the rest; 1 on a GPU."""
+
+    seconds: float
+    num_calls: int
+    share: float = 1.0
+
+
+class Clock(Protocol):
+    """Every rank calls the same methods in the same order; every rank gets the same seconds of a stretch."""
+
+    def kernel(self, call: Call) -> Timing: ...
+
+    def stretch(self, call: Call, seconds: float) -> Timing:
+        """As many calls as take about so many seconds."""
+
+    def wait(self) -> None:
+        """Until the device has done all that it was asked to."""
+
+
+class CpuClock:
+    """For processes that share a machine's cores, possibly with programs that are none of ours.
+
+    Kernels are timed by the CPU time that they use, which leaves out what other programs take, and charged for the part
+    of a core that each process has: cores / processes, at most 1. Stretches, in which processes wait for one another,
+    are timed by the clock, less what other programs took meanwhile: with C cores, CPU seconds `busy` of the whole
+    machine and `own` of all processes on it,
+
+        seconds = wall - (busy - own) / C
+
+    which is the wall time where other programs take nothing. Cores are shared by time slices of milliseconds and
+    counted in hundredths of a second, so that a stretch should last a tenth of a second or more.
+    """
+
+    def __init__(self, num_local: int, num_cores: float) -> None:
+        self.num_local, self.num_cores = num_local, num_cores
+        self.part = min(1.0, num_cores / num_local)
+
+    def kernel(self, call: Call) -> Timing:
+        """CPU time of this process, repeated for CPU_WINDOW_SECONDS."""
+        call()
+        _barrier()
+        count, start, cpu_start = 0, time.perf_counter(), time.process_time()
+        while (now := time.perf_counter()) - start < CPU_WINDOW_SECONDS:
+            call()
+            count += 1
+        used = time.process_time() - cpu_start
+        return Timing(used / count / self.part, count, min(1.0, used / (now - start) / self.part))
+
+    def stretch(self, call: Call, seconds: float) -> Timing:
+        count = repetitions(call, seconds, self.wait)
+        _barrier()
+        before = Usage.now()
+        for _ in range(count):
+            call()
+        used = before.until(Usage.now())
+        undisturbed = quiet_seconds(gathered((hostname(), used)), self.num_cores)
+        return Timing(undisturbed / count, count, min(1.0, undisturbed / used.wall_seconds))
+
+    def wait(self) -> None:
+        """Nothing is asynchronous."""
+
+
+class CudaClock:
+    """For one GPU per process. Kernels by a pair of events each, L2 flushed in between; stretches by one pair."""
+
+    def __init__(self, device: torch.device, num_repeats: int = 20) -> None:
+        self.device, self.num_repeats = device, num_repeats
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def kernel(self, call: Call) -> Timing:
+        """Median over repetitions. The flush also keeps the device busy while the host enqueues the call, so that the
+        launch is not in the figure as long as it is shorter than the flush."""
+        for _ in range(3):
+            call()
+        _barrier()
+        pairs = [self._events() for _ in range(self.num_repeats)]
+        for start, end in pairs:
+            self.flush.zero_()
+            start.record()
+            call()
+            end.record()
+        self.wait()
+        return Timing(statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairs), self.num_repeats)
+
+    def stretch(self, call: Call, seconds: float) -> Timing:
+        count = repetitions(call, seconds, self.wait)
+        start, end = self._events()
+        _barrier()
+        self.wait()
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        self.wait()
+        mean = statistics.fmean(gathered(start.elapsed_time(end) / 1e3))
+        return Timing(mean / count, count)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _events(self) -> tuple[Any, Any]:
+        event: Any = torch.cuda.Event
+        return event(enable_timing=True), event(enable_timing=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """wall_seconds; cpu_seconds of this process; busy_seconds of all of the machine's cores together."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    busy_seconds: float
+
+    @staticmethod
+    def now() -> Usage:
+        """The clocks' states, of which only differences mean something. Without /proc/stat, nobody else is busy."""
+        return Usage(time.perf_counter(), time.process_time(), _busy_seconds())
+
+    def until(self, later: Usage) -> Usage:
+        """What passed between two states."""
+        return Usage(
+            later.wall_seconds - self.wall_seconds,
+            later.cpu_seconds - self.cpu_seconds,
+            later.busy_seconds - self.busy_seconds,
+        )
+
+
+def quiet_seconds(usages: Sequence[tuple[str, Usage]], num_cores: float) -> float:
+    """How long a stretch takes on machines with nothing else to do; the slowest host counts. usages: of each rank, with
+    its host. At least what the ranks' own CPU time takes on all cores, at most the wall time."""
+    slowest = 0.0
+    for host in {host for host, _ in usages}:
+        own = [usage for other, usage in usages if other == host]
+        wall = statistics.fmean(usage.wall_seconds for usage in own)
+        used = sum(usage.cpu_seconds for usage in own)
+        busy = statistics.fmean(usage.busy_seconds for usage in own)
+        others = max(busy - used, 0.0) if busy else 0.0
+        least = max(used / num_cores, max(usage.cpu_seconds for usage in own))
+        slowest = max(slowest, min(wall, max(wall - others / num_cores, least)))
+    return slowest
+
+
+def _busy_seconds() -> float:
+    try:
+        fields = [int(text) for text in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def repetitions(call: Call, seconds: float, wait: Callable[[], None]) -> int:
+    """How many calls take about so many seconds, equal on all ranks. Warms up on the way."""
+    call()
+    wait()
+    _barrier()
+    start = time.perf_counter()
+    for _ in range(2):
+        call()
+    wait()
+    slowest: float = max(gathered((time.perf_counter() - start) / 2))
+    return max(1, min(round(seconds / max(slowest, 1e-7)), 2000))
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value; the own one without a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def hostname() -> str:
+    """Of this machine."""
+    return os.uname().nodename if hasattr(os, "uname") else ""
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

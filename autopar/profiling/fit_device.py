@@ -1,0 +1,148 @@
+"""Fits a Device to measured kernels: through the functions that will price them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.profiling.cases import BLOCK_BACKWARD_KERNELS, BLOCK_FORWARD_KERNELS
+from autopar.profiling.fit import Parameters, descend, distance
+from autopar.profiling.samples import KernelTime, Measurements
+from cost_models import compute
+from cost_models.machine import Device
+
+NAME = "cpu-measured"
+TILES = (1, 2, 4, 8, 16, 32)
+RATES: Mapping[str, str] = {
+    "copy to device": "host_link_bytes_per_second",
+    "host update": "host_memory_bytes_per_second",
+    "disk read": "disk_bytes_per_second",
+}
+
+
+def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Device | None = None) -> Device:
+    """The device of one measured process, with `memory_bytes` of memory in all.
+
+    base: of a GPU, whose nominal figures and tile are kept; efficiencies, ramps, launch and the rates of copies are
+    fitted, and the peaks of dtypes beside the first to what they reached. Without one (a CPU) peaks and bandwidth are
+    the fastest that was seen. Only times above twice the launch are used: below it, they tell how much cheaper than the
+    mean that kernel's launch is.
+    """
+    launch = launch_seconds(measured, base)
+    by_kind = {kind: _large(measured.kernels, kind, launch) for kind in ("matmul", "memory", "attention")}
+    first = "fp32" if base is None else _first_dtype(by_kind["matmul"])
+    plain = [k for k in by_kind["matmul"] if k.work.dtype == first]
+    device = base or _of_cpu(measured, plain, by_kind["memory"], memory_bytes)
+    device = replace(
+        device, memory_bytes=memory_bytes, kernel_launch_seconds=launch, source=source, **_rates(measured, device)
+    )
+    device = _fit_roof(device, by_kind["memory"], "memory_efficiency", "memory_ramp_seconds")
+    tiles = TILES if base is None else (device.matmul_tile,)
+    # Where processors are modelled, what a matmul loses besides tiles and waves is the writing of its output.
+    loss = "output_exposed" if device.num_processors else "matmul_ramp_seconds"
+    tiled = [_fit_roof(replace(device, matmul_tile=tile), plain, "matmul_efficiency", loss) for tile in tiles]
+    device = min(tiled, key=lambda device: _kernel_error(plain, device))
+    for dtype in sorted({k.work.dtype for k in by_kind["matmul"]} - {first}):
+        own = [k for k in by_kind["matmul"] if k.work.dtype == dtype]
+        peaks = {dtype: device.peak(first), **device.peak_flops_per_second}
+        device = replace(device, peak_flops_per_second=peaks)
+        reached = statistics.median(_peak(k, device) for k in own)
+        device = replace(device, peak_flops_per_second={**peaks, dtype: reached})
+    usual = device.attention_efficiency
+    device = _fit_roof(device, by_kind["attention"], "attention_efficiency")
+    # Named kernels are taken to be off by the same factor as the one that torch chose.
+    factor = device.attention_efficiency / usual
+    variants = {name: min(rate * factor, 1.0) for name, rate in device.attention_variants.items()}
+    return replace(device, attention_variants=variants)
+
+
+def launch_seconds(measured: Measurements, base: Device | None = None) -> float:
+    """Fixed cost of a kernel.
+
+    Of a CPU as the cost model counts kernels: as many forward as backward ones for elementwise kernels and attention,
+    twice as many backward for matmuls, so about 10 to 14. Of a GPU, where the host runs ahead, the nominal one, but no
+    more than the shortest kernel took: times of kernels cannot tell it from the ramps, which are fitted.
+    """
+    if base is not None:
+        return min(base.kernel_launch_seconds, *(kernel.seconds for kernel in measured.kernels))
+    forward, backward = BLOCK_FORWARD_KERNELS, BLOCK_BACKWARD_KERNELS
+    total = forward * measured.forward_seconds + backward * measured.backward_seconds
+    return total / (forward + backward)
+
+
+def kernel_errors(measured: Measurements, device: Device) -> dict[str, list[float]]:
+    """predicted / measured - 1 of every kernel by kind, those of hardly more than a launch left out."""
+    found: dict[str, list[float]] = {}
+    for kernel in measured.kernels:
+        if kernel.seconds > 2 * device.kernel_launch_seconds:
+            error = compute.seconds(kernel.work, device) / kernel.seconds - 1
+            found.setdefault(kernel.work.kind, []).append(error)
+    return found
+
+
+def _of_cpu(
+    measured: Measurements, plain: Sequence[KernelTime], memory: Sequence[KernelTime], memory_bytes: int
+) -> Device:
+    """With the fastest that was seen as its peaks (bandwidth: outside the caches)."""
+    streamed = max(k.work.num_bytes for k in measured.kernels if k.work.kind == "memory") / 4
+    return Device(
+        name=NAME,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_second=max(k.work.num_bytes / k.seconds for k in memory if k.work.num_bytes >= streamed),
+        peak_flops_per_second={"fp32": max(k.work.flops / k.seconds for k in plain)},
+        kernel_launch_seconds=0.0,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        attention_efficiency=1.0,
+        reserved_bytes=measured.process_bytes,
+        source="",
+    )
+
+
+def _large(kernels: Sequence[KernelTime], kind: str, launch: float) -> list[KernelTime]:
+    """Those of a kind that take well over a launch; the longest if none does."""
+    own = [kernel for kernel in kernels if kernel.work.kind == kind]
+    return [k for k in own if k.seconds > 2 * launch] or [max(own, key=lambda kernel: kernel.seconds)]
+
+
+def _first_dtype(kernels: Sequence[KernelTime]) -> str:
+    """That most kernels were measured in."""
+    return statistics.mode(kernel.work.dtype for kernel in kernels)
+
+
+def _rates(measured: Measurements, device: Device) -> dict[str, Any]:
+    """Copies in the slower of both directions, and file traffic likewise."""
+    rates = dict(measured.rates)
+    for one, other in (("copy to device", "copy to host"), ("disk read", "disk write")):
+        if one in rates and other in rates:
+            rates[one] = min(rates[one], rates[other])
+    return {field: float(f"{rates[name]:.3g}") for name, field in RATES.items() if name in rates}
+
+
+def _fit_roof(device: Device, kernels: Sequence[KernelTime], efficiency: str, ramp: str = "") -> Device:
+    """The device with one efficiency, of at most 1, and its ramp (if any) fitted to the kernels."""
+
+    def fitted(parameters: Parameters) -> Device:
+        return replace(device, **parameters)  # type: ignore[arg-type]
+
+    def error(parameters: Parameters) -> float:
+        return _kernel_error(kernels, fitted(parameters)) if parameters[efficiency] <= 1.0 else math.inf
+
+    # From nominal figures where there are some: efficiency and ramp trade off along a valley.
+    start = {name: getattr(device, name) for name in (efficiency, ramp) if name}
+    usual = {efficiency: 0.7, ramp: 1e-6}
+    return fitted(descend(error, {name: value if 0 < value < 1 else usual[name] for name, value in start.items()}))
+
+
+def _peak(kernel: KernelTime, device: Device) -> float:
+    """The peak rate that makes the kernel take as long as it did, by its time without the launch."""
+    at_peak = compute.seconds(kernel.work, device) - device.kernel_launch_seconds
+    measured = max(kernel.seconds - device.kernel_launch_seconds, 0.1 * kernel.seconds)
+    return device.peak(kernel.work.dtype) * at_peak / measured
+
+
+def _kernel_error(kernels: Sequence[KernelTime], device: Device) -> float:
+    return statistics.fmean(distance(compute.seconds(k.work, device), k.seconds) for k in kernels)

@@ -1,0 +1,98 @@
+"""Runs kernels: a case's parameters and a device -> a call that launches it, as autograd-recorded eager code does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.profiling.cases import Case
+from autopar.profiling.clock import Call
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def kernel(case: Case, device: torch.device) -> Call:
+    """The call of a kernel's case; its tensors live as long as the call does."""
+    return _MAKERS[case.family](case.name, case.parameters, device)
+
+
+def _linear(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
+    dtype = DTYPES[sizes["dtype"]]
+    x = torch.randn(sizes["rows"], sizes["depth"], dtype=dtype, device=device)
+    weight = torch.randn(sizes["columns"], sizes["depth"], dtype=dtype, device=device, requires_grad=True)
+    return lambda: F.linear(x, weight)
+
+
+def _memory(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
+    """On tensors of [rows, width] fp32."""
+    x = torch.randn(sizes["rows"], sizes["width"], device=device, requires_grad=True)
+    y = torch.randn(sizes["rows"], sizes["width"], device=device)
+    name, _, direction = str(sizes["operation"]).partition(" ")
+    forward: Callable[[], torch.Tensor] = {
+        "add": lambda: x + y,
+        "gelu": lambda: F.gelu(x),
+        "layer_norm": lambda: F.layer_norm(x, x.shape[-1:]),
+    }[name]
+    return _backward(forward, [x]) if direction else forward
+
+
+def _attention(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
+    dtype = DTYPES[sizes["dtype"]]
+    q, k, v = (torch.randn(sizes["shape"], dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=sizes["causal"])
+
+    return _backward(forward, [q, k, v]) if sizes["backward"] else forward
+
+
+def _backward(forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]) -> Call:
+    out = forward()
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def _optimizer(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
+    return adamw(sizes["elements"], device)
+
+
+def adamw(elements: int, device: torch.device) -> Call:
+    """One update of eight parameters of so many elements together."""
+    parameters = [torch.nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return torch.optim.AdamW(parameters, lr=1e-3).step
+
+
+def _overhead(name: str, _: Mapping[str, Any], device: torch.device) -> Call:
+    """A transformer block on tensors so small that only overhead is left."""
+    x = torch.randn(4, 16, device=device, requires_grad=True)
+    norms = [torch.ones(16, device=device, requires_grad=True) for _ in range(2)]
+    shapes = ((48, 16), (16, 16), (64, 16), (16, 64))
+    weights = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    gradient = torch.ones(4, 16, device=device)
+    if name == "block forward":
+        return lambda: _block(x, norms, weights)
+    return lambda: torch.autograd.backward(_block(x, norms, weights), gradient)
+
+
+def _block(x: torch.Tensor, norms: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The kernels that cases.BLOCK_FORWARD_KERNELS counts, with the views between them. x [4 tokens, 16]."""
+    h = F.linear(F.layer_norm(x, (16,), norms[0]), weights[0])
+    query, key, value = h.view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind()
+    h = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    x = x + F.linear(h.transpose(1, 2).reshape(4, 16), weights[1])
+    h = F.gelu(F.linear(F.layer_norm(x, (16,), norms[1]), weights[2]))
+    return x + F.linear(h, weights[3])
+
+
+_MAKERS: Mapping[str, Callable[[str, Mapping[str, Any], torch.device], Call]] = {
+    "matmul": _linear,
+    "memory": _memory,
+    "attention": _attention,
+    "optimizer": _optimizer,
+    "overhead": _overhead,
+}

@@ -1,0 +1,58 @@
+"""What the system says about this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def available_cores() -> float:
+    """Cores that this process may use: by its affinity, and by the container's quota, which may be a fraction."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):
+        # "max 100000" if there is no quota, which no float is made of.
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, float(quota) / float(period))
+    return cores
+
+
+def cpu_model() -> str:
+    """As the system calls it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def host_memory_bytes() -> int:
+    """Of this machine, or of the container if that has a lower limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(name).read_text()))
+    return min(limits)
+
+
+def memory_bytes(device: torch.device, num_local: int) -> int:
+    """What one process can use: its GPU's memory, or its share of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory_bytes() // num_local
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_model()
+
+
+def driver_version() -> str:
+    """Of the NVIDIA kernel driver; empty if the system does not tell."""
+    with contextlib.suppress(OSError, IndexError):
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), "")
+    return ""

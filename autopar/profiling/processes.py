@@ -1,0 +1,104 @@
+"""Starts measuring processes on this machine and waits for them: anew, so that nothing forks a process with threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from autopar.errors import ClusterError
+from autopar.profiling.cases import Level
+
+START = """
+import resource, sys
+import torch, torch.distributed
+process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+from autopar.profiling.worker import main
+main(sys.argv[1], process_bytes)
+"""
+"""Memory is asked for before autopar is imported: generated programs do without it."""
+
+
+def run_processes(
+    num_processes: int,
+    out: Path,
+    level: Level,
+    on_gpu: bool = False,
+    timeout_seconds: float = 1800.0,
+    watch: Callable[[], None] | None = None,
+) -> None:
+    """Measures with `num_processes` processes at once; rank 0 adds to the file `out`. watch: called now and then.
+
+    Raises ClusterError if a process dies (with the end of what it printed) or timeout_seconds pass.
+    """
+    if num_processes < 1:
+        raise ClusterError("measuring needs at least one process", values={"num_processes": num_processes})
+    with tempfile.TemporaryDirectory(prefix="autopar-measure-") as folder:
+        task = {"size": num_processes, "folder": folder, "out": str(out.absolute()), "level": level, "on_gpu": on_gpu}
+        commands = [_command({**task, "rank": rank}) for rank in range(num_processes)]
+        _run_all(commands, Path(folder), timeout_seconds, watch)
+
+
+def _command(task: Mapping[str, object]) -> list[str]:
+    return [sys.executable, "-P", "-c", START, json.dumps(task)]
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with one thread per process, no trace of a launcher, and the package importable."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    if loopback := names & {"lo", "lo0"}:
+        kept["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def _run_all(
+    commands: Sequence[Sequence[str]], folder: Path, timeout_seconds: float, watch: Callable[[], None] | None
+) -> None:
+    """Runs them side by side; the first that fails, or the time limit, ends all of them with a ClusterError."""
+    deadline = time.monotonic() + timeout_seconds
+    logs = [folder / f"log{rank}.txt" for rank in range(len(commands))]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("wb") as stream:
+                processes.append(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=_environment()))
+        while any(process.poll() is None for process in processes):
+            _require_alive(processes, logs)
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    "the measuring processes did not finish in time",
+                    values={"limit in seconds": timeout_seconds, "processes": len(commands)},
+                    alternatives="fewer devices, a less busy machine, or a TOML file that describes the cluster",
+                )
+            if watch:
+                watch()
+            time.sleep(0.1)
+        _require_alive(processes, logs)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _require_alive(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
+    failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+    if failed:
+        # The rank that died first is not known, but those that it took along have less to say.
+        texts = {rank: logs[rank].read_text(errors="replace").strip() for rank in failed}
+        rank = max(failed, key=lambda rank: len(texts[rank]))
+        raise ClusterError(
+            "a measuring process failed",
+            values={"process": rank, "exit code": processes[rank].returncode, "output": texts[rank][-2000:]},
+            alternatives="a TOML file that describes the cluster",
+        )

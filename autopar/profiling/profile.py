@@ -1,0 +1,180 @@
+"""`autopar profile`: measures this machine and writes it down as a cluster that plans are made for.
+
+profile.toml      the cluster, as --cluster reads it, with its provenance
+profile.jsonl     every sample; an interrupted run goes on from there, and `refit` fits anew
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from autopar.errors import ClusterError
+from autopar.profiling.cases import ROUNDS, Level, Topology, cases
+from autopar.profiling.fit_device import fit_device, kernel_errors
+from autopar.profiling.fit_link import collective_errors, fit_links
+from autopar.profiling.processes import run_processes
+from autopar.profiling.samples import Measurements, Provenance, Samples
+from autopar.profiling.worker import under_torchrun
+from cost_models import catalog
+from cost_models.machine import Cluster
+
+DEFAULT_CPU_PROCESSES = 4
+QUIET_SHARE = 0.8
+"""Below this share of the cores, other programs may have disturbed what was measured."""
+BUSY = "while other programs took"
+"""How a source says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A fitted cluster with what it was fitted to."""
+
+    cluster: Cluster
+    measured: Measurements
+    provenance: Provenance
+
+    def to_toml(self) -> str:
+        """The cluster's TOML under comments that say where it comes from."""
+        head = [*self.provenance.lines(), *noise_lines(self.measured)]
+        return "".join(f"# {line}\n" for line in head) + self.cluster.to_toml()
+
+    def errors(self) -> dict[str, list[float]]:
+        """predicted / measured - 1 of what was measured, by kind of kernel and collective."""
+        kernels = kernel_errors(self.measured, self.cluster.device)
+        return kernels | collective_errors(self.measured.collectives, self.cluster)
+
+
+def profile(
+    processes: int | None = None,
+    *,
+    out: str | Path = "profile.toml",
+    level: Level = "full",
+    fresh: bool = False,
+    like: Cluster | None = None,
+    console: Console | None = None,
+) -> Profile | None:
+    """Measures and writes `out` and its raw samples beside it; under torchrun on all ranks together.
+
+    processes: that share this machine, each with a GPU of its own or one torch thread (default: as many as there are
+    GPUs, or 4). level: "quick" for fewer shapes and rounds. fresh: forget what an earlier run measured. like: nominal
+    figures of the GPU and its links, for those that are not known by name. Returns None on ranks other than the first.
+
+    Raises ClusterError for unknown GPUs, counts that do not fit, and processes that fail.
+    """
+    out = Path(out)
+    raw = raw_path(out)
+    console = console or Console(highlight=False)
+    on_gpu = torch.cuda.is_available()
+    is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if fresh and os.environ.get("RANK", "0") == "0":
+        raw.unlink(missing_ok=True)
+    base = like or (_named_gpus(processes) if on_gpu else None)
+    if is_launched:
+        with _bar(console, quiet=os.environ["RANK"] != "0") as update:
+            samples = under_torchrun(raw, level, update)
+        if samples is None:
+            return None
+    else:
+        count = processes or (base.num_devices if base is not None else DEFAULT_CPU_PROCESSES)
+        samples = measure_locally(count, raw, level, on_gpu, console)
+    found = fitted(samples, base)
+    out.write_text(found.to_toml(), encoding="utf-8")
+    return found
+
+
+def measure_locally(count: int, raw: Path, level: Level, on_gpu: bool, console: Console) -> Samples:
+    """Starts the processes and shows how far they are."""
+    total = ROUNDS[level] * len(cases(Topology(1, count, on_gpu), level))
+    with _bar(console) as update:
+
+        def watch() -> None:
+            if raw.exists():
+                with raw.open("rb") as file:
+                    done = max(sum(1 for _ in file) - 1, 0)
+                update(min(done, total), total, "")
+
+        watch()
+        run_processes(count, raw, level, on_gpu, watch=watch)
+        watch()
+    samples = Samples.read(raw)
+    if samples is None:
+        raise ClusterError("the measuring processes left nothing to read", values=str(raw))
+    return samples
+
+
+def refit(raw: str | Path, like: Cluster | None = None) -> Profile:
+    """The profile of samples that were measured before, perhaps elsewhere. Raises ClusterError."""
+    samples = Samples.read(Path(raw))
+    if samples is None:
+        raise ClusterError("there are no samples to fit", values=str(raw), alternatives="a file that profile wrote")
+    return fitted(samples, like)
+
+
+def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
+    """The cluster that the samples describe. base: nominal figures, for GPUs."""
+    try:
+        measured = samples.measurements()
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
+    origin = samples.provenance
+    source = f"autopar profile: {'; '.join([*origin.lines(), *noise_lines(measured)])}"
+    device = fit_device(measured, origin.memory_bytes, source, base.device if base else None)
+    if base is not None:
+        links = base.intra_node, base.inter_node
+    else:
+        # A name of its own, since NCCL is not what drives the network here.
+        network = replace(catalog.link("ethernet-10g"), name="gloo-network")
+        links = catalog.link("loopback"), network if origin.num_nodes > 1 else catalog.link("loopback")
+    cluster = Cluster(device, origin.num_nodes, origin.devices_per_node, *links)
+    return Profile(fit_links(cluster, measured.collectives, source), measured, origin)
+
+
+def raw_path(out: Path) -> Path:
+    """Where the samples of a profile are."""
+    return out.with_suffix(".jsonl")
+
+
+def noise_lines(measured: Measurements) -> list[str]:
+    """How much was measured and how steady it was."""
+    forward, backward = measured.forward_seconds * 1e6, measured.backward_seconds * 1e6
+    lines = [
+        f"{measured.num_samples} samples, median spread over rounds {measured.spread:.0%}, "
+        f"overhead of a kernel on tiny tensors {forward:.1f} us forward, {backward:.1f} us backward"
+    ]
+    if measured.share < QUIET_SHARE:
+        lines.append(f"{BUSY} {1 - measured.share:.0%} of the cores")
+    return lines
+
+
+def summary_table(found: Profile) -> Table:
+    """How well the fit meets what was measured."""
+    table = Table("measured", "cases", "median error", "largest")
+    for name, errors in found.errors().items():
+        sizes = [abs(error) for error in errors]
+        table.add_row(name, str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.0%}")
+    return table
+
+
+def _named_gpus(processes: int | None) -> Cluster:
+    from autopar.detect import detect
+
+    return detect(processes)
+
+
+@contextmanager
+def _bar(console: Console, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar; its update takes (done, all, what comes next)."""
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=quiet) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)

@@ -1,0 +1,206 @@
+"""Raw measurements: a file that grows line by line, so that an interrupted run goes on, and a fit can be done again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from autopar.profiling.cases import (
+    BLOCK_BACKWARD_KERNELS,
+    BLOCK_FORWARD_KERNELS,
+    Case,
+    Topology,
+)
+from autopar.profiling.clock import Timing
+from cost_models.collective import Kind
+from cost_models.compute import Work
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where and with what was measured. date: UTC, of the first measurement. process_bytes: resident memory of a
+    process that has imported torch and done nothing yet. num_cores: of one node. memory_bytes: that a device has.
+
+    `same_machine` decides whether an interrupted run may go on.
+    """
+
+    date: str
+    host: str
+    device: str
+    torch: str
+    cuda: str
+    driver: str
+    backend: str
+    num_nodes: int
+    devices_per_node: int
+    num_cores: float
+    memory_bytes: int
+    process_bytes: int
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.num_nodes, self.devices_per_node, bool(self.cuda))
+
+    def same_machine(self, other: Provenance) -> bool:
+        """Whether measurements of both may be mixed: all but the date and memory must agree."""
+        blank = {"date": "", "memory_bytes": 0, "process_bytes": 0}
+        return replace(self, **blank) == replace(other, **blank)  # type: ignore[arg-type]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        software = f"torch {self.torch}" + (f", CUDA {self.cuda}, driver {self.driver}" if self.cuda else "")
+        return [
+            f"measured {self.date} on {self.host}: {self.device}",
+            f"{self.num_nodes} node(s) of {self.devices_per_node} processes, {self.num_cores:g} cores each, "
+            f"{self.backend}, {software}",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Seconds of one call of a kernel, called from Python and recorded by autograd."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """Seconds of one collective of num_bytes (as in cost_models.collective), all groups of its shape at once."""
+
+    kind: Kind
+    num_bytes: int
+    group_size: int
+    seconds: float
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Medians over rounds, for fitting.
+
+    forward_seconds, backward_seconds: host's and device's cost of one kernel on tiny tensors, in eager forward and in
+    autograd's backward. rates: bytes per second of one process by transfer ("copy to host", ...). share: how much of
+    its part of the cores a process had, other programs taking the rest. spread: median over cases of (largest -
+    smallest) / median over rounds. num_samples: timed rounds of cases.
+    """
+
+    topology: Topology
+    num_cores: float
+    process_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    kernels: tuple[KernelTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    rates: Mapping[str, float] = field(default_factory=dict, hash=False)
+    optimizer: KernelTime | None = None
+    share: float = 1.0
+    spread: float = 0.0
+    num_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One case in one round."""
+
+    case: Case
+    round: int
+    timing: Timing
+
+
+class Samples:
+    """The measurements of one machine in a JSON-lines file: provenance first, then a line per sample."""
+
+    def __init__(self, provenance: Provenance, path: Path | None = None, samples: Sequence[Sample] = ()) -> None:
+        self.provenance, self.path, self.samples = provenance, path, list(samples)
+
+    @staticmethod
+    def open(path: Path, provenance: Provenance) -> Samples:
+        """Those in the file if they are of the same machine; otherwise the file starts anew."""
+        kept = Samples.read(path)
+        if kept is None or not kept.provenance.same_machine(provenance):
+            kept = Samples(provenance, path)
+        # Written anew, since it may end in half a line.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps({"format": FORMAT, **asdict(kept.provenance)})
+        path.write_text("\n".join([head, *map(_line, kept.samples)]) + "\n", encoding="utf-8")
+        return kept
+
+    @staticmethod
+    def read(path: Path) -> Samples | None:
+        """What the file holds up to its last whole line; None if there is no file of this format."""
+        try:
+            head, *lines = path.read_text(encoding="utf-8").splitlines()
+            fields = json.loads(head)
+            if fields.pop("format") != FORMAT:
+                return None
+            found = Samples(Provenance(**fields), path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                break  # cut off while it was written
+            found.samples.append(Sample(Case.from_json(value["case"]), value["round"], Timing(**value["timing"])))
+        return found
+
+    @property
+    def done(self) -> set[tuple[str, int]]:
+        """(case's name, round) of every sample."""
+        return {(sample.case.name, sample.round) for sample in self.samples}
+
+    def add(self, sample: Sample) -> None:
+        """Also to the file."""
+        self.samples.append(sample)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(sample) + "\n")
+
+    def only_rounds(self, rounds: slice) -> Samples:
+        """Some of the rounds, for comparing them with others."""
+        numbers = sorted({sample.round for sample in self.samples})[rounds]
+        return Samples(self.provenance, None, [s for s in self.samples if s.round in numbers])
+
+    def measurements(self) -> Measurements:
+        """Summed up. Raises ValueError where a family that a fit needs is missing."""
+        seconds = {case: statistics.median(times) for case, times in self._times()}
+        overhead = {case.name: value for case, value in seconds.items() if case.family == "overhead"}
+        if len(overhead) < 2 or not any(case.family == "matmul" for case in seconds):
+            raise ValueError("there are too few samples to fit: the measurement was interrupted early")
+        forward, both = overhead["block forward"], overhead["block forward and backward"]
+        kernels = [KernelTime(c.work, s) for c, s in seconds.items() if c.work and c.family != "optimizer"]
+        updates = [KernelTime(c.work, s) for c, s in seconds.items() if c.work and c.family == "optimizer"]
+        topology = self.provenance.topology
+        return Measurements(
+            topology=topology,
+            num_cores=self.provenance.num_cores,
+            process_bytes=self.provenance.process_bytes,
+            forward_seconds=forward / BLOCK_FORWARD_KERNELS,
+            backward_seconds=max(both - forward, 0.1 * forward) / BLOCK_BACKWARD_KERNELS,
+            kernels=tuple(kernels),
+            collectives=tuple(
+                CollectiveTime(p["kind"], p["num_bytes"], p["group_size"], s, p["stride"])
+                for p, s in ((case.parameters, s) for case, s in seconds.items() if case.family == "collective")
+            ),
+            rates={c.name: c.parameters["num_bytes"] / s for c, s in seconds.items() if c.family == "transfer"},
+            optimizer=updates[0] if updates else None,
+            share=statistics.fmean(s.timing.share for s in self.samples if s.case.family in ("matmul", "memory")),
+            spread=statistics.median((max(t) - min(t)) / statistics.median(t) for _, t in self._times()),
+            num_samples=len(self.samples),
+        )
+
+    def _times(self) -> Iterator[tuple[Case, list[float]]]:
+        found: dict[str, tuple[Case, list[float]]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.case.name, (sample.case, []))[1].append(sample.timing.seconds)
+        yield from found.values()
+
+
+def _line(sample: Sample) -> str:
+    return json.dumps({"case": sample.case.to_json(), "round": sample.round, "timing": asdict(sample.timing)})

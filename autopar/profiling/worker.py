@@ -1,0 +1,170 @@
+"""One measuring process: runs every case while the others do the same, rank 0 writing down what all of them took.
+
+Started by `processes.py`, or by torchrun over a real topology.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autopar.profiling.cases import ROUNDS, Case, Level, Topology, cases
+from autopar.profiling.clock import Clock, CpuClock, CudaClock, Timing, gathered, hostname
+from autopar.profiling.collectives import Groups, collective, make_groups
+from autopar.profiling.kernels import kernel
+from autopar.profiling.machine import available_cores, device_name, driver_version, memory_bytes
+from autopar.profiling.samples import Provenance, Sample, Samples
+from autopar.profiling.transfers import remove_file, transfer
+
+STRETCH_SECONDS = {"brief": 0.1, "quick": 0.15, "full": 0.2}
+"""How long collectives and copies are repeated in one round."""
+Progress = Callable[[int, int, str], None]
+"""Called on rank 0 with (samples taken, samples in all, what comes next)."""
+
+
+def main(argument: str, process_bytes: int) -> None:
+    """Does the task (JSON) that `processes.py` wrote: rank, size, folder, out, level, num_local, on_gpu."""
+    task = json.loads(argument)
+    torch.set_num_threads(1)
+    device = torch.device("cuda", task["rank"]) if task["on_gpu"] else torch.device("cpu")
+    if task["on_gpu"]:
+        torch.cuda.set_device(device)
+    store = (Path(task["folder"]) / "store").as_uri()
+    backend = "nccl" if task["on_gpu"] else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=task["rank"], world_size=task["size"])
+    topology = Topology(1, task["size"], task["on_gpu"])
+    try:
+        run(Path(task["out"]), task["level"], topology, device, process_bytes)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run(
+    out: Path,
+    level: Level,
+    topology: Topology,
+    device: torch.device,
+    process_bytes: int,
+    progress: Progress | None = None,
+) -> Samples | None:
+    """Measures, on every rank of the process group, what `out` does not hold yet. Rank 0 returns all samples."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    everything = cases(topology, level)
+    plan = [(number, case) for number in range(ROUNDS[level]) for case in everything]
+    samples = Samples.open(out, provenance(topology, device, process_bytes)) if rank == 0 else None
+    shared: list[set[tuple[str, int]]] = [samples.done if samples else set()]
+    dist.broadcast_object_list(shared, src=0)
+    runner = Runner(topology, level, device, out.parent)
+    done = sum((case.name, number) in shared[0] for number, case in plan)
+    try:
+        for number, case in plan:
+            if (case.name, number) in shared[0]:
+                continue
+            if progress and samples:
+                progress(done, len(plan), case.name)
+            timing = runner.time(case)
+            done += 1
+            if samples:
+                samples.add(Sample(case, number, timing))
+    finally:
+        remove_file(out.parent, rank)
+    if progress and samples:
+        progress(done, len(plan), "")
+    return samples
+
+
+class Runner:
+    """Times cases on one rank."""
+
+    def __init__(self, topology: Topology, level: Level, device: torch.device, folder: Path) -> None:
+        self.device, self.folder, self.seconds = device, folder, STRETCH_SECONDS[level]
+        self.clock: Clock
+        if device.type == "cuda":
+            self.clock = CudaClock(device)
+        else:
+            self.clock = CpuClock(topology.devices_per_node, available_cores())
+        self.groups: Groups = make_groups(topology.groups(level))
+
+    def time(self, case: Case) -> Timing:
+        """Seconds of one call, mean over the ranks; all ranks call it with the same case."""
+        if case.family == "collective":
+            return self.clock.stretch(collective(case.parameters, self.groups, self.device), self.seconds)
+        if case.family == "transfer":
+            call = transfer(case.parameters, self.device, self.folder, dist.get_rank())
+            return self._disk_time(call) if "disk" in case.name else self.clock.stretch(call, self.seconds)
+        call = kernel(case, self.device)
+        own = self.clock.stretch(call, self.seconds) if self._is_host_bound(case) else self.clock.kernel(call)
+        found = gathered(own)
+        mean = statistics.fmean(timing.seconds for timing in found)
+        return replace(own, seconds=mean, share=statistics.fmean(timing.share for timing in found))
+
+    def _is_host_bound(self, case: Case) -> bool:
+        """On a GPU, overhead is the host's: what a stretch of tiny kernels takes, not what the device does of it."""
+        return self.device.type == "cuda" and case.family == "overhead"
+
+    def _disk_time(self, call: Callable[[], object]) -> Timing:
+        """By the wall clock, as no device and hardly any CPU is at work."""
+        call()
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        return Timing(statistics.fmean(gathered(time.perf_counter() - start)), 1)
+
+
+def provenance(topology: Topology, device: torch.device, process_bytes: int) -> Provenance:
+    """Of this process' machine."""
+    on_gpu = device.type == "cuda"
+    return Provenance(
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        host=hostname(),
+        device=device_name(device),
+        torch=torch.__version__,
+        cuda=str(torch.version.cuda) if on_gpu else "",
+        driver=driver_version() if on_gpu else "",
+        backend=dist.get_backend(),
+        num_nodes=topology.num_nodes,
+        devices_per_node=topology.devices_per_node,
+        num_cores=available_cores(),
+        memory_bytes=memory_bytes(device, topology.devices_per_node),
+        process_bytes=process_bytes,
+    )
+
+
+def under_torchrun(out: Path, level: Level, progress: Progress | None) -> Samples | None:
+    """As one of the processes that torchrun started: nodes of LOCAL_WORLD_SIZE. Rank 0 returns the samples."""
+    on_gpu, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        world = dist.get_world_size()
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+        found = run(out, level, Topology(world // per_node, per_node, on_gpu), device, resident_bytes(), progress)
+        dist.barrier()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def resident_bytes() -> int:
+    """Peak resident memory of this process so far; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
