@@ -15,6 +15,7 @@ from autopar.errors import AutoparError  # noqa: E402
 from autopar.explain import Explanation, compare, explain  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
 from autopar.rules import prove_rule, register_rule  # noqa: E402
+from autopar.simulate import Predictor, predict  # noqa: E402
 from autopar.trainer import Trainer, TrainerConfig  # noqa: E402
 from autopar.verify import VerifyReport, verify  # noqa: E402
 
@@ -24,12 +25,14 @@ __all__ = [
     "CompiledProgram",
     "Explanation",
     "Plan",
+    "Predictor",
     "Trainer",
     "TrainerConfig",
     "VerifyReport",
     "compare",
     "compile",
     "explain",
+    "predict",
     "prove_rule",
     "register_rule",
     "verify",

@@ -305,8 +305,9 @@ class _Meter:
             operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
             block = self._block(scope, node.name)
             forward, backward = self.pricer.operator_seconds(operator, option)
-            block.forward["forward compute"] += forward
-            block.backward["backward compute"] += backward
+            kinds = self.pricer.compute_kinds(operator)
+            block.forward[kinds[0]] += forward
+            block.backward[kinds[1]] += backward
             block.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
 
     def _keep(self, scope: Scope) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer, is_cpu
-from autopar.costs.saved import PARTS, extra_saved_bytes
+from autopar.costs.saved import PARTS
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.placement import Placements
 from autopar.sharding.choices import Choices

@@ -322,6 +322,10 @@ class Pricer:
         """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""
         return extra_saved_bytes(node, inputs, num_local)
 
+    def compute_kinds(self, operator: Operator) -> tuple[str, str]:
+        """Under which kinds the seconds of a call's forward and backward are told."""
+        return "forward compute", "backward compute"
+
     def dtype_name(self, meta: TensorMeta) -> str:
         """What contractions with this result are computed in."""
         return _dtype_name(meta)

@@ -1,0 +1,200 @@
+"""Prices under a framework's profile: fused kernels, the attention kernel, the optimiser, the dtype of matmuls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.costs.price import ATTENTION, MATMULS, Pricer
+from autopar.costs.saved import extra_saved_bytes
+from autopar.graph import Node, TensorMeta, base_name
+from autopar.placement import Placements, Stored
+from autopar.sharding.strategies import Operator, Option, num_local
+from autopar.simulate.fusion import Part
+from cost_models import compute
+from cost_models.frameworks import Framework
+
+PRECISIONS: Mapping[str, tuple[str, str]] = {
+    "fp32": ("fp32", "fp32"),
+    "tf32": ("fp32", "tf32"),
+    "bf16": ("bf16", "bf16"),
+    "fp16": ("bf16", "fp16"),
+    "fp8": ("bf16", "fp8"),
+}
+"""Precision -> (how the model is traced, dtype of the matmuls). Of fp8 only linear layers are in fp8."""
+
+FORWARD_PASSES = 6.5 / 14.0
+"""Share of an unfused attention's passes over the scores that forward makes (frameworks.toml)."""
+
+UNFUSED_LOSS_BYTES = 40.0
+"""From so many bytes moved per logit, a loss keeps its softmax for backward (frameworks.toml)."""
+
+VECTOR_EFFICIENCY = 0.93
+"""The fraction of the peak that fp32 matmuls reach without matrix units, where a device's own figure is of those: what
+cuBLAS is known to reach on large ones; an assumption that published fp32 rows agree with."""
+
+NO_GRADIENT_READ = frozenset({"add", "sub", "dropout", "neg", "to", "cat", "clone"})
+"""Calls whose backward needs no input again."""
+
+
+@dataclass
+class ProfiledPricer(Pricer):
+    """Prices of one framework. parts: fused calls; matmul_dtype, attention: see `Framework` and PRECISIONS."""
+
+    framework: Framework = field(default_factory=lambda: Framework("", ""))
+    parts: Mapping[tuple[str, str], Part] = field(default_factory=dict)
+    matmul_dtype: str = "bf16"
+    attention: str = "flash"
+
+    def dtype_name(self, meta: TensorMeta) -> str:
+        """What contractions of this dtype are computed in."""
+        own = super().dtype_name(meta)
+        traced = "fp32" if self.matmul_dtype in ("fp32", "tf32") else "bf16"
+        return self.matmul_dtype if own == traced else own
+
+    def compute_kinds(self, operator: Operator) -> tuple[str, str]:
+        """Matmuls, attention and memory-bound kernels are told apart."""
+        name = base_name(operator.node.op)
+        kind = "matmuls" if name in MATMULS else "attention" if name in ATTENTION else "memory-bound kernels"
+        return f"forward {kind}", f"backward {kind}"
+
+    # --- compute ----------------------------------------------------------------------------------------------
+
+    def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(forward, backward) of one call."""
+        forward, backward = self._plain_seconds(operator, option)
+        name, device = base_name(operator.node.op), self.cluster.device
+        if name not in MATMULS:
+            return forward, backward
+        if self.matmul_dtype == "fp32" and device.peak("fp32") < device.peak("fp16"):
+            rate = device.matmul_efficiency / VECTOR_EFFICIENCY
+            forward, backward = forward * rate, backward * rate
+        if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
+            # The gradient of a bias is a sum over all rows.
+            backward += self.memory_seconds(self._local_bytes(operator.node.outputs[0], option.outputs[0]))
+        return forward, backward
+
+    def _plain_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        name = base_name(operator.node.op)
+        if name in ATTENTION:
+            if self.attention == "unfused":
+                return self._unfused_attention_seconds(operator, option)
+            return self._flash_attention_seconds(operator, option)
+        if name == "cross_entropy_loss" and self.framework.loss_bytes:
+            moved = self.framework.loss_bytes * num_local(operator.inputs[0], option.inputs[0], self.mesh) / 2
+            return self.memory_seconds(moved) + self._inner_seconds(operator, option), self.memory_seconds(moved)
+        if name in MATMULS and self.matmul_dtype == "fp8":
+            plain, casts = super().operator_seconds(operator, option), self._cast_seconds(operator, option)
+            return plain[0] + casts[0], plain[1] + casts[1]
+        part = self.parts.get((operator.scope, operator.node.name))
+        if part is None or name in MATMULS:
+            return super().operator_seconds(operator, option)
+        return self._part_seconds(operator, option, part)
+
+    def _part_seconds(self, operator: Operator, option: Option, part: Part) -> tuple[float, float]:
+        """A call's own readings and writings in a fused kernel, whose launch its first call pays for."""
+        sizes_in = [self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True)]
+        sizes_out = [self._local_bytes(m, p) for m, p in zip(operator.node.outputs, option.outputs, strict=True)]
+        read = sum(size for size, own in zip(sizes_in, part.reads, strict=True) if own)
+        written = sum(size for size, own in zip(sizes_out, part.writes, strict=True) if own)
+        again = base_name(operator.node.op) not in NO_GRADIENT_READ
+        back = written + sum(
+            size * (2 if again else 1)
+            for size, own, meta in zip(sizes_in, part.reads, operator.inputs, strict=True)
+            if own and meta.requires_grad
+        )
+        has_gradient = any(meta.requires_grad for meta in operator.inputs)
+        forward, backward = (self.part_seconds(size, part.is_first) for size in (read + written, back))
+        return forward, backward if has_gradient else 0.0
+
+    def part_seconds(self, num_bytes: float, launches: bool) -> float:
+        """A part of a memory-bound kernel that moves num_bytes."""
+        launch = self.cluster.device.kernel_launch_seconds
+        if num_bytes <= 0:
+            return launch if launches else 0.0
+        whole = self.memory_seconds(num_bytes)
+        return whole if launches else max(whole - launch, 0.0)
+
+    def _cast_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """fp8: every operand is read in 16 bits and written in 8, as it is and transposed; backward the gradient."""
+        sizes = [self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True)]
+        made = self._local_bytes(operator.node.outputs[0], option.outputs[0])
+        return self.memory_seconds(2.0 * sum(sizes)), self.memory_seconds(2.0 * made)
+
+    def _flash_attention_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        query, key = operator.inputs[0], operator.inputs[1]
+        local = num_local(query, option.inputs[0], self.mesh)
+        queries, width, keys = query.shape[-2], query.shape[-1], key.shape[-2]
+        heads = max(local // (queries * width), 1)
+        causal = len(operator.node.args) > 5 and bool(operator.node.args[5])
+        flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
+        moved = sum(self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True))
+        moved += self._local_bytes(operator.node.outputs[0], option.outputs[0])
+        dtype = "bf16" if self.matmul_dtype == "fp8" else self.dtype_name(operator.node.outputs[0])
+        variant = "fa2" if self.attention == "flash" else self.attention
+        forward, backward = (
+            compute.Work(
+                "attention", share * flops, times * moved, dtype, (heads, queries, keys), variant, back, causal
+            )
+            for share, times, back in ((1.0, 1, False), (2.5, 2, True))
+        )
+        device = self.cluster.device
+        return compute.seconds(forward, device), compute.seconds(backward, device)
+
+    def _unfused_attention_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """Two batched matmuls over all of the scores, causal or not, and the passes over the scores."""
+        query, key = operator.inputs[0], operator.inputs[1]
+        local = num_local(query, option.inputs[0], self.mesh)
+        rows, width, columns = query.shape[-2], query.shape[-1], key.shape[-2]
+        batch = max(local // (rows * width), 1)
+        size = query.dtype.itemsize
+        dtype = "bf16" if self.matmul_dtype == "fp8" else self.dtype_name(operator.node.outputs[0])
+        flops = 2.0 * batch * rows * columns * width
+        moved = size * batch * (rows * columns + (rows + columns) * width)
+        device = self.cluster.device
+        shape = (rows, columns, width)
+        product = compute.seconds(compute.Work("matmul", flops, moved, dtype, shape), device)
+        scores = float(size * batch * rows * columns)
+        # What the matmuls move of the scores is in their own bytes; two of the passes forward, four backward.
+        passes = self.framework.attention_passes
+        forward = self.memory_seconds(max(passes * FORWARD_PASSES - 2, 0) * scores)
+        backward = self.memory_seconds(max(passes * (1 - FORWARD_PASSES) - 4, 0) * scores)
+        return 2 * product + forward, 4 * product + backward
+
+    def _local_bytes(self, meta: TensorMeta, placements: Placements) -> float:
+        return float(num_local(meta, placements, self.mesh) * meta.dtype.itemsize)
+
+    # --- parameters -------------------------------------------------------------------------------------------
+
+    def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """The update of one parameter, at the bandwidth that memory-bound kernels reach."""
+        moved = self.framework.optimizer_bytes
+        if self.training.offload or not moved or not meta.requires_grad:
+            return super().optimizer_seconds(meta, stored)
+        device = self.cluster.device
+        elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
+        return elements * moved / (device.memory_bytes_per_second * device.memory_efficiency)
+
+    def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
+        """(weights, gradients, optimiser state) with the framework's copy of gradients."""
+        weights, gradients, state = super().parameter_bytes(meta, stored)
+        if meta.requires_grad and stored.zero < 2:
+            gradients += self.framework.gradient_copy_bytes * num_local(meta, stored.placements, self.mesh)
+        return weights, gradients, state
+
+    # --- activations ------------------------------------------------------------------------------------------
+
+    def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
+        """An unfused attention keeps its probabilities; with dropout also what is left of them, and the mask. An
+        unfused loss keeps its softmax."""
+        if base_name(node.op) == "cross_entropy_loss" and self.framework.loss_bytes >= UNFUSED_LOSS_BYTES:
+            # The softmax, in fp32; the vocabulary is cut where matrices are.
+            ways = self.mesh.num_ranks if self.framework.shards_weights else self.mesh.num_data_ranks
+            return 4 * inputs[0].numel // ways
+        if base_name(node.op) not in ATTENTION or self.attention != "unfused":
+            return extra_saved_bytes(node, inputs, num_local)
+        query, key = inputs[0], inputs[1]
+        scores = math.ceil(num_local / query.shape[-1]) * key.shape[-2]
+        has_dropout = len(node.args) > 4 and bool(node.args[4])
+        return scores * (2 * query.dtype.itemsize + 1 if has_dropout else query.dtype.itemsize)

@@ -1,0 +1,140 @@
+"""The stages that a framework cuts, and what it adds to or hides of each: host, gradient sums, data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.costs.block_costs import HIDDEN, SYNCHRONISATION, BlockCost
+from autopar.costs.stage_costs import StageCost
+from autopar.errors import ConstraintError
+from autopar.plan import StagePlan
+from cost_models.frameworks import Framework
+from cost_models.hardware import Device
+
+HOST = "waiting for the host"
+ACCUMULATION = "summing gradients of micro-batches"
+
+
+def cut(
+    blocks: Sequence[str], costs: Mapping[str, BlockCost], weights: Mapping[str, float], count: int, how: str
+) -> tuple[int, ...]:
+    """The first block of each of `count` stages, and the number of blocks.
+
+    weights: multiply-adds of a block's matrices. how: see `Framework.stages`. Raises ConstraintError where there are
+    fewer blocks, or layers that do not divide.
+    """
+    layers = [i for i, name in enumerate(blocks) if not name.startswith("top ")]
+    if count == 1:
+        return (0, len(blocks))
+    if how == "layers" and len(layers) >= count:
+        return _even(layers, len(blocks), count)
+    if count > len(blocks):
+        raise ConstraintError(
+            "the model has fewer blocks than there are stages",
+            values=f"{len(blocks)} blocks, {count} stages",
+            alternatives=f"at most {len(blocks)} stages",
+        )
+    if how == "weights":
+        found = _by_weight([weights[name] for name in blocks], count)
+        if len(found) == count + 1:
+            return found
+    return _shortest([costs[name].forward_seconds + costs[name].backward_seconds for name in blocks], count)
+
+
+def _even(layers: Sequence[int], num_blocks: int, count: int) -> tuple[int, ...]:
+    """Equally many layers; where they do not divide, the first stages have one more."""
+    size, more = divmod(len(layers), count)
+    firsts, at = [0], 0
+    for stage in range(count - 1):
+        at += size + (stage < more)
+        firsts.append(layers[at])
+    return (*firsts, num_blocks)
+
+
+def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
+    """A new stage begins where the sum of the weights passes its even share (nanotron's models/base.py)."""
+    total, sum_, firsts = sum(weights), 0.0, [0]
+    for index, weight in enumerate(weights):
+        sum_ += weight
+        if sum_ > total * len(firsts) / count * (1 + 1e-9) and len(firsts) < count:
+            firsts.append(index)
+    return (*dict.fromkeys(firsts), len(weights))
+
+
+def _shortest(seconds: Sequence[float], count: int) -> tuple[int, ...]:
+    """The longest stage as short as can be, by dynamic programming; ties go to later borders."""
+    sums = [0.0]
+    for value in seconds:
+        sums.append(sums[-1] + value)
+    n = len(seconds)
+    best = [sums[i] for i in range(n + 1)]
+    borders: list[list[int]] = []
+    for stages in range(2, count + 1):
+        found, at = [float("inf")] * (n + 1), [0] * (n + 1)
+        for end in range(stages, n + 1):
+            for start in range(end - 1, stages - 2, -1):
+                last = sums[end] - sums[start]
+                longest = max(best[start], last)
+                if longest < found[end]:
+                    found[end], at[end] = longest, start
+                if last > found[end]:
+                    break
+        best = found
+        borders.append(at)
+    firsts, end = [n], n
+    for at in reversed(borders):
+        end = at[end]
+        firsts.append(end)
+    return (0, *reversed(firsts))
+
+
+def profiled(
+    stage: StageCost,
+    plan: StagePlan,
+    blocks: Sequence[str],
+    framework: Framework,
+    device: Device,
+    tp: int,
+    zero: int,
+    gradient_bytes: float,
+    spans_nodes: bool = False,
+) -> StageCost:
+    """A stage with what the framework adds, and without what it hides."""
+    micro, step = dict(stage.micro), dict(stage.step)
+    own = blocks[plan.first : plan.last]
+    layers = sum(1 for name in own if not name.startswith("top "))
+    traffic = micro.get(SYNCHRONISATION, 0.0)
+    forward, backward = stage.forward, stage.backward - traffic
+    elements = stage.fixed.get("gradients", 0.0) / max(gradient_bytes, 1)
+    if zero < 2 and framework.accumulate_bytes:
+        rate = device.memory_bytes_per_second * device.memory_efficiency
+        added = elements * framework.accumulate_bytes / rate
+        micro[ACCUMULATION] = added
+        backward += added
+    if not framework.hides_by_share:
+        exposed = _exposed(traffic, framework.overlap * (forward + backward), layers)
+        _hide(micro, exposed)
+        traffic = exposed
+        _hide(step, _exposed(step.get(SYNCHRONISATION, 0.0), framework.overlap * backward, layers))
+    host = layers * framework.host_layer_seconds
+    if tp > 1:
+        host += layers * 4 * framework.host_collective_seconds
+        host += layers * tp * framework.host_apart_seconds if spans_nodes else 0.0
+    late = max(host - forward - backward - traffic, 0.0)
+    if late:
+        micro[HOST] = late
+        forward, backward = forward + late / 3, backward + late * 2 / 3
+    return replace(stage, micro=micro, step=step, forward=forward, backward=backward + traffic)
+
+
+def _exposed(traffic: float, window: float, layers: int) -> float:
+    """What does not fit behind the window; the last bucket, of one layer, has nothing to hide behind."""
+    return max(traffic - window, traffic / max(layers, 1)) if window else traffic
+
+
+def _hide(seconds: dict[str, float], exposed: float) -> None:
+    whole = seconds.get(SYNCHRONISATION, 0.0)
+    if whole:
+        seconds[SYNCHRONISATION] = exposed
+        seconds[HIDDEN] = seconds.get(HIDDEN, 0.0) + whole - exposed

@@ -1,0 +1,122 @@
+"""What training systems do by default, as far as it bears on seconds and bytes: named profiles, as data.
+
+The profiles are in ``machines/frameworks.toml``, each constant with its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+FUSIONS = ("calls", "modules", "chains")
+KERNELS = ("fa2", "fa3", "cudnn", "triton")
+ATTENTIONS = ("flash", "unfused", *KERNELS)
+STAGES = ("time", "layers", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """One profile.
+
+    fusion: which memory-bound calls are one kernel: none ("calls"), neighbours of one module, such as the parts of a
+    norm ("modules"), or every run of pointwise calls ("chains"). attention: the kernel, one of the flash kernels of
+    `Device.attention_variants` ("flash": the usual one of the time, fa2), or "unfused": two matmuls with a softmax
+    between. attention_passes: of an unfused one, readings and writings of the scores by forward
+    and backward together. shards_weights: tensor parallelism cuts every matrix. sequence_parallel: what
+    lies between such matrices is cut along the sequence. stages: how a pipeline is cut: the longest stage as short as
+    can be ("time"), equally many layers with the ends on top ("layers"), or by multiply-adds of weights with a last
+    matrix counted ("weights"). overlap: the share of a micro-batch's compute behind which traffic of data parallelism
+    may run; -1: the share of that traffic which the planner takes to be hidden.
+    gradient_bytes: of a gradient as it is reduced, in 16-bit training (0: the planner's). accumulate_bytes: moved per
+    parameter and micro-batch to add up gradients. gradient_copy_bytes: of a second copy of all gradients, held for the
+    update. optimizer_bytes: moved per parameter and step by clipping, unscaling and the update, in 16-bit training (0:
+    the planner's). host_layer_seconds: what the host needs to launch a layer's forward and backward;
+    host_collective_seconds: on top for each tensor-parallel collective; host_apart_seconds: on top per layer and
+    tensor-parallel rank where a pipeline of such groups spans nodes. loss_bytes: moved per logit by a language model's
+    loss, forward and backward (0: the planner's). A micro-batch takes no
+    less than its host. source: where the constants come from.
+
+    Raises ValueError for words that are not known and negative figures.
+    """
+
+    name: str
+    source: str
+    fusion: str = "calls"
+    attention: str = "flash"
+    attention_passes: float = 12.0
+    shards_weights: bool = True
+    sequence_parallel: bool = True
+    stages: str = "layers"
+    overlap: float = 0.0
+    gradient_bytes: int = 0
+    accumulate_bytes: float = 0.0
+    gradient_copy_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    loss_bytes: float = 0.0
+    host_layer_seconds: float = 0.0
+    host_collective_seconds: float = 0.0
+    host_apart_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, legal in (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES)):
+            if getattr(self, key) not in legal:
+                raise ValueError(f"framework {self.name}: {key} must be one of {', '.join(legal)}")
+        figures = ("attention_passes", "gradient_bytes", "accumulate_bytes", "optimizer_bytes")
+        seconds = ("host_layer_seconds", "host_collective_seconds", "host_apart_seconds")
+        for key in (*figures, "gradient_copy_bytes", "loss_bytes", *seconds):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"framework {self.name}: {key} must be zero or more, got {getattr(self, key)!r}")
+        if not (self.overlap == -1 or 0 <= self.overlap <= 1):
+            raise ValueError(f"framework {self.name}: overlap must be -1 or in [0, 1], got {self.overlap!r}")
+
+    @property
+    def hides_by_share(self) -> bool:
+        """Whether a share of the traffic is hidden, whatever there is to hide it behind."""
+        return self.overlap < 0
+
+
+ARCHITECTURES = (
+    ("v100", "volta"),
+    ("rtx8000", "volta"),
+    ("h100", "hopper"),
+    ("h200", "hopper"),
+    ("l4", "ada"),
+    ("rtx4090", "ada"),
+    ("rtx6000-ada", "ada"),
+    ("a10", "ampere"),
+    ("a6000", "ampere"),
+    ("rtx3090", "ampere"),
+)
+"""The first whose beginning a device's name has tells the generation of its kernels."""
+
+
+def architecture(device_name: str) -> str:
+    """The generation of a device, "" if it is none of ARCHITECTURES."""
+    return next((name for start, name in ARCHITECTURES if device_name.startswith(start)), "")
+
+
+@cache
+def frameworks() -> Mapping[str, Framework]:
+    """The built-in profiles by name."""
+    text = resources.files("cost_models").joinpath("machines", "frameworks.toml").read_text(encoding="utf-8")
+    known = {item.name for item in fields(Framework)}
+    found = {}
+    for name, table in tomllib.loads(text).items():
+        if surplus := sorted(table.keys() - known):
+            raise ValueError(f"framework {name}: unknown keys {surplus}")
+        found[name] = Framework(name, **table)
+    return MappingProxyType(found)
+
+
+def framework(name: str) -> Framework:
+    """The profile called `name`. Raises ValueError that lists the known ones."""
+    if name not in frameworks():
+        close = difflib.get_close_matches(name, frameworks(), 1, 0.4)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown framework {name!r}.{hint} Known: {', '.join(frameworks())}.")
+    return frameworks()[name]

@@ -1,0 +1,218 @@
+"""Strategies that a person wrote: scored as searched plans are, refused where something is missing, and by profile."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from autopar.errors import ConstraintError
+from autopar.graph import Graph
+from autopar.planning.planner import search_plans
+from autopar.sharding.strategies import scopes_of
+from autopar.simulate import Predictor
+from autopar.simulate.fusion import fused_parts
+from autopar.simulate.stages import cut
+from autopar.tracing.rebatch import BatchedTrace
+from cost_models.frameworks import framework
+from cost_models.machine import Cluster
+from examples.models import EXAMPLES
+from tests.autopar.planning import BATCH, graph_of, request_for
+
+PLANS = [
+    ("llama", {"pp": 1, "dp": 4, "tp": 1, "zero": 0, "micro_batches": 1}),
+    ("llama", {"pp": 1, "dp": 2, "tp": 2, "zero": 1, "micro_batches": 2}),
+    ("gpt2", {"pp": 1, "dp": 1, "tp": 4, "zero": 0, "micro_batches": 1}),
+    ("gpt2", {"pp": 2, "dp": 2, "tp": 1, "zero": 0, "micro_batches": 4, "schedule": "1f1b", "recompute": "none"}),
+    ("bert", {"pp": 2, "dp": 1, "tp": 2, "zero": 0, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}),
+    ("llama", {"pp": 1, "dp": 4, "tp": 1, "zero": 3, "micro_batches": 2, "recompute": "full"}),
+]
+
+
+@cache
+def predictor(name: str) -> Predictor:
+    def traced(rows: int) -> Graph:
+        return graph_of(name, rows)
+
+    return Predictor.of_trace(BatchedTrace(traced), BATCH, "fp32")
+
+
+def predicted(name: str = "llama", cluster: str = "4 a100-80g", profile: Any = "autopar", **strategy: Any) -> Any:
+    return predictor(name).predict(cluster, strategy, global_batch_size=BATCH, framework=profile)
+
+
+@pytest.mark.parametrize(("name", "strategy"), PLANS)
+def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[str, Any]) -> None:
+    plan = search_plans(request_for(name, **strategy)).best.plan
+    found, wanted = predicted(name, **strategy), plan.prediction
+    assert found.step_seconds == pytest.approx(wanted.step_seconds, rel=0.02)
+    assert found.peak_bytes == pytest.approx(wanted.peak_bytes, rel=0.02)
+    assert len(found.positions) == len(wanted.positions)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ({"tp": 4, "zero": 0, "micro_batches": 1}, "does not say dp"),
+        ({"dp": 4, "zero": 0}, "does not say micro_batches"),
+        ({"dp": 4, "micro_batches": 1}, "does not say zero"),
+        ({"dp": 2, "tp": 1, "zero": 0, "micro_batches": 1}, "number of devices"),
+        ({"dp": 4, "zero": 0, "micro_batches": 3}, "not divided"),
+        ({"dp": 4, "zero": 0, "micro_batches": 1, "cp": 2}, "cp is not modelled"),
+        ({"dp": 4, "zero": 0, "micro_batches": 1, "attention": "slow"}, "attention is unknown"),
+        ({"dp": 4, "zero": 0, "micro_batches": 1, "speed": 3}, "unknown constraint"),
+        ({"dp": 1, "pp": 4, "zero": 0, "micro_batches": 8, "schedule": "interleaved", "chunks": 4}, "fewer blocks"),
+    ],
+)
+def test_what_is_missing_or_does_not_multiply_is_named(strategy: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConstraintError, match=words):
+        predicted(**strategy)
+
+
+def test_an_unknown_framework_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConstraintError, match="megatron-2021"):
+        predicted(profile="megatron", dp=4, zero=0, micro_batches=1)
+
+
+def test_without_sequence_parallelism_activations_are_summed_whole() -> None:
+    parts = {"pp": 1, "dp": 1, "tp": 4, "zero": 0, "micro_batches": 1}
+    apart = predicted(profile="megatron-2021", sp=False, **parts)
+    together = predicted(profile="megatron-2021", sp=True, **parts)
+    assert apart.seconds["all_reduce tp"] > 0
+    assert apart.seconds.get("reduce_scatter tp", 0.0) < together.seconds["reduce_scatter tp"]
+    assert apart.num_bytes["activations"] > together.num_bytes["activations"]
+
+
+def test_unfused_attention_takes_longer_and_keeps_its_scores() -> None:
+    with torch.device("meta"):
+        example = EXAMPLES["nanogpt"](layers=3, batch_size=BATCH, seq_len=1024, width=512, vocab_size=1024)
+    long = Predictor(example.model, example_inputs=example.inputs, loss_fn=example.loss_fn)
+    strategy = {"dp": 4, "zero": 0, "micro_batches": 1}
+    flash, unfused = (
+        long.predict("4 a100-80g", strategy | {"attention": kernel}, framework="fsdp") for kernel in ("fa2", "unfused")
+    )
+    assert unfused.seconds["forward attention"] > flash.seconds["forward attention"]
+    assert unfused.num_bytes["activations"] > flash.num_bytes["activations"]
+    assert unfused.seconds["forward matmuls"] == flash.seconds["forward matmuls"]
+
+
+def test_fusing_more_never_costs_more() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 1}
+    profile = framework("fsdp")
+    seconds = [
+        predicted(profile=replace(profile, fusion=fusion), **parts).seconds["forward memory-bound kernels"]
+        for fusion in ("calls", "modules", "chains")
+    ]
+    assert seconds[0] > seconds[1] > seconds[2] > 0
+
+
+def test_a_fused_norm_reads_its_input_once_and_writes_its_result() -> None:
+    graph = graph_of("llama")
+    layer = next(scope for scope in scopes_of(graph) if scope.layer)
+    names = [n.name for n in layer.nodes if n.module == "input_layernorm"]
+    if not names:
+        names = [n.name for n in layer.nodes if "mean" in n.op][:1]
+    parts = fused_parts(graph, "modules")
+    norm = {n.module for n in layer.nodes if "mean" in n.op}
+    members = [n for n in layer.nodes if n.module == sorted(norm)[0] and (layer.name, n.name) in parts]
+    activations = [
+        (n.name, ref)
+        for n in members
+        for ref, own in zip(n.inputs, parts[layer.name, n.name].reads, strict=True)
+        if own and len(layer.metas[ref].shape) == 3
+    ]
+    assert len(members) > 3 and len(activations) == 1
+    assert sum(any(parts[layer.name, n.name].writes) for n in members) == 1
+    assert sum(parts[layer.name, n.name].is_first for n in members) == 1
+
+
+def test_a_micro_batch_takes_no_less_than_its_host() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 2}
+    slow = replace(framework("fsdp"), host_layer_seconds=1.0)
+    found = predicted(profile=slow, **parts)
+    assert found.step_seconds >= 2 * 3 * 1.0  # micro-batches x layers
+    assert found.seconds["waiting for the host"] > 0
+    assert predicted(profile="fsdp", **parts).seconds.get("waiting for the host", 0.0) == 0
+
+
+def test_traffic_hides_only_behind_compute() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 1}
+    shown = predicted(profile=replace(framework("fsdp"), overlap=0.0), **parts)
+    hidden = predicted(profile=replace(framework("fsdp"), overlap=1.0), **parts)
+    kind = "gradient and parameter synchronisation"
+    assert hidden.seconds[kind] < shown.seconds[kind]
+    whole = hidden.seconds[kind] + hidden.seconds["hidden communication"]
+    assert whole == pytest.approx(shown.seconds[kind])
+
+
+def test_a_framework_that_copies_gradients_holds_four_more_bytes_per_parameter() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 2}
+    plain = replace(framework("megatron-2021"), gradient_copy_bytes=0.0)
+    trained = sum(p.meta.numel for p in graph_of("gpt2").parameters if not p.is_buffer)
+    found = predicted("gpt2", profile="megatron-2021", **parts).num_bytes["gradients"]
+    assert found - predicted("gpt2", profile=plain, **parts).num_bytes["gradients"] == 4 * trained
+
+
+def test_a_loss_moves_what_its_framework_says() -> None:
+    parts = {"dp": 1, "tp": 1, "zero": 0, "micro_batches": 1}
+    kind = "forward memory-bound kernels"
+    low, high = (
+        predicted(cluster="1 a100-80g", profile=replace(framework("fsdp"), loss_bytes=size), **parts).seconds[kind]
+        for size in (20.0, 40.0)
+    )
+    logits = BATCH * 32 * 1024
+    device = Cluster.parse("1 a100-80g").device
+    rate = device.memory_bytes_per_second * device.memory_efficiency
+    assert high - low == pytest.approx(10.0 * logits / rate, rel=0.1)
+
+
+def test_cuts_of_frameworks() -> None:
+    blocks = ("top 0", *("Layer",) * 6, "top 1")
+    weights = {"top 0": 0.0, "Layer": 1.0, "top 1": 2.0}
+
+    class Cost:
+        def __init__(self, seconds: float) -> None:
+            self.forward_seconds, self.backward_seconds = seconds / 3, seconds * 2 / 3
+
+    costs: Any = {"top 0": Cost(0.0), "Layer": Cost(1.0), "top 1": Cost(3.0)}
+    assert cut(blocks, costs, weights, 3, "layers") == (0, 3, 5, 8)
+    # 8 units in 2 parts of 4: four layers, then two and the head.
+    assert cut(blocks, costs, weights, 2, "weights") == (0, 5, 8)
+    # 9 seconds in 3 parts: three layers, three layers, the head.
+    assert cut(blocks, costs, weights, 3, "time") == (0, 4, 7, 8)
+
+
+def test_the_command_line_prints_the_prediction_by_kind(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 4, "vocab_size": 1024, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["simulate", f"hf:{tmp_path / 'config.json'}", "--cluster", "4 a100-80g", "--batch", "8", "--seq", "64"]
+    words += ["--set", "dp=2", "--set", "tp=2", "--set", "zero=0", "--set", "micro_batches=2"]
+    result = CliRunner().invoke(app, [*words, "--framework", "megatron-2023"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("step ") and "backward matmuls" in result.output
+    assert "gradients" in result.output
+
+
+@pytest.mark.slow
+def test_a_strategy_of_a_traced_175b_model_takes_less_than_50_ms() -> None:
+    from benchmarks.planning import CASES, build
+
+    model, batch = build(CASES["gpt-3-175b"])
+    gpt3 = Predictor(model, example_inputs=batch)
+    strategy = {"pp": 8, "dp": 16, "tp": 8, "zero": 1, "micro_batches": 96, "recompute": "full"}
+    gpt3.predict("128x8 a100-80g", strategy, framework="megatron-2021")
+    spent = []
+    for zero in (0, 1, 2, 1, 0):
+        started = time.perf_counter()
+        gpt3.predict("128x8 a100-80g", strategy | {"zero": zero}, framework="megatron-2021")
+        spent.append(time.perf_counter() - started)
+    assert sorted(spent)[2] < 0.05

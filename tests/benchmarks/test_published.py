@@ -1,0 +1,160 @@
+"""Predictions of published runs: from a row to its model, cluster and strategy, and the figures that are printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.plan import Prediction
+from autopar.tracing.trace import trace
+from benchmarks import published
+from benchmarks.published import Outcome
+
+ROW: dict[str, Any] = {
+    "id": "r1", "source": "a", "framework": "Megatron-LM v2", "model": "GPT-small", "arch_family": "GPT", "layers": 6,
+    "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "ffn_gated": False, "bias": True, "vocab": 1024,
+    "tied_embeddings": True, "seq_len": 128, "precision": "fp16-mixed", "gpu": "A100-80GB", "gpus_total": 8,
+    "gpus_per_node": 8, "intra_node": "NVLink3 600GB/s", "intra_bw_gbs": 600, "dp": 2, "tp": 2, "pp": 2, "vpp": 1,
+    "cp": 1, "ep": 1, "zero_stage": 0, "micro_batch": 2, "grad_accum": 4, "global_batch": 16, "recompute": "none",
+    "offload": "none", "schedule": "1F1B", "iter_time_s": 1.0, "status": "ok",
+}  # fmt: skip
+
+
+def test_a_model_built_shallow_traces_as_the_whole() -> None:
+    model, batch = published.build(ROW)
+    assert published.graph_of(ROW, 2) == trace(model, batch, batch_size=2, param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"hidden": None}, "missing hidden"),
+        ({"iter_time_s": None}, "missing iter_time_s"),
+        ({"status": "OOM"}, "status OOM"),
+        ({"gpu": "TPUv9"}, "gpu TPUv9 is not in the catalogue"),
+        ({"dp": 4}, "global_batch is not|dp x tp x pp"),
+        ({"global_batch": 17}, "global_batch is not"),
+        ({"cp": 2}, "cp is not modelled"),
+        ({"recompute": "half"}, "recompute 'half'"),
+        ({"precision": "posit"}, "precision 'posit'"),
+        ({"arch_family": "Mamba"}, "architecture Mamba"),
+        ({"gpus_per_node": 4}, "link between nodes"),
+        ({"intra_node": None, "intra_bw_gbs": None}, "neither intra_node"),
+        ({"iter_time_s": 1e-9}, "more FLOP/s"),
+    ],
+)
+def test_rows_that_lack_something_are_skipped_with_the_reason(changed: dict[str, Any], words: str) -> None:
+    row = {key: value for key, value in {**ROW, **changed}.items() if value is not None}
+    outcomes, skipped, _ = published.predict_rows([row])
+    assert not outcomes
+    ((_, reason),) = skipped
+    assert re.search(words, reason)
+
+
+def test_a_row_becomes_a_strategy_and_a_cluster() -> None:
+    row = {**ROW, "dp": 8, "tp": 2, "pp": 1, "gpus_total": 16, "zero_stage": 1, "zero_group": 4, "global_batch": 64}
+    row |= {"inter_node": "4x100Gb RoCE per node", "inter_bw_gbps_per_node": 400, "sp": True}
+    strategy = published.strategy_of(row)
+    wanted = {"pp": 1, "ddp": 2, "dp": 4, "tp": 2, "zero": 1, "micro_batches": 4, "recompute": "none", "sp": True}
+    assert strategy == wanted
+    cluster = published.cluster_of(row)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 8)
+    assert cluster.inter_node.bytes_per_second == pytest.approx(400e9 / 8 / 8)
+
+
+def test_what_is_assumed_is_told() -> None:
+    assert set(published.assumptions(ROW)) == {
+        "sp absent, taken as false",
+        "attention_impl absent, taken as unfused",
+    }
+    strange = set(published.assumptions({**ROW, "framework": "unheard of", "tp": 1}))
+    assert "framework unheard of under the profile megatron-2021" in strange
+
+
+def test_devices_by_name_or_by_memory() -> None:
+    def of(gpu: str, size: str) -> str:
+        return published.device_of({**ROW, "gpu": gpu, "gpu_mem_gb": size}).name
+
+    assert of("A100-80GB-PCIe", "80") == "a100-80g-pcie" and of("A100-SXM4", "40") == "a100-40g"
+    with pytest.raises(published.SkippedError, match="not in the catalogue"):
+        of("A100-SXM4", "20")
+
+
+def test_precisions() -> None:
+    def of(text: str, gpu: str = "A100-80GB") -> str:
+        return published.precision_of({**ROW, "precision": text, "gpu": gpu})
+
+    tf32 = "fp32 (TF32 on Ampere+ default)"
+    assert [of("amp_bf16/DEFAULT"), of("fp16-mixed"), of("tf32"), of("fp32")] == ["bf16", "fp16", "tf32", "fp32"]
+    assert (of(tf32), of(tf32, "V100-32GB"), of("amp_fp8/DEFAULT")) == ("tf32", "fp32", "fp8")
+
+
+def test_tau_counts_pairs_of_one_group_and_leaves_ties_out() -> None:
+    rows = [("a", 1.0, 10.0), ("a", 2.0, 30.0), ("a", 3.0, 20.0), ("a", 3.0, 5.0), ("b", 9.0, 1.0)]
+    # 1-2 agree, 1-3 agree, 2-3 not, 1-4 not, 2-4 not; 3-4 are measured equal.
+    assert published.tau(rows) == (pytest.approx(-1 / 5), 5)
+    assert math.isnan(published.tau([("a", 1.0, 1.0)])[0])
+
+
+def outcome(source: str, number: int, measured: float, matmuls: float, memory: float) -> Outcome:
+    seconds = {
+        "forward matmuls": matmuls / 3,
+        "backward matmuls": matmuls * 2 / 3,
+        "backward memory-bound kernels": memory,
+    }
+    row = {**ROW, "id": f"{source}{number}", "source": source, "iter_time_s": measured}
+    return Outcome(row, Prediction(seconds, {}), "ampere")
+
+
+def test_fitted_rates_find_what_measurements_were_made_with() -> None:
+    rows = [
+        outcome(source, i, 1.3 * matmuls + 0.8 * memory, matmuls, memory)
+        for source in "abc"
+        for i, (matmuls, memory) in enumerate([(1.0, 0.1), (0.2, 1.0), (1.0, 1.0)])
+    ]
+    rates = published.fit_rates(rows)
+    assert rates["ampere", "matmuls"] == pytest.approx(1.3, rel=0.05)
+    assert rates["ampere", "memory-bound kernels"] == pytest.approx(0.8, rel=0.05)
+
+
+def test_a_source_that_is_left_out_does_not_fit_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    own = [outcome("odd", i, 2.0, 1.0, 0.0) for i in range(3)]
+    others = [outcome(source, i, 1.0, 1.0, 0.0) for source in ("b", "c") for i in range(3)]
+    rows = own + others
+    found = published.leave_one_out(rows, published.fit_rates(rows))
+    assert found["odd0"] == pytest.approx(1.0)
+    assert "odd" in capsys.readouterr().out
+
+
+def test_memory_is_compared_by_what_was_measured() -> None:
+    bytes_by_kind = {"parameters": 4e9, "transient": 1e9, "workspace": 1.5e9}
+    row = {**ROW, "mem_gb": 6.0, "mem_unit": "GB"}
+    smi = Outcome({**row, "mem_kind": "nvidia-smi, rounded up"}, Prediction({}, bytes_by_kind), "ampere")
+    both = {**row, "mem_unit": "GiB", "mem_kind": "peak reserved (max allocated 5.5 GiB)"}
+    allocated = Outcome(both, Prediction({}, bytes_by_kind), "ampere")
+    assert published.predicted_bytes(smi) == 6.5e9 and published.measured_bytes(smi.row) == 6e9
+    assert published.predicted_bytes(allocated) == 5e9
+    assert published.measured_bytes(allocated.row) == 5.5 * 2**30
+
+
+def test_the_command_prints_every_source_and_writes_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROW, {**ROW, "id": "r2", "recompute": "full"}, {**ROW, "id": "r3", "source": "b", "status": "OOM"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    monkeypatch.setattr(published, "RESULTS", tmp_path / "out.csv")
+    monkeypatch.setattr("sys.argv", ["published", "--rows", str(file), "--csv"])
+    assert published.main() == 0
+    printed = capsys.readouterr().out
+    assert "skipped 1: status OOM" in printed and "1 models traced" in printed
+    written = (tmp_path / "out.csv").read_text().splitlines()
+    assert len(written) == 4 and written[3].endswith("status OOM")
+    seconds = [float(line.split(",")[6]) for line in written[1:3]]
+    assert seconds[1] > seconds[0]
