@@ -106,6 +106,7 @@ def test_number_of_devices_that_fits_no_mesh() -> None:
     assert "tp=3 for 4 devices" in message and "dp=2 x tp=2" in message
 
 
+@pytest.mark.slow
 def test_budget_names_the_smallest_that_fits() -> None:
     words = ("plan", *GPT2, "--set", "dp=4", "--set", "micro_batches=1")
     message = fails(*words, "--memory", "100KiB")

@@ -80,6 +80,7 @@ def test_pinned_activations() -> None:
     assert output[1] == S(2)
 
 
+@pytest.mark.slow
 def test_pins_never_make_a_plan_faster() -> None:
     free = chosen().plan.prediction.step_seconds
     ban = {"forbid_parameters": {"*proj*": {"tp": "S(0)"}}}

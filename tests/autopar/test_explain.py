@@ -69,6 +69,7 @@ def test_the_same_plan_is_priced_under_each_condition() -> None:
     assert expected < found.plan.prediction.step_seconds
 
 
+@pytest.mark.slow
 def test_more_of_anything_is_never_slower() -> None:
     found = explained()
     now = found.plan.prediction.step_seconds

@@ -90,6 +90,7 @@ def texts(shapes: Any) -> set[tuple[str, ...]]:
     return {tuple(map(str, seats)) for seats in shapes}
 
 
+@pytest.mark.slow
 def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
     """Two shapes of one group, or one of each; they fill it, divide the micro-batch, and have one tp or its parts."""
     search = UnequalSearch(request_for(TWO_AND_ONE))
