@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --editable
 PYTEST := $(BIN)/python -m pytest
-# Tests are dealt to two processes in halves, and the one that is done first takes over from the other.
-WORKERS ?= -n 2 --dist worksteal
+# Test files are dealt to two processes; the tests of a file share what it traces and plans.
+WORKERS ?= -n 2 --dist loadfile
 # Seconds for a whole test run; single tests have the shorter `timeout` of pyproject.toml.
 TEST_SECONDS ?= 1200
 TEST_ALL_SECONDS ?= 7200
