@@ -41,6 +41,7 @@ def test_two_choices_are_mixed_in_proportion(count: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45, 0.1])
+@pytest.mark.slow
 def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     ample = PipelineSearch(request_for("gpt2")).run().found[0]
     search = PipelineSearch(request_for("gpt2"))
