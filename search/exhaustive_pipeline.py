@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from search.pipeline_problem import (
     PipelineInfeasibleError,
@@ -25,10 +25,12 @@ Span = tuple[int, int, Submesh]
 Run = tuple[float, float, float, tuple[Point, ...]]
 
 
-def solve(problem: PipelineProblem) -> PipelineSolution:
+def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] | None = None) -> PipelineSolution:
     """Try every pipeline.
 
     Points are tried per block; per stage only equal (fill, steady, step) triples are merged, nothing is bounded.
+    accept: whether a pipeline that the problem allows counts, where that depends on more than the problem says; then
+    only ways of equal bytes are merged.
 
     Raises:
         ValueError: more than ``MAX_BLOCKS`` blocks.
@@ -46,7 +48,7 @@ def solve(problem: PipelineProblem) -> PipelineSolution:
             in_flight = problem.in_flight(len(spans), i)
             key = (spans[i], in_flight)
             if key not in cache:
-                cache[key] = _stage(problem, first, last, submesh, in_flight, extra)
+                cache[key] = _stage(problem, first, last, submesh, in_flight, extra, accept is not None)
             runs.append(cache[key][0])
             needs.append(StageNeed(first, last, submesh.name, cache[key][1], submesh.memory_bytes))
         excess = max(need.needed_bytes - need.memory_bytes for need in needs)
@@ -58,7 +60,8 @@ def solve(problem: PipelineProblem) -> PipelineSolution:
             objective = _objective(problem, spans, chosen)
             if best is None or objective < best.objective:
                 stages = tuple(_choice(problem, span, run[3]) for span, run in zip(spans, chosen, strict=True))
-                best = PipelineSolution(objective, stages)
+                found = PipelineSolution(objective, stages)
+                best = found if accept is None or accept(found) else best
     if best is None:
         raise PipelineInfeasibleError(least[1] if least is not None else ())
     return best
@@ -96,11 +99,17 @@ def _alike(spans: Sequence[Span], first: int, second: int) -> bool:
 
 
 def _stage(
-    problem: PipelineProblem, first: int, last: int, submesh: Submesh, in_flight: float, extra_bytes: float
+    problem: PipelineProblem,
+    first: int,
+    last: int,
+    submesh: Submesh,
+    in_flight: float,
+    extra_bytes: float,
+    by_bytes: bool,
 ) -> tuple[list[Run], float]:
-    """The ways to run a stage that fit, equal triples once; and the bytes of the leanest way."""
+    """The ways to run a stage that fit, equal triples (by_bytes: of equal bytes) once; and the bytes of the leanest."""
     menus = [problem.points.get((kind, submesh.name), ()) for kind in problem.blocks[first : last + 1]]
-    found: dict[tuple[float, float, float], Run] = {}
+    found: dict[tuple[float, float, float, float], Run] = {}
     least = float("inf")
     for points in itertools.product(*menus):
         if problem.one_family:
@@ -115,7 +124,7 @@ def _stage(
         fill, steady, step = (
             sum(getattr(point, name) for point in points) for name in ("fill_seconds", "steady_seconds", "step_seconds")
         )
-        found.setdefault((fill, steady, step), (fill, steady, step, points))
+        found.setdefault((fill, steady, step, needed if by_bytes else 0.0), (fill, steady, step, points))
     return list(found.values()), least
 
 

@@ -27,7 +27,7 @@ from autopar.planning.bases import Base, Bases
 from autopar.planning.layouts import Layout, layouts
 from autopar.planning.one_stage import Failure
 from autopar.planning.request import Request, pricer_for, usable_bytes
-from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretched
+from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of, stretched
 from autopar.sharding.strategies import scopes_of
 from search.inter_op import NothingBelowCutoffError, solve_pipeline
 from search.pipeline_problem import (
@@ -220,19 +220,6 @@ class PipelineSearch:
             self._synchronised[own] = {n: (exposed(s.per_micro), exposed(s.per_step)) for n, s in stored.items()}
         return base.activity.seconds, self._synchronised[own]
 
-    def stretch(self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost]) -> float:
-        """By what the bottleneck's time per micro-batch is multiplied under zero bubble.
-
-        With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
-        sum of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with
-        the model's own share of w.
-        """
-        if schedule != "zero-bubble" or layout.num_micro_batches == 1:
-            return 1.0
-        weight = sum(costs[name].weight_seconds * count for name, count in self.counts.items())
-        busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in self.counts.items())
-        return stretched(weight, busy, layout.num_micro_batches)
-
     def base(self, layout: Layout) -> Base | None:
         """The decisions that a layout's mesh shares with all meshes of its tensor-parallel degree."""
         return self.bases.base(layout.mesh, layout.rows, layout.price)
@@ -325,7 +312,7 @@ class PipelineSearch:
         """The stages of a layout as an inter-op problem with one kind of submesh."""
         mesh, count = layout.mesh, layout.num_micro_batches
         name = str(mesh)
-        stretch = self.stretch(layout, schedule, costs)
+        stretch = stretch_of(costs, self.counts, schedule, count)
         points = {
             (block, name): tuple(
                 point(cost, label, mode, schedule, stretch) for label, mode in self.modes(cost).items()

@@ -27,6 +27,21 @@ def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
     return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0
 
 
+def stretch_of(costs: Mapping[str, BlockCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
+    """By what the bottleneck's time per micro-batch is multiplied under zero bubble. counts: of every block; count: of
+    micro-batches.
+
+    With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
+    sum of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with
+    the model's own share of w.
+    """
+    if schedule != "zero-bubble" or count == 1:
+        return 1.0
+    weight = sum(costs[name].weight_seconds * number for name, number in counts.items())
+    busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in counts.items())
+    return stretched(weight, busy, count)
+
+
 def modes_of(cost: BlockCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
     """The recompute modes of a block; calls outside layers keep everything. has_host: whether host memory is another
     than the device's; else nothing is moved there unless that is pinned."""

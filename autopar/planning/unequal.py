@@ -30,7 +30,7 @@ from autopar.planning.bases import PRICES, Activity, Bases, named_mesh
 from autopar.planning.layouts import micro_batch_counts, offloads
 from autopar.planning.pipelines import MAX_MEMORY_ROUNDS, SEARCHED_SCHEDULES
 from autopar.planning.request import Request, divisors, pricer_for, usable_bytes
-from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretched
+from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of
 from autopar.seats import Seat
 from autopar.sharding.choices import Choices, on_axes
 from autopar.sharding.strategies import Operator, scopes_of
@@ -169,9 +169,9 @@ class UnequalSearch:
         limits, rows = self.request.constraints, self.request.global_batch_size
         for count in micro_batch_counts(rows, limits.micro_batches):
             for seats in self.shapes(rows // count):
-                for schedule in self._schedules(count):
-                    for price in self._prices(max(seat.mesh.size("tp") for seat in seats), rows // count):
-                        yield Terms(seats, price, count, 0, "", schedule)
+                prices = self._prices(max(seat.mesh.size("tp") for seat in seats), rows // count)
+                for schedule, price in itertools.product(self._schedules(count), prices):
+                    yield Terms(seats, price, count, 0, "", schedule)
 
     def _variants(self, outline: Terms) -> Iterator[Terms]:
         """Every ZeRO stage and offload of an outline."""
@@ -264,7 +264,7 @@ class UnequalSearch:
 
     def _activity_of(self, seat: Seat, terms: Terms) -> Activity:
         """What one rank of a seat does: that depends on its rows, not on how many such ranks there are."""
-        rows = self.request.global_batch_size // terms.num_micro_batches // seat.mesh.num_data_ranks
+        rows = self._rows(terms) // seat.mesh.num_data_ranks
         costed = named_mesh(min(seat.mesh.num_data_ranks, 2), seat.mesh.size("tp"))
         key = (seat.group, costed, rows, terms.tp, terms.price)
         if key not in self._activity:
@@ -305,7 +305,7 @@ class UnequalSearch:
     def borders(self, seat: Seat, terms: Terms) -> tuple[float, ...]:
         """Bytes per micro-batch and rank of a seat at every border."""
         activity = self._activity_of(seat, terms)
-        rows = self.request.global_batch_size // terms.num_micro_batches // seat.mesh.num_data_ranks
+        rows = self._rows(terms) // seat.mesh.num_data_ranks
         key = (seat.group, activity.pricer.mesh, rows, terms.tp, terms.price)
         if key not in self._borders:
             self._borders[key] = border_bytes(activity.graph, activity.pricer.mesh, activity.choices)
@@ -450,7 +450,7 @@ class UnequalSearch:
         count, pinned = terms.num_micro_batches, self.request.constraints.recompute
         points = {}
         for name, own in costs.items():
-            stretch = self._stretch(own, terms)
+            stretch = stretch_of(own, self.counts, terms.schedule, count)
             for block, cost in own.items():
                 modes = modes_of(cost, pinned, has_host=not self.is_on_cpu)
                 points[block, name] = tuple(point(cost, k, mode, terms.schedule, stretch) for k, mode in modes.items())
@@ -476,14 +476,6 @@ class UnequalSearch:
             tuple(self._tied(seats, terms)),
             num_stages=self._numbers(terms.seats),
         )
-
-    def _stretch(self, costs: Mapping[str, BlockCost], terms: Terms) -> float:
-        """As PipelineSearch.stretch."""
-        if terms.schedule != "zero-bubble":
-            return 1.0
-        weight = sum(costs[name].weight_seconds * count for name, count in self.counts.items())
-        busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in self.counts.items())
-        return stretched(weight, busy, terms.num_micro_batches)
 
     def _tied(self, seats: Mapping[str, Seat], terms: Terms) -> Iterator[Tied]:
         """Parameters that two blocks read, by the seat on which a second copy costs most."""

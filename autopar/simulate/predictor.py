@@ -12,8 +12,8 @@ from torch import nn
 
 from autopar.cluster import as_cluster
 from autopar.constraints import Constraints
-from autopar.costs.block_costs import BlockCost, chain, combined, homes_of, stored_costs
-from autopar.costs.borders import border_bytes, shared_parameters, tie_costs, transfer_seconds
+from autopar.costs.block_costs import BlockCost, chain, combined, homes_of, segments, stored_costs
+from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
 from autopar.costs.price import ATTENTION, FREE, MATMULS, Pricer, Training, is_cpu
 from autopar.costs.stage_costs import shared_costs, simulated, stage_cost
 from autopar.errors import ConstraintError
@@ -177,7 +177,8 @@ class Predictor:
         pipeline = self._pipeline(wanted, profile, costs)
         borders = (*self._borders(shared, base, wanted.rows), 0.0)
         stages = pipeline.stages
-        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last]) for stage in stages]
+        copies = second_copies(self.graph, pricer, base.parameters(wanted.zero))
+        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last], copies) for stage in stages]
         staged = [
             profiled(
                 cost,
@@ -324,18 +325,12 @@ def _matrices(graph: Graph) -> _Matrices:
                 shape, name = own[ref.node].meta.shape, base_name(node.op)
                 if name in MATMULS:
                     where = scope.name or homes.get(node.name, "")
-                    where = where or _block_of(graph, node.name)
+                    where = where or segments(graph)[node.name]
                     weights[where] = weights.get(where, 0.0) + shape[0] * shape[1]
                 if name in MATMULS or (name == "embedding" and own[ref.node].meta.numel == largest):
                     pattern = f"*.{ref.node}" if scope.layer else ref.node
                     shapes[pattern] = shape
     return _Matrices(shapes, weights, tuple(sequences), tuple(residuals))
-
-
-def _block_of(graph: Graph, node: str) -> str:
-    from autopar.costs.block_costs import segments
-
-    return segments(graph)[node]
 
 
 def _profile(given: str | Framework) -> Framework:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from autopar.constraints import Constraints
-from autopar.costs.block_costs import activity_costs
+from autopar.costs.block_costs import BlockCost, activity_costs
 from autopar.costs.price import Training
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
@@ -27,7 +29,7 @@ from cost_models import collective
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search import exhaustive_pipeline
-from search.pipeline_problem import PipelineInfeasibleError
+from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 from tests.autopar.planning import request_for
 
 
@@ -156,17 +158,23 @@ def test_best_of_all_layouts_equals_brute_force(name: str, tight: float) -> None
     needed = max(sum(kinds.values()) for kinds in bytes_of(searched(name, "4 a100-80g"), free))
     capacity = request.cluster.device.memory_bytes
     search = searched(name, "4 a100-80g", memory=int(capacity if tight == 1.0 else capacity - usable + needed * tight))
-    best = math.inf
+    best, capacity = math.inf, usable_bytes(search.request)
     for layout in search.layouts:
         for schedule in search.schedules_of(layout):
-            problem = search.problem(layout, schedule, search.costs(layout), usable_bytes(search.request))
-            try:
-                solution = exhaustive_pipeline.solve(problem)
-            except PipelineInfeasibleError:
-                continue
-            peak = max(sum(k.values()) for k in search.position_bytes(layout, schedule, search.costs(layout), solution))
-            if peak <= usable_bytes(search.request):
-                best = min(best, solution.objective)
+            costs = search.costs(layout)
+
+            def fits(
+                solution: PipelineSolution,
+                layout: Layout = layout,
+                schedule: str = schedule,
+                costs: Mapping[str, BlockCost] = costs,
+            ) -> bool:
+                positions = search.position_bytes(layout, schedule, costs, solution)
+                return max(sum(kinds.values()) for kinds in positions) <= capacity
+
+            problem = search.problem(layout, schedule, costs, capacity)
+            with contextlib.suppress(PipelineInfeasibleError):
+                best = min(best, exhaustive_pipeline.solve(problem, fits).objective)
     assert search.run().found[0].objective == pytest.approx(best, rel=1e-9)
     assert len(search.layouts) > 100 and best < math.inf
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.compile import reprice
+from autopar.planning import predict as predict_module
+from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
 from search.problem import evaluate
-from tests.autopar.planning import setting
+from tests.autopar.planning import request_for, setting
 
 SETTINGS = [
     ("llama", "dp2 x tp2", 1),
@@ -45,3 +48,14 @@ def test_weights_gradients_and_state_of_plain_data_parallelism() -> None:
     found = {kind: prediction.num_bytes[kind] for kind in ("parameters", "gradients", "optimizer state")}
     assert found == {"parameters": 4 * trained, "gradients": 4 * trained, "optimizer state": 8 * trained}
     assert not any(" dp" in kind or " tp" in kind for kind, value in prediction.seconds.items() if value)
+
+
+def test_a_shared_tables_second_copy_is_gathered_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2's token table under ZeRO-3: the last position gathers the whole of its own copy, 1024 x 512 in fp32."""
+    request = request_for("gpt2", "4 cpu", pp=2, dp=2, tp=1, zero=3, micro_batches=2, schedule="1f1b", recompute="none")
+    plan = search_plans(request).best.plan
+    monkeypatch.setattr(predict_module, "second_copies", lambda *_: ())
+    bare = reprice(request, plan).best.plan
+    positions = zip(plan.prediction.positions, bare.prediction.positions, strict=True)
+    more = [sum(counted.values()) - sum(left_out.values()) for counted, left_out in positions]
+    assert more[0] == 0 and more[1] >= 1024 * 512 * 4

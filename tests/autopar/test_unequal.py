@@ -318,7 +318,7 @@ def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
     """Exact with one micro-batch; with several the closed form adds the bottleneck to the whole fill, also where the
     bottleneck's neighbours could have waited meanwhile (too much), and does not see zero bubble's ramps."""
     request = deep(cluster)
-    search, bounds = UnequalSearch(request), {"1f1b": (0.9, 1.02), "zero-bubble": (0.9, 1.1)}
+    search, bounds = UnequalSearch(request), {"1f1b": (0.88, 1.02), "zero-bubble": (0.88, 1.1)}
     seen = 0
     for terms in search.terms():
         if terms.num_micro_batches == ROWS:
