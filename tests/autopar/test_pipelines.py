@@ -19,7 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.bases import Bases, named_mesh
 from autopar.planning.candidates import candidate_of
-from autopar.planning.layouts import layouts
+from autopar.planning.layouts import Layout, layouts
 from autopar.planning.pipelines import Found, PipelineSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request, operators_at, pricer_for, usable_bytes
