@@ -15,7 +15,7 @@ from cost_models.schedules.check import check
 from cost_models.schedules.closed_form import ideal_seconds, in_flight
 from cost_models.schedules.generate import SCHEDULES, num_chunks, orders, placement
 from cost_models.schedules.stage_times import StageTimes
-from cost_models.schedules.sweep import Edges
+from cost_models.schedules.sweep import Edges, Shape
 from cost_models.schedules.timeline import Event, Timeline, chrome_trace, simulate
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Event",
     "Kind",
     "Orders",
+    "Shape",
     "StageTimes",
     "Timeline",
     "check",

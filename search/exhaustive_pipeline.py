@@ -40,15 +40,15 @@ def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] |
         raise ValueError(f"exhaustive search refuses {len(problem.blocks)} blocks, more than {MAX_BLOCKS}")
     best: PipelineSolution | None = None
     least: tuple[float, tuple[StageNeed, ...]] | None = None
-    cache: dict[tuple[Span, float], tuple[list[Run], float]] = {}
+    cache: dict[tuple[Span, tuple[float, float]], tuple[list[Run], float]] = {}
     for spans in _pipelines(problem):
         runs, needs = [], []
         for i, (first, last, submesh) in enumerate(spans):
             extra = sum(t.fixed_bytes for t in problem.tied if _in(spans[i], t.second) and not _in(spans[i], t.first))
-            in_flight = problem.in_flight(len(spans), i)
-            key = (spans[i], in_flight)
+            held = problem.held(len(spans), i)
+            key = (spans[i], held)
             if key not in cache:
-                cache[key] = _stage(problem, first, last, submesh, in_flight, extra, accept is not None)
+                cache[key] = _stage(problem, first, last, submesh, held, extra, accept is not None)
             runs.append(cache[key][0])
             needs.append(StageNeed(first, last, submesh.name, cache[key][1], submesh.memory_bytes))
         excess = max(need.needed_bytes - need.memory_bytes for need in needs)
@@ -103,7 +103,7 @@ def _stage(
     first: int,
     last: int,
     submesh: Submesh,
-    in_flight: float,
+    held: tuple[float, float],
     extra_bytes: float,
     by_bytes: bool,
 ) -> tuple[list[Run], float]:
@@ -116,7 +116,7 @@ def _stage(
             families = {(problem.blocks[first + k], point.family) for k, point in enumerate(points)}
             if len(families) > len({kind for kind, _ in families}):
                 continue
-        needed = sum(point.fixed_bytes + in_flight * point.micro_bytes for point in points) + extra_bytes
+        needed = sum(p.fixed_bytes + held[0] * p.micro_bytes + held[1] * p.deferred_bytes for p in points) + extra_bytes
         needed += max(point.transient_bytes for point in points)
         least = min(least, needed)
         if needed > submesh.memory_bytes * (1 + 1e-12):

@@ -11,12 +11,13 @@ on submesh h_s and takes x_s,c,j blocks of class c with point j. With m micro-ba
 
     subject to, for every stage,
         sum_j x_s,c,j = number of its blocks of class c,    x whole
-        sum x (fixed_j + F(p, s) micro_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
+        sum x (fixed_j + F(p, s) micro_j + D(p, s) deferred_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
         points of one class from one family, if asked
     and sum_s devices(h_s) = devices of the group (or <=), tied blocks in one stage or, if asked, on submeshes of one
     name.
 
-F(p, s) is the number of micro-batches in flight: min(m, p - s) for 1F1B. One crossing of a border takes
+F(p, s) is the number of micro-batches in flight, min(m, p - s) for 1F1B, and D(p, s) the number of those whose weight
+gradients wait, for which a schedule that splits backwards keeps other tensors. One crossing of a border takes
 transfer_seconds x border_bytes; a micro-batch crosses it forward and backward, so a border adds twice that to the fill
 and, where transfers are exposed, to the steady time of both its stages.
 
@@ -26,7 +27,7 @@ step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and 
 the times that the solution of their upper corner has, clipped to what can still beat the best pipeline known, and
 halved. T0 starts from the least bottleneck any pipeline has (``_least_bottleneck``).
 
-- G(T, U) is a dynamic program over the blocks, backwards, so that s and F(p, s) are known (``stage_chain``).
+- G(T, U) is a dynamic program over the blocks, backwards, so that s, F(p, s) and D(p, s) are known (``stage_chain``).
 - It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``); stages on
   the path found are then computed exactly, until a path is exact throughout, hence optimal, or too expensive
   (``_least_fill``).
@@ -49,7 +50,7 @@ Sources, and where this differs:
   with recompute and offload counted per stage, and a mixed integer program over stages. Here one stage mixes points
   freely, nothing is sampled, and no general solver is needed, which costs tens of milliseconds instead of seconds.
 - nnScaler (Lin et al., OSDI 2024), section 4: pipelines of arbitrary schedules within a constrained space, costs by
-  micro-batch count. Here the schedule enters by F(p, s) and fill_j alone; the caller tries schedules one by one.
+  micro-batch count. Here the schedule enters by F, D and fill_j alone; the caller tries schedules one by one.
 
 Exactness. The objective is optimal to a relative 1e-9 (``GAP``), memory holds to ``problem.USAGE_TOLERANCE``. There is
 no randomness: equal problems give equal pipelines.

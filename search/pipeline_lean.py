@@ -45,17 +45,18 @@ def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError | None:
 
 def _least_bytes(cost: StageCosts) -> Array:
     """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class."""
-    result = np.full((len(cost.in_flight), len(cost.counts)), np.inf)
+    result = np.full((len(cost.held), len(cost.counts)), np.inf)
     every = [p for points in cost.points for p in points]
     caps = sorted({p.transient_bytes for p in every})
     for cap in caps:
         # The leanest point under a cap serves every block of its class, so one family per class forbids nothing here.
-        total = np.tile(cap + cost.extra_bytes, (len(cost.in_flight), 1))
+        total = np.tile(cap + cost.extra_bytes, (len(cost.held), 1))
         for c, points in enumerate(cost.points):
-            least = np.full(len(cost.in_flight), np.inf)
+            least = np.full(len(cost.held), np.inf)
             for point in points:
                 if point.transient_bytes <= cap:
-                    least = np.minimum(least, point.fixed_bytes + cost.in_flight * point.micro_bytes)
+                    own = cost.held @ np.array([point.micro_bytes, point.deferred_bytes])
+                    least = np.minimum(least, point.fixed_bytes + own)
             count = cost.counts[:, c]
             total += np.where(count > 0, np.where(np.isinf(least), 0.0, least)[:, None] * count, 0.0)
             total[np.isinf(least)[:, None] & (count > 0)] = np.inf

@@ -8,6 +8,15 @@ from dataclasses import dataclass
 
 from search.problem import USAGE_TOLERANCE, InfeasibleError
 
+_NEVER_NEGATIVE = (
+    "steady_seconds",
+    "step_seconds",
+    "fixed_bytes",
+    "micro_bytes",
+    "transient_bytes",
+    "deferred_bytes",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -23,6 +32,7 @@ class Point:
         micro_bytes: per micro-batch in flight at the block's stage.
         transient_bytes: only while the block runs; a stage needs the largest of its blocks.
         family: with ``PipelineProblem.one_family``, the blocks of one class in one stage share one family.
+        deferred_bytes: per micro-batch whose weight gradients the block's stage has put off.
 
     Raises:
         ValueError: a figure is not finite, or a time or size other than ``fill_seconds`` is negative.
@@ -38,11 +48,12 @@ class Point:
     micro_bytes: float
     transient_bytes: float
     family: str = ""
+    deferred_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.fill_seconds):
             raise ValueError(f"point {self.label!r}: fill_seconds is {self.fill_seconds}")
-        for name in ("steady_seconds", "step_seconds", "fixed_bytes", "micro_bytes", "transient_bytes"):
+        for name in _NEVER_NEGATIVE:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"point {self.label!r}: {name} must be finite and >= 0, it is {value}")
@@ -126,6 +137,7 @@ class PipelineProblem:
         max_stages: None means no further limit.
         use_all: every device of every group must be used.
         one_family: the blocks of one class in one stage take points of one family.
+        put_off: micro-batches whose weight gradients wait, by number of stages and stage; None: none do.
 
     Raises:
         ValueError: a name, index or number does not fit the others.
@@ -145,6 +157,7 @@ class PipelineProblem:
     max_stages: int | None = None
     use_all: bool = True
     one_family: bool = False
+    put_off: InFlight | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks or self.num_micro_batches < 1:
@@ -171,6 +184,10 @@ class PipelineProblem:
         if not self.border_bytes or self.transfer_seconds is None:
             return 0.0
         return 2.0 * self.transfer_seconds.get((before, after), 0.0) * self.border_bytes[border]
+
+    def held(self, num_stages: int, stage: int) -> tuple[float, float]:
+        """Micro-batches that a stage holds at its peak: those in flight, and those whose weight gradients wait."""
+        return float(self.in_flight(num_stages, stage)), float(self.put_off(num_stages, stage)) if self.put_off else 0.0
 
     def allowed_num_stages(self) -> tuple[int, ...]:
         """The numbers of stages that the arguments allow, ascending; devices are not looked at."""

@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A stage of a path: blocks ``start`` to ``end`` - 1, its kind, and the kind's (in flight, shape) numbers."""
+    """A stage of a path: blocks ``start`` to ``end`` - 1, its kind, and the kind's (held, shape) numbers."""
 
     start: int
     end: int
@@ -72,8 +72,8 @@ class Chain:
         self.problem, self.num_stages = problem, num_stages
         self.num_blocks = len(problem.blocks)
         self.longest = self.num_blocks - num_stages + 1
-        in_flight = [float(problem.in_flight(num_stages, i)) for i in range(num_stages)]
-        distinct, number = np.unique(in_flight, return_inverse=True)
+        held = [problem.held(num_stages, i) for i in range(num_stages)]
+        distinct, number = np.unique(np.array(held), axis=0, return_inverse=True)
         self.f_of: Indices = number.reshape(-1)
         seconds = problem.transfer_seconds or {}
         self.neighbours = problem.transfer_is_exposed and any(value > 0 for value in seconds.values())
@@ -172,6 +172,8 @@ class Chain:
             return float("inf"), ()
         width = self._width(tables)
         spread = {kind: self._spread(kind, table, width) for kind, table in tables.items()}
+        if len(self.problem.submeshes) == 1 and not self.neighbours:
+            return self._solve_alike(spread[-1, 0, -1], bottleneck)
         every = range(len(self.problem.submeshes))
         done = np.full((1, self.num_blocks + 1), np.inf)
         done[0, -1] = 0.0
@@ -189,6 +191,36 @@ class Chain:
             if value[least, 0] < best:
                 best, state, row = float(value[least, 0]), key, least
         return best, self._trace(state, row, choices) if np.isfinite(best) else ()
+
+    def _solve_alike(self, own: Array, bottleneck: bool) -> tuple[float, tuple[Cut, ...]]:
+        """`solve` with one submesh. Stage i starts at block i + k, k < L, and what follows it at i + 1 + k'; then
+        k' = k + length - 1, so that the costs of all lengths are a window that slides over V_(i+1)."""
+        width = own.shape[2]
+        rows, border = np.arange(self.longest), self._borders[0, 0]
+        value = np.full(self.longest + width - 1, np.inf)
+        value[self.longest - 1] = 0.0
+        lengths: list[Indices] = []
+        for i in range(self.num_stages - 1, -1, -1):
+            costs = own[self.f_of[i], i : i + self.longest]
+            following = np.lib.stride_tricks.sliding_window_view(value, width)
+            total = np.maximum(costs, following) if bottleneck else costs + following
+            place = total.argmin(axis=1)
+            lengths.append(place + 1)
+            value = np.full_like(value, np.inf)
+            value[: self.longest] = total[rows, place]
+            if not bottleneck and i:
+                value[: self.longest] += border[i : i + self.longest]
+        best = float(value[0])
+        if not np.isfinite(best):
+            return best, ()
+        cuts: list[Cut] = []
+        start, kind = 0, (-1, 0, -1)
+        for i, length in enumerate(reversed(lengths)):
+            end = start + int(length[start - i])
+            shape = int(self.costs[kind].shape_of[start, end - start - 1])
+            cuts.append(Cut(start, end, 0, kind, int(self.f_of[i]), shape))
+            start = end
+        return best, tuple(cuts)
 
     def _best(
         self, i: int, g: int, h: int, values: Mapping[State, Array], spread: Tables, bottleneck: bool

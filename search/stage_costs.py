@@ -1,11 +1,12 @@
 """What a stage costs, by what it is made of: bounds for all stages at once, exact figures on demand.
 
 A stage's cost depends on its *shape* (how many blocks of each class, the seconds its borders keep it busy, what ties
-add), its submesh and the micro-batches in flight, not on which interval it is. Per ``Kind`` of stage (a submesh, and
-its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with shape legend S shapes, F distinct
-numbers of micro-batches in flight, P multiplier vectors, E exact entries, N blocks, L the longest stage:
+add), its submesh and the micro-batches that it holds, not on which interval it is. Per ``Kind`` of stage (a submesh,
+and its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with shape legend S shapes, F distinct
+pairs of micro-batches (in flight, put off), P multiplier vectors, E exact entries, N blocks, L the longest stage:
 
-- ``shape_of`` [N, L]: the shape of the stage that starts at a block and has a length, -1 where there is none.
+- ``shape_of`` [N, L]: the shape of the stage that starts at a block and has a length, -1 where there is none
+  (``stage_shapes``).
 - A pool of multipliers (s, l_memory, l_steady, l_step), s = 1, or 0 for a proof of infeasibility. Each gives
 
       L(T, U) = sum_c n_c min_j [s fill_j + l . (memory_j(F), steady_j, step_j)] - l . (memory, T, U)
@@ -29,6 +30,7 @@ from search.problem import Array
 from search.stage_knapsack import SLACK, Found, cheapest
 from search.stage_lp import FEASIBILITY_TOLERANCE, Indices, bound, relax
 from search.stage_multisets import MAX_WAYS, combine, multisets, num_ways, totals
+from search.stage_shapes import shapes_of
 
 Labels = dict[tuple[int, str], int]
 """How many blocks of a class (by number) take a point (by label)."""
@@ -60,22 +62,22 @@ class StageCosts:
         submesh: of the stage.
         busy: [N + 1] seconds that a border before each block keeps the stage busy if it is its first border, and
             likewise (second array) its last; zero at 0 and N.
-        in_flight: distinct numbers of micro-batches in flight.
+        held: [F, 2] distinct pairs of micro-batches in flight and put off.
         longest: the longest stage.
     """
 
     def __init__(
-        self, problem: PipelineProblem, submesh: Submesh, busy: tuple[Array, Array], in_flight: Array, longest: int
+        self, problem: PipelineProblem, submesh: Submesh, busy: tuple[Array, Array], held: Array, longest: int
     ) -> None:
-        self.problem, self.submesh, self.in_flight = problem, submesh, in_flight
+        self.problem, self.submesh, self.held = problem, submesh, held
         self.classes = tuple(dict.fromkeys(problem.blocks))
         self.points = tuple(problem.points.get((kind, submesh.name), ()) for kind in self.classes)
         self._find_shapes(busy, longest)
         figures = [[_figures(point) for point in points] for points in self.points]
-        self._figures = [np.array(rows, dtype=np.float64).reshape(-1, 6) for rows in figures]
+        self._figures = [np.array(rows, dtype=np.float64).reshape(-1, 7) for rows in figures]
         leanest = np.array([min((p.transient_bytes for p in points), default=0.0) for points in self.points])
         self.transient = np.where(self.counts > 0, leanest, 0.0).max(axis=1)
-        self.base = np.zeros((0, len(in_flight), len(self.counts)))
+        self.base = np.zeros((0, len(held), len(self.counts)))
         self.pool = np.zeros((0, 4))
         self.entries: list[Entry] = []
         self.where = np.zeros((0, 2), dtype=np.int64)
@@ -88,36 +90,17 @@ class StageCosts:
 
     def _find_shapes(self, busy: tuple[Array, Array], longest: int) -> None:
         """``shape_of``, and per shape ``counts`` [S, classes], ``busy``, ``extra_bytes``, ``extra_step`` [S]."""
-        problem, num_blocks = self.problem, len(self.problem.blocks)
-        start = np.repeat(np.arange(num_blocks), longest)
-        end = start + np.tile(np.arange(1, longest + 1), num_blocks)
-        inside = np.flatnonzero(end <= num_blocks)
-        start, end = start[inside], end[inside]
-        columns: list[Array] = []
-        valid = np.ones(len(start), dtype=np.bool_)
-        for kind, points in zip(self.classes, self.points, strict=True):
-            total = np.append(0, np.cumsum([name == kind for name in problem.blocks]))
-            columns.append((total[end] - total[start]).astype(np.float64))
-            valid &= (columns[-1] == 0) | bool(points)
-        extra_bytes, extra_step = np.zeros(len(start)), np.zeros(len(start))
-        for tie in problem.tied:
-            has_first = (start <= tie.first) & (tie.first < end)
-            has_second = (start <= tie.second) & (tie.second < end)
-            extra_bytes += tie.fixed_bytes * (has_second & ~has_first)
-            extra_step += tie.step_seconds * (has_second != has_first)
-        columns += [busy[0][start] + busy[1][end], extra_bytes, extra_step]
-        code = np.zeros(len(start), dtype=np.int64)
-        for column in columns:
-            values, inverse = np.unique(column, return_inverse=True)
-            # Folded anew each time, so that the code stays below the number of intervals squared.
-            code = np.unique(code * len(values) + inverse.reshape(-1), return_inverse=True)[1].reshape(-1)
-        _, first, inverse = np.unique(code[valid], return_index=True, return_inverse=True)
-        chosen = np.flatnonzero(valid)[first]
-        self.shape_of = np.full((num_blocks, longest), -1, dtype=np.int64)
-        self.shape_of.reshape(-1)[inside[valid]] = inverse.reshape(-1)
-        table = np.array([column[chosen] for column in columns])
-        self.counts = table[: len(self.classes)].T.astype(np.int64).reshape(-1, len(self.classes))
-        self.busy, self.extra_bytes, self.extra_step = table[len(self.classes) :]
+        problem = self.problem
+        shapes = shapes_of(
+            problem.blocks,
+            longest,
+            (tuple(busy[0]), tuple(busy[1])),
+            tuple(bool(points) for points in self.points),
+            tuple((tie.first, tie.second) for tie in problem.tied),
+        )
+        self.shape_of, self.counts, self.busy = shapes.shape_of, shapes.counts, shapes.busy
+        self.extra_bytes = shapes.second_alone @ np.array([tie.fixed_bytes for tie in problem.tied])
+        self.extra_step = shapes.one_alone @ np.array([tie.step_seconds for tie in problem.tied])
 
     def add_multipliers(self, multipliers: Array) -> None:
         """Add (s, l_memory, l_steady, l_step) to the pool."""
@@ -129,11 +112,11 @@ class StageCosts:
         s, memory, steady, step = multipliers
         total = memory * (self.transient + self.extra_bytes - self.submesh.largest_allowed)
         total = total + steady * self.busy + step * self.extra_step
-        result = np.tile(total, (len(self.in_flight), 1))
+        result = np.tile(total, (len(self.held), 1))
         for c, figures in enumerate(self._figures):
             if len(figures):
                 own = s * figures[:, 0] + steady * figures[:, 1] + step * figures[:, 2] + memory * figures[:, 3]
-                each = (own + memory * self.in_flight[:, None] * figures[:, 4]).min(axis=1)
+                each = (own + memory * (self.held @ figures[:, 4:6].T)).min(axis=1)
                 result += each[:, None] * self.counts[:, c]
         return result
 
@@ -189,7 +172,7 @@ class StageCosts:
         self.numbers = np.concatenate([self.numbers, numbers])
 
     def _all_ways(self, shape: int) -> tuple[Indices, Array, Array] | None:
-        """Counts [Q, K], totals [6, Q] and memory [F, Q] of all ways to run a shape; None if they are too many."""
+        """Counts [Q, K], totals [7, Q] and memory [F, Q] of all ways to run a shape; None if they are too many."""
         if shape not in self._ways:
             sizes = [int(n) for n in self.counts[shape]]
             present = [c for c, n in enumerate(sizes) if n]
@@ -200,7 +183,7 @@ class StageCosts:
                 parts = [multisets(sizes[c], families[c], self.problem.one_family) for c in present]
                 counts = combine(parts)
                 found = totals(counts, np.concatenate([self._figures[c] for c in present]))
-                memory = found[3] + self.in_flight[:, None] * found[4] + found[5] + self.extra_bytes[shape]
+                memory = found[3] + self.held @ found[4:6] + found[6] + self.extra_bytes[shape]
                 memory = np.where(memory <= self.submesh.largest_allowed, 0.0, np.inf)
                 self._ways[shape] = counts, found, memory
         return self._ways[shape]
@@ -346,7 +329,7 @@ class StageCosts:
             if not allowed:
                 return None
             own = self._figures[c][allowed]
-            memory = own[:, 3] + self.in_flight[f] * own[:, 4]
+            memory = own[:, 3] + own[:, 4:6] @ self.held[f]
             figures = np.stack([own[:, 0], memory, own[:, 1], own[:, 2]])
             kept = _undominated(figures)
             starts.append(len(owners))
@@ -374,6 +357,7 @@ def _figures(point: Point) -> tuple[float, ...]:
         point.step_seconds,
         point.fixed_bytes,
         point.micro_bytes,
+        point.deferred_bytes,
         point.transient_bytes,
     )
 

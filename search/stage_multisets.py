@@ -47,12 +47,12 @@ def combine(parts: Sequence[Indices]) -> Indices:
 
 
 def totals(counts: Indices, figures: Array) -> Array:
-    """[6, Q]: fill, steady, step, fixed and micro bytes summed, the transient's largest.
+    """[7, Q]: fill, steady, step, fixed, micro and deferred bytes summed, the transient's largest.
 
     Args:
         counts: [Q, K].
-        figures: [K, 6] of the points.
+        figures: [K, 7] of the points.
     """
-    sums = counts @ figures[:, :5]
-    largest = np.where(counts > 0, figures[:, 5], 0.0).max(axis=1)
+    sums = counts @ figures[:, :6]
+    largest = np.where(counts > 0, figures[:, 6], 0.0).max(axis=1)
     return np.concatenate([sums.T, largest[None]])

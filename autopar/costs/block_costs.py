@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+import torch
+
 from autopar.costs.liveness import Liveness, Walk, is_free
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import ATTENTION, MATMULS, Pricer
@@ -172,24 +174,28 @@ def stored_costs(
     homes: block of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
     """
     home, hidden = homes or homes_of(graph), pricer.hidden_fraction
+    metas = {scope.name: scope.metas for scope in scopes or scopes_of(graph)}
     found: dict[str, StoredCost] = defaultdict(StoredCost)
     trained: dict[str, list[Trained]] = defaultdict(list)
-    for scope in scopes or scopes_of(graph):
-        own = {n: (scope.metas[Ref(n)], s) for (owner, n), s in chosen.items() if owner == scope.name}
-        unit = sum(meta.num_bytes for meta, _ in own.values() if meta.requires_grad)
-        for name, (meta, stored) in own.items():
-            where = scope.name or home[name]
-            block = found[where]
-            per_micro, per_step = pricer.sync_parts(meta, stored, unit)
-            for table, exposed in ((block.per_micro, per_micro), (block.per_step, per_step)):
-                table[SYNCHRONISATION] += exposed
-                table[HIDDEN] += exposed * hidden / (1.0 - hidden)
-            block.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
-            for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
-                block.fixed[kind] += size
-            block.gathered_bytes += pricer.gathered_bytes(meta, stored)
-            if meta.requires_grad:
-                trained[where].append(("" if scope.name else name, meta, stored))
+    alike: dict[tuple[str, str, Stored, torch.dtype, bool], int] = defaultdict(int)
+    units: dict[str, int] = defaultdict(int)
+    for (scope, name), stored in chosen.items():
+        meta, where = metas[scope][Ref(name)], scope or home[name]
+        if meta.requires_grad:
+            units[scope] += meta.num_bytes
+            trained[where].append(("" if scope else name, meta, stored))
+        alike[scope, where, stored, meta.dtype, meta.requires_grad] += meta.numel
+    # All prices are linear in the elements of parameters that share buffers: those stored alike are priced as one.
+    for (scope, where, stored, dtype, requires_grad), elements in alike.items():
+        block, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
+        per_micro, per_step = pricer.sync_parts(meta, stored, units[scope])
+        for table, exposed in ((block.per_micro, per_micro), (block.per_step, per_step)):
+            table[SYNCHRONISATION] += exposed
+            table[HIDDEN] += exposed * hidden / (1.0 - hidden)
+        block.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
+        for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
+            block.fixed[kind] += size
+        block.gathered_bytes += pricer.gathered_bytes(meta, stored)
     for where, parameters in trained.items():
         found[where].make_slots = partial(_slots, graph, pricer, parameters)
     return found

@@ -10,7 +10,7 @@ from functools import lru_cache
 from autopar.costs.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
-from cost_models.schedule import StageTimes, Timeline, orders, placement, simulate
+from cost_models.schedule import Shape, StageTimes, Timeline, orders, placement, simulate
 
 BUBBLE = "pipeline bubble"
 ROUND_OFF = 1e-9
@@ -104,6 +104,31 @@ def stage_cost(
     return StageCost(micro, step, forward, backward, weight, fixed, peaks(lives, received_bytes, sent_bytes))
 
 
+def stage_costs(
+    costs: Mapping[str, BlockCost],
+    blocks: Sequence[str],
+    stages: Sequence[StagePlan],
+    borders: Sequence[float],
+    copies: Sequence[Copy] = (),
+) -> list[StageCost]:
+    """`stage_cost` of all stages, found once for those that are alike. borders: bytes at every border, the last's 0."""
+    found: dict[object, StageCost] = {}
+    result = []
+    for stage in stages:
+        held = tuple(c for c in copies if c.first < stage.first <= c.last < stage.last)
+        key = (
+            tuple(blocks[stage.first : stage.last]),
+            tuple(stage.recompute.items()),
+            borders[stage.last],
+            stage.first > 0,
+            stage.first if held else -1,
+        )
+        if key not in found:
+            found[key] = stage_cost(costs, blocks, stage, borders[stage.last], held)
+        result.append(found[key])
+    return result
+
+
 def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
     runs = [mode for mode, number in stage.recompute.get(block, ()) for _ in range(number)]
     return (runs + ["none"] * count)[:count]
@@ -114,7 +139,8 @@ class Simulated:
     """A pipeline's prediction, with the simulated timeline that it comes from.
 
     stages: in model order; home: their positions. once: of each position, what it does once per step, seconds by kind.
-    memory: bytes by kind of one rank of each position.
+    memory: bytes by kind of one rank of each position. transfers: seconds of one micro-batch's message, by (source
+    stage, target stage).
     """
 
     prediction: Prediction
@@ -123,6 +149,7 @@ class Simulated:
     home: tuple[int, ...]
     once: tuple[Mapping[str, float], ...]
     memory: tuple[Mapping[str, float], ...]
+    transfers: Mapping[tuple[int, int], float]
 
 
 def simulated(
@@ -144,8 +171,8 @@ def simulated(
     lines = orders(schedule, positions, num_micro_batches, chunks)
     workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * positions]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
-    timeline = simulate(lines, times, transfers, edges=tuple(transfers) or None)
     home = placement(schedule, positions, chunks)
+    timeline = simulate(lines, times, transfers, tuple(transfers) or None, Shape(num_micro_batches, home))
     tables = [_position(stages, home, position, num_micro_batches, shared) for position in range(positions)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
     busiest = max(range(positions), key=lambda p: exposed[p])
@@ -160,7 +187,8 @@ def simulated(
     sizes = capacities or [1.0] * positions
     fullest = memory[max(range(positions), key=lambda p: sum(memory[p].values()) / sizes[p])]
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
-    return Simulated(prediction, timeline, tuple(stages), home, tuple(once for _, once in tables), tuple(memory))
+    once = tuple(table for _, table in tables)
+    return Simulated(prediction, timeline, tuple(stages), home, once, tuple(memory), dict(transfers))
 
 
 def shared_costs(
@@ -193,11 +221,12 @@ def holding_states(
 ) -> tuple[tuple[Holding, ...], ...]:
     """Per position, every kind of action with what micro-batches its stages hold meanwhile, once each.
 
-    Some groups of micro-batches show all there is: more of them repeat what those hold (as `in_flight`).
+    Two groups of micro-batches and the rest show all there is: more of them repeat what those hold. Of interleaved
+    schedules that is so where no rest is left.
     """
     count, p = num_micro_batches, num_positions
-    if schedule != "gpipe" and count > 6 * p:
-        count = 5 * p + count % p
+    if count > 3 * p and schedule != "gpipe" and (schedule != "interleaved" or count % p == 0):
+        count = 2 * p + count % p
     home = placement(schedule, p, chunks)
     found = []
     for position, line in enumerate(orders(schedule, p, count, chunks)):

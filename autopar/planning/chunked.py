@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.costs.block_costs import MODES, BlockCost
 from autopar.costs.price import is_cpu
-from autopar.costs.stage_costs import simulated, stage_cost
+from autopar.costs.stage_costs import simulated, stage_costs
 from autopar.errors import ConstraintError
 from autopar.planning.layouts import Layout
 from autopar.planning.pipelines import GROUP, Found, PipelineSearch
@@ -131,7 +131,7 @@ def _seconds(
     """Of one simulated step."""
     pipeline = pipeline_of(solution, layout.num_positions, chunks.schedule, layout.offload)
     borders = (*search.borders(layout), 0.0)
-    staged = [stage_cost(costs, search.blocks, stage, borders[stage.last]) for stage in pipeline.stages]
+    staged = stage_costs(costs, search.blocks, pipeline.stages, borders)
     home = placement(chunks.schedule, layout.num_positions, chunks.count)
     transfers = {
         (i, i + 1): 0.0 if home[i] == home[i + 1] else search.transfer_seconds(layout, borders[stage.last])

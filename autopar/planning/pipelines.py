@@ -8,6 +8,7 @@ the plan that wins is then simulated event by event, which is what its predictio
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from autopar.costs.borders import border_bytes, second_copies, shared_parameters
 from autopar.costs.memory_bound import least_seconds
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import position_bytes as bytes_of_positions
-from autopar.costs.stage_costs import shared_costs, stage_cost
+from autopar.costs.stage_costs import shared_costs, stage_costs
 from autopar.mesh import Mesh
 from autopar.placement import Stored
 from autopar.plan import StagePlan
@@ -47,6 +48,10 @@ EXACT_BASES = 32
 TYPICAL_ROWS = 2
 GROUP = "devices"
 MAX_MEMORY_ROUNDS = 8
+
+
+Bounded = tuple[float, int, Layout, str, bool]
+"""(lower bound in seconds, number of the layout, layout, schedule, whether the bound is tightened)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +112,32 @@ class PipelineSearch:
         return (pinned,) if pinned in HOLDING else ()
 
     def run(self) -> Pipelines:
-        """Layouts by their bounds, until none can be better than the best."""
-        queue = list(self._bounded())
-        heapq.heapify(queue)
+        """Layouts by their bounds, until none can be better than the best.
+
+        A bound is tightened before its layout is solved, and the layout put back where another then comes first. Until
+        one fits, the schedules take turns: where memory is scarce, those with the least bounds may all not fit.
+        """
+        queues: dict[str, list[Bounded]] = {}
+        for each in self._bounded():
+            queues.setdefault(each[3], []).append(each)
+        for queue in queues.values():
+            heapq.heapify(queue)
         found: dict[tuple[int, str], Found] = {}
         missing: list[tuple[float, int, Layout, str]] = []
         too_large: list[tuple[int, Layout, str]] = []
         best = math.inf
-        while queue and queue[0][0] < best:
-            _, number, layout, schedule = heapq.heappop(queue)
-            bound = self.bound(layout, schedule, self.least_recompute(layout, schedule))
-            if bound >= best:
-                too_large += [(number, layout, schedule)] if bound == math.inf else []
+        turn = 0
+        while heads := [queue for queue in queues.values() if queue and queue[0][0] < best]:
+            queue = heads[turn % len(heads)] if best == math.inf else min(heads, key=lambda head: head[0][:2])
+            _, number, layout, schedule, is_tight = heapq.heappop(queue)
+            if not is_tight:
+                bound = self.tightened(layout, schedule)
+                if bound == math.inf:
+                    too_large.append((number, layout, schedule))
+                elif bound < best:
+                    heapq.heappush(queue, (bound, number, layout, schedule, True))
                 continue
+            turn += 1
             try:
                 solved = self.solve(layout, schedule, usable_bytes(self.request), best)
             except PipelineInfeasibleError as error:
@@ -132,7 +150,7 @@ class PipelineSearch:
             if key not in found or solved.objective < found[key].objective:
                 found[key] = solved
         left: dict[tuple[int, str], tuple[float, int, Mesh]] = {}
-        for bound, _, layout, _ in sorted(queue):
+        for bound, _, layout, _, _ in sorted(itertools.chain(*queues.values()), key=lambda each: each[:2]):
             left.setdefault((layout.num_positions, str(layout.mesh)), (bound, layout.num_positions, layout.mesh))
         if not found:
             missing += self._excesses(too_large)
@@ -143,13 +161,13 @@ class PipelineSearch:
             smallest,
         )
 
-    def _bounded(self) -> Iterator[tuple[float, int, Layout, str]]:
+    def _bounded(self) -> Iterator[Bounded]:
         for number, layout in enumerate(self.layouts):
             base = self.base(layout)
             if base is None:
                 continue
             for schedule in self.schedules_of(layout):
-                yield self.bound(layout, schedule), number, layout, schedule
+                yield self.bound(layout, schedule), number, layout, schedule, False
 
     def schedules_of(self, layout: Layout) -> tuple[str, ...]:
         """Zero bubble needs a second micro-batch to fill the bubble with."""
@@ -167,11 +185,22 @@ class PipelineSearch:
             except PipelineInfeasibleError as error:
                 yield error.smallest_excess, number, layout, schedule
 
+    def tightened(self, layout: Layout, schedule: str) -> float:
+        """`bound` with the recomputation and the transfers that any cut has; inf where the memory is too small."""
+        recompute_seconds = self.least_recompute(layout, schedule)
+        if recompute_seconds == math.inf or layout.num_positions == 1:
+            return self.bound(layout, schedule, recompute_seconds)
+        borders, crossed = self.borders(layout), layout.num_positions - 1
+        seconds = 2 * crossed * self._byte_seconds(layout) * min(borders[1:])
+        return self.bound(layout, schedule, recompute_seconds) + seconds
+
     def bound(self, layout: Layout, schedule: str, recompute_seconds: float = 0.0) -> float:
-        """Seconds that no cut of this layout can undercut: free memory, no transfers, stages of equal length.
+        """Seconds that no cut of this layout can undercut: free memory, no transfers, stages as equal as whole blocks
+        allow.
 
         recompute_seconds: of all layers per micro-batch, that any plan has.
         """
+        positions, repeats = layout.num_positions, layout.num_micro_batches - 1
         activity, stored = self._totals(layout)
         busy, weight, step, longest = 0.0, 0.0, 0.0, 0.0
         for name, count in self.counts.items():
@@ -180,8 +209,7 @@ class PipelineSearch:
             busy += (micro + per_micro) * count
             weight += own_weight * count
             step += per_step * count
-            longest = max(longest, micro + per_micro)
-        positions, repeats = layout.num_positions, layout.num_micro_batches - 1
+            longest = max(longest, (micro + per_micro) * math.ceil(count / positions))
         stretch = 1.0
         if schedule == "zero-bubble":
             stretch = stretched(weight, busy, layout.num_micro_batches)
@@ -191,19 +219,19 @@ class PipelineSearch:
 
     def least_recompute(self, layout: Layout, schedule: str) -> float:
         """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one; inf where
-        the layout does not fit even so. Every position holds at least what the one that holds the fewest
-        micro-batches does."""
+        the layout does not fit even so. Every layer is counted where its mode keeps least."""
         base = self.base(layout)
         assert base is not None
         p, stored = layout.num_positions, self.stored(layout)
         fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
-        held = HOLDING[schedule](layout.num_micro_batches)
+        holding = HOLDING[schedule](layout.num_micro_batches)
         room = p * usable_bytes(self.request) * (1 + 1e-6) - fixed
         if room < 0:
             return math.inf
+        positions = [(p, i) for i in range(p)]
         modes = {name: self.modes(cost).values() for name, cost in base.costs.items()}
-        classes = [(n, [(mode.seconds, mode.kept_bytes) for mode in modes[name]]) for name, n in self.counts.items()]
-        return least_seconds(classes, room / min(held(p, i) for i in range(p)))
+        least = {name: [(mode.seconds, holding.least(positions, mode)) for mode in own] for name, own in modes.items()}
+        return least_seconds([(number, least[name]) for name, number in self.counts.items()], room)
 
     def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
         """The modes of a block that the constraints and the device leave."""
@@ -302,7 +330,7 @@ class PipelineSearch:
         stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
         pricer, parameters = self.pricer(layout), self._parameters(layout)
         copies = second_copies(self.graph, pricer, parameters)
-        staged = [stage_cost(costs, self.blocks, stage, borders[stage.last], copies) for stage in stages]
+        staged = stage_costs(costs, self.blocks, stages, borders, copies)
         ties = tie_costs(self.graph, pricer, parameters, layout.num_positions)
         return bytes_of_positions(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
 
@@ -312,28 +340,32 @@ class PipelineSearch:
         """The stages of a layout as an inter-op problem with one kind of submesh."""
         mesh, count = layout.mesh, layout.num_micro_batches
         name = str(mesh)
-        stretch = stretch_of(costs, self.counts, schedule, count)
+        stretch, holding = stretch_of(costs, self.counts, schedule, count), HOLDING[schedule](count)
         points = {
             (block, name): tuple(
                 point(cost, label, mode, schedule, stretch) for label, mode in self.modes(cost).items()
             )
             for block, cost in costs.items()
         }
-        borders = self.borders(layout)
-        largest = max(borders)
         return PipelineProblem(
             self.blocks,
             (Submesh(name, GROUP, mesh.num_ranks, memory_bytes),),
             {GROUP: self.request.cluster.num_devices},
             points,
-            HOLDING[schedule](count),
+            holding.in_flight,
             count,
-            borders,
-            {(name, name): transfer_seconds(self.pricer(layout), layout.num_positions, largest) / max(largest, 1.0)},
+            self.borders(layout),
+            {(name, name): self._byte_seconds(layout)},
             is_cpu(self.request.cluster),
             self.tied(layout),
             num_stages=(layout.num_positions,),
+            put_off=holding.put_off,
         )
+
+    def _byte_seconds(self, layout: Layout) -> float:
+        """Of one byte of the largest message between neighbouring positions."""
+        largest = max(self.borders(layout))
+        return self.transfer_seconds(layout, largest) / max(largest, 1.0)
 
     def transfer_seconds(self, layout: Layout, num_bytes: float) -> float:
         """Of one message between neighbouring positions."""

@@ -21,7 +21,7 @@ from autopar.costs.borders import (
 )
 from autopar.costs.peak import Life, peaks
 from autopar.costs.price import Pricer, is_cpu
-from autopar.costs.stage_costs import Copy, Simulated, shared_costs, simulated, stage_cost
+from autopar.costs.stage_costs import Copy, Simulated, shared_costs, simulated, stage_cost, stage_costs
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline, Prediction, StagePlan
@@ -82,7 +82,7 @@ def simulate_plan(
     costs = block_costs(graph, operators, pricer, choices)
     borders = (*border_bytes(graph, pricer.mesh, choices), 0.0)
     copies = second_copies(graph, pricer, choices.parameters)
-    staged = [stage_cost(costs, blocks, stage, borders[stage.last], copies) for stage in stages]
+    staged = stage_costs(costs, blocks, stages, borders, copies)
     transfers = {
         (i, i + 1): transfer_seconds(pricer, pipeline.num_positions, borders[stage.last])
         for i, stage in enumerate(stages[:-1])

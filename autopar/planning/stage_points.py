@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from autopar.costs.block_costs import BlockCost, Mode
 from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
@@ -14,12 +15,35 @@ from search.pipeline_problem import (
     one_forward_one_backward,
 )
 
-HOLDING: Mapping[str, Callable[[int], InFlight]] = {
-    "gpipe": all_forward_all_backward,
-    "1f1b": one_forward_one_backward,
-    "zero-bubble": lambda count: lambda p, i: min(count, p),
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Micro-batches that position i of p holds when it is fullest: in flight, and with weight gradients put off."""
+
+    in_flight: InFlight
+    put_off: InFlight | None = None
+
+    def least(self, positions: Iterable[tuple[int, int]], mode: Mode) -> float:
+        """Bytes of a layer on the one of `positions` (p, i) where it keeps least."""
+        held = {(self.in_flight(p, i), self.put_off(p, i) if self.put_off else 0.0) for p, i in positions}
+        return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in held)
+
+
+def _zero_bubble(count: int) -> Holding:
+    """Position i of p has put off i of the min(m, p) micro-batches that it holds while the next one runs backward."""
+
+    def put_off(p: int, i: int) -> float:
+        return min(i, min(count, p) - 1)
+
+    return Holding(lambda p, i: min(count, p) - put_off(p, i), put_off)
+
+
+HOLDING: Mapping[str, Callable[[int], Holding]] = {
+    "gpipe": lambda count: Holding(all_forward_all_backward(count)),
+    "1f1b": lambda count: Holding(one_forward_one_backward(count)),
+    "zero-bubble": _zero_bubble,
 }
-"""Micro-batches in flight by schedule; the drain of zero bubble's later positions waits with weight gradients."""
+"""What the positions of a schedule hold, by its number of micro-batches; never more than `costs/peak.py` counts."""
 
 
 def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
@@ -46,7 +70,7 @@ def modes_of(cost: BlockCost, pinned: str | None = None, has_host: bool = True) 
     """The recompute modes of a block; calls outside layers keep everything. has_host: whether host memory is another
     than the device's; else nothing is moved there unless that is pinned."""
     if not cost.modes:
-        return {"none": Mode(0.0, cost.live.kept, cost.transient_bytes)}
+        return {"none": Mode(0.0, cost.live.kept, cost.transient_bytes, cost.live)}
     if pinned in cost.modes:
         return {pinned: cost.modes[pinned]}
     return {name: mode for name, mode in cost.modes.items() if has_host or name != "offload"}
@@ -67,6 +91,7 @@ def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float
         cost.fixed_bytes,
         mode.kept_bytes,
         mode.transient_bytes,
+        deferred_bytes=mode.live.deferred if schedule == "zero-bubble" else 0.0,
     )
 
 

@@ -337,9 +337,8 @@ class UnequalSearch:
         return (drained if is_split else least) + (terms.num_micro_batches - 1) * busy + step
 
     def least_recompute(self, terms: Terms) -> float:
-        """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one, every
-        block kept what it keeps on the seat that is best for it, and every position held as many micro-batches as the
-        one that holds the fewest; inf where even so nothing fits."""
+        """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one and every
+        block kept what it keeps on the seat and the position where that is least; inf where even so nothing fits."""
         costs, numbers = [self.costs(seat, terms) for seat in terms.seats], self._numbers(terms.seats)
         usable = [usable_bytes(self.request.of_group(group)) for group in range(len(self.groups))]
         if len(self.groups) == 1:
@@ -347,15 +346,14 @@ class UnequalSearch:
         else:
             ranks = {seat.group: seat.mesh.num_ranks for seat in terms.seats}
             room = sum(usable[g] * (self.groups[g].num_devices // n) for g, n in ranks.items())
-        classes = []
+        classes, holding = [], HOLDING[terms.schedule](terms.num_micro_batches)
+        positions = [(p, i) for p in numbers for i in range(p)]
         for name, count in self.counts.items():
             room -= count * min(own[name].fixed_bytes for own in costs)
             modes = [modes_of(own[name], self.request.constraints.recompute, not self.is_on_cpu) for own in costs]
-            best = [(min(m[k].seconds for m in modes), min(m[k].kept_bytes for m in modes)) for k in modes[0]]
-            classes.append((count, best))
-        held = HOLDING[terms.schedule](terms.num_micro_batches)
-        fewest = min(held(p, i) for p in numbers for i in range(p))
-        return least_seconds(classes, room * (1 + 1e-6) / fewest) if room > 0 else math.inf
+            kept = {k: min(holding.least(positions, own[k]) for own in modes) for k in modes[0]}
+            classes.append((count, [(min(own[k].seconds for own in modes), kept[k]) for k in modes[0]]))
+        return least_seconds(classes, room * (1 + 1e-6)) if room > 0 else math.inf
 
     def _bottleneck(self, seats: tuple[Seat, ...], seconds: list[list[float]]) -> float:
         """What the busiest stage takes at least. seconds: of every class of blocks on every seat.
@@ -448,7 +446,7 @@ class UnequalSearch:
         memory_bytes: Mapping[str, float],
     ) -> PipelineProblem:
         count, pinned = terms.num_micro_batches, self.request.constraints.recompute
-        points = {}
+        points, holding = {}, HOLDING[terms.schedule](count)
         for name, own in costs.items():
             stretch = stretch_of(own, self.counts, terms.schedule, count)
             for block, cost in own.items():
@@ -468,13 +466,14 @@ class UnequalSearch:
             tuple(Submesh(n, str(s.group), s.mesh.num_ranks, memory_bytes[n]) for n, s in seats.items()),
             {str(number): group.num_devices for number, group in enumerate(self.groups)},
             points,
-            HOLDING[terms.schedule](count),
+            holding.in_flight,
             count,
             largest,
             hops,
             self.is_on_cpu,
             tuple(self._tied(seats, terms)),
             num_stages=self._numbers(terms.seats),
+            put_off=holding.put_off,
         )
 
     def _tied(self, seats: Mapping[str, Seat], terms: Terms) -> Iterator[Tied]:

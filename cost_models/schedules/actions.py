@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias, cast
 
 Kind = Literal["F", "B", "I", "W"]
@@ -41,6 +42,12 @@ class Action:
         if match is None:
             raise ValueError(f"not an action: {text!r}; expected F, B, I or W, stage, '.', micro-batch, such as F0.3")
         return cls(cast(Kind, match[1]), int(match[2]), int(match[3]))
+
+
+@lru_cache(maxsize=1 << 18)
+def interned(kind: Kind, stage: int, micro: int) -> Action:
+    """The Action, one object for all orders that have it: schedules of many micro-batches are made of few of them."""
+    return Action(kind, stage, micro)
 
 
 Orders: TypeAlias = Sequence[Sequence[Action]]

@@ -16,9 +16,10 @@ zero-bubble, zero-bubble-v
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from cost_models.schedules import zero_bubble
-from cost_models.schedules.actions import Action, Kind
+from cost_models.schedules.actions import Action, Kind, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
 from cost_models.schedules.stage_times import StageTimes
 
@@ -72,17 +73,26 @@ def orders(
         raise ValueError(f"a step has at least one micro-batch, not {num_micro_batches}")
     if costs is not None and len(costs) != len(positions):
         raise ValueError(f"{schedule} on {num_positions} positions has {len(positions)} stages, not {len(costs)}")
-    if schedule == "zero-bubble":
+    if costs is not None and schedule == "zero-bubble":
         return zero_bubble.h1(num_positions, num_micro_batches, costs)
-    if schedule == "zero-bubble-v":
+    if costs is not None and schedule == "zero-bubble-v":
         return zero_bubble.v_shaped(num_positions, num_micro_batches, costs)
-    v = len(positions) // num_positions
-    if schedule == "interleaved" and v > 1:
-        return _interleaved(num_positions, num_micro_batches, v)
+    return _by_rule(schedule, num_positions, num_micro_batches, len(positions) // num_positions)
+
+
+@lru_cache(maxsize=128)
+def _by_rule(schedule: str, num_positions: int, num_micro_batches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """`orders` whatever the costs."""
+    if schedule == "zero-bubble":
+        return zero_bubble.h1(num_positions, num_micro_batches, None)
+    if schedule == "zero-bubble-v":
+        return zero_bubble.v_shaped(num_positions, num_micro_batches, None)
+    if schedule == "interleaved" and chunks > 1:
+        return _interleaved(num_positions, num_micro_batches, chunks)
     return tuple(
         _one_forward_one_backward(
-            [Action("F", position, micro) for micro in range(num_micro_batches)],
-            [Action("B", position, micro) for micro in range(num_micro_batches)],
+            [interned("F", position, micro) for micro in range(num_micro_batches)],
+            [interned("B", position, micro) for micro in range(num_micro_batches)],
             num_micro_batches if schedule == "gpipe" else num_positions - position - 1,
         )
         for position in range(num_positions)
@@ -127,4 +137,4 @@ def _table(kind: Kind, position: int, p: int, m: int, v: int) -> Iterator[Action
     for first in range(0, m, p):
         for chunk in range(v) if kind == "F" else reversed(range(v)):
             for micro in range(first, min(first + p, m)):
-                yield Action(kind, chunk * p + position, micro)
+                yield interned(kind, chunk * p + position, micro)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_models.schedules.actions import Action
+from cost_models.schedules.actions import Action, interned
 from cost_models.schedules.stage_times import StageTimes
 
 
@@ -92,7 +92,7 @@ def list_schedule(
             if stage:
                 heapq.heappush(events, (end, placement[stage - 1]))
             if action.kind == "I":
-                pending[position].append(Action("W", stage, micro))
+                pending[position].append(interned("W", stage, micro))
     finished = all(
         heads[position][index] == len(queue.actions)
         for position, worker in enumerate(workers)

@@ -11,7 +11,7 @@ from cost_models.schedules.actions import Action, Orders
 from cost_models.schedules.check import structure
 from cost_models.schedules.holding import peak_bytes, peak_in_flight
 from cost_models.schedules.stage_times import StageTimes
-from cost_models.schedules.sweep import Edges, checked_edges, sweep
+from cost_models.schedules.sweep import Edges, Shape, checked_edges, sweep
 
 _FREE: Mapping[tuple[int, int], float] = MappingProxyType({})
 
@@ -76,15 +76,17 @@ def simulate(
     times: Sequence[StageTimes],
     transfer_seconds: Mapping[tuple[int, int], float] = _FREE,
     edges: Edges | None = None,
+    shape: Shape | None = None,
 ) -> Timeline:
     """Runs `orders` with the `times` of each stage. The equations are in ``sweep``.
 
     transfer_seconds: (source stage, target stage) -> seconds of one micro-batch's message, and of its gradient on the
     way back; nothing within a position, and where absent. A link, which is one direction between two positions, carries
     one message at a time, while both positions compute. edges: as in `check`.
+    shape: of orders that are known to be whole, such as those of `orders`; they are checked where it is left out.
     Raises ValueError as `check`, and where `times` or `transfer_seconds` do not belong to the stages and edges.
     """
-    shape = structure(orders, num_stages=len(times))
+    shape = shape or structure(orders, num_stages=len(times))
     edges = checked_edges(edges, len(times))
     for edge, transfer in transfer_seconds.items():
         if edge not in edges:

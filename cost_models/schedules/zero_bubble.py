@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from cost_models.schedules.actions import Action, Kind
+from cost_models.schedules.actions import Action, Kind, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
 from cost_models.schedules.stage_times import StageTimes
 from cost_models.schedules.timeline import simulate
@@ -49,11 +49,11 @@ def _h1_line(position: int, p: int, m: int) -> tuple[Action, ...]:
     line = list(_all("F", position, num_warmup))
     for micro in range(m):
         if micro + num_warmup < m:
-            line.append(Action("F", position, micro + num_warmup))
-        line.append(Action("I", position, micro))
+            line.append(interned("F", position, micro + num_warmup))
+        line.append(interned("I", position, micro))
         if micro >= position:
-            line.append(Action("W", position, micro - position))
-    line += [Action("W", position, micro) for micro in range(max(0, m - position), m)]
+            line.append(interned("W", position, micro - position))
+    line += [interned("W", position, micro) for micro in range(max(0, m - position), m)]
     return tuple(line)
 
 
@@ -108,7 +108,7 @@ def _v_line(position: int, p: int, m: int) -> tuple[Action, ...]:
                 micro = done[kind, stage]
                 done[kind, stage] += 1
                 if micro < m:
-                    line.append(Action(kind, stage, micro))
+                    line.append(interned(kind, stage, micro))
 
     add(down, "F", times=2 * (p - position) - 1)
     for _ in range(position):
@@ -130,7 +130,7 @@ def _v_line(position: int, p: int, m: int) -> tuple[Action, ...]:
 
 
 def _all(kind: Kind, stage: int, num_micro_batches: int) -> tuple[Action, ...]:
-    return tuple(Action(kind, stage, micro) for micro in range(num_micro_batches))
+    return tuple(interned(kind, stage, micro) for micro in range(num_micro_batches))
 
 
 def _fastest(

@@ -13,8 +13,10 @@ from autopar.costs.peak import Life, Slot, at_peak, peaks
 from autopar.costs.saved import saved_tensors
 from autopar.costs.stage_costs import holding_states
 from autopar.graph import Node, Ref, TensorMeta
+from autopar.planning.stage_points import HOLDING
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from codegen.runtime.zero import BUCKET_BYTES
+from cost_models.schedule import orders, placement
 
 PAIRS = [
     Pair("gpt2", {"dp": 2, "zero": 0}),
@@ -85,6 +87,44 @@ def test_a_pipelines_first_position_holds_as_many_micro_batches_as_there_are_pos
         states = holding_states("1f1b", 4, 100, 1)[position]
         activations, peak = at_peak([(k, 0, tuple((0, h, w) for _, h, w in c)) for k, _, c in states], {0: one})
         assert (activations, peak) == (10 * most, 10 * (most - 1) + 15)
+
+
+def states_of(schedule: str, p: int, count: int, chunks: int) -> list[set[tuple[object, ...]]]:
+    """What every position holds before and after each of its actions, from the orders themselves."""
+    home, found = placement(schedule, p, chunks), []
+    for position, line in enumerate(orders(schedule, p, count, chunks)):
+        flying = {stage: 0 for stage, where in enumerate(home) if where == position}
+        waiting, seen = dict(flying), set()
+        for action in line:
+            flying[action.stage] -= action.kind in ("B", "I")
+            seen.add((action.kind, action.stage, *((s, flying[s], waiting[s]) for s in flying)))
+            flying[action.stage] += action.kind == "F"
+            waiting[action.stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+        found.append(seen)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)],
+)
+def test_a_few_groups_of_micro_batches_show_all_that_a_position_holds(schedule: str, chunks: int) -> None:
+    for p in (1, 2, 3, 5, 8, 16):
+        for count in (1, p, 2 * p + 1, 3 * p + 1, 4 * p, 5 * p + p // 2, 7 * p):
+            few = holding_states(schedule, p, count, chunks)
+            assert [{(k, s, *held) for k, s, held in own} for own in few] == states_of(schedule, p, count, chunks)
+
+
+@pytest.mark.parametrize("schedule", HOLDING)
+def test_the_search_counts_no_more_micro_batches_than_a_position_holds_at_once(schedule: str) -> None:
+    """And no fewer than all of them, where the drain keeps weight gradients waiting."""
+    for p, count in ((1, 3), (4, 2), (4, 4), (4, 9), (7, 5)):
+        holding = HOLDING[schedule](count)
+        for i, seen in enumerate(states_of(schedule, p, count, 1)):
+            backwards = {(held[1] + 1, held[2]) for kind, _, held in seen if kind in ("B", "I")}
+            put_off = holding.put_off(p, i) if holding.put_off else 0
+            assert (holding.in_flight(p, i), put_off) in backwards
+            assert holding.in_flight(p, i) + put_off == max(flying + waiting for flying, waiting in backwards)
 
 
 def test_what_two_calls_keep_in_two_layouts_is_two_tensors() -> None:

@@ -23,7 +23,8 @@ def random_points(rng: np.random.Generator, whole: bool) -> tuple[Point, ...]:
         # Time for memory, as recompute and sharding do, or unrelated.
         lean = 1 - fill / 8 if trades else float(rng.random())
         fixed, micro = float(round(12 * lean)), float(round(5 * lean * rng.random()))
-        points.append(Point(f"p{j}", 0.0, 0.0, fill, steady, figure(8), fixed, micro, transient, family))
+        deferred = float(rng.integers(0, 4))
+        points.append(Point(f"p{j}", 0.0, 0.0, fill, steady, figure(8), fixed, micro, transient, family, deferred))
     return tuple(points)
 
 
@@ -62,6 +63,7 @@ def small_problem(seed: int) -> PipelineProblem:
     seconds = {(a, b): float(rng.integers(0, 4)) / 2 for a in names for b in names if rng.random() < 0.8}
     m = int(rng.integers(1, 9))
     table = {p: [float(rng.integers(0, 2 * m)) / 2 for _ in range(p)] for p in range(1, num_blocks + 1)}
+    waiting = {p: [float(rng.integers(0, 4)) for _ in range(p)] for p in range(1, num_blocks + 1)}
     return PipelineProblem(
         blocks,
         submeshes,
@@ -77,6 +79,7 @@ def small_problem(seed: int) -> PipelineProblem:
         max_stages=None if rng.random() < 0.8 else int(rng.integers(1, 5)),
         use_all=bool(rng.random() < 0.4),
         one_family=bool(rng.random() < 0.4),
+        put_off=in_flight_table(waiting) if rng.random() < 0.4 else None,
     )
 
 
