@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +40,20 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def exact_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter converts fp32 to e4m3 as a GPU does.
+
+    Its own conversion drops the carry where rounding reaches the next power of two: 124 becomes 64 instead of 128.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    inexact = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (str(source), str(target)) != ("fp32", "fp8e4nv"):
+            return inexact(data, source, target, rounding_mode)
+        return torch.tensor(data).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -35,6 +35,10 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
         ("interpreted_rms_norm.py", True),
         ("interpreted_swiglu.py", True),
         ("interpreted_cross_entropy.py", True),
+        pytest.param("interpreted_linear_cross_entropy.py", True, marks=pytest.mark.slow),
+        pytest.param("interpreted_adamw.py", True, marks=pytest.mark.slow),
+        pytest.param("interpreted_fp8.py", True, marks=pytest.mark.slow),
+        ("interpreted_quantize.py", True),
         ("compiled_for_hopper.py", False),
     ],
 )
@@ -53,7 +57,15 @@ def test_benchmark_smoke(tmp_path: Path) -> None:
     before = csv.read_bytes() if csv.exists() else None
     result = run_python(["-m", "benchmarks.gpu.kernels", "--smoke"], False, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    for kernel in ("rms_norm", "swiglu", "cross_entropy"):
+    for kernel in (
+        "rms_norm",
+        "swiglu",
+        "cross_entropy",
+        "linear_cross_entropy",
+        "adamw",
+        "grad_norm",
+        "quantize_int8",
+    ):
         assert f"{kernel} " in result.stdout
     assert "GB/s" not in result.stdout
     assert (csv.read_bytes() if csv.exists() else None) == before

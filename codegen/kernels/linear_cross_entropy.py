@@ -1,0 +1,443 @@
+"""Linear layer and softmax cross entropy in chunks of rows: the logits `[N, V]` never exist whole, nor their gradient.
+
+Formula, per row, with s = scale / num_targets, where scale is the gradient of the loss:
+
+    logits_NV = round(x_NH @ weight_VH.T + bias_V)                      round: to x's dtype, as unfused modules do
+    loss_N    = log(sum_V(exp(logits_NV - max_N))) - (logits_N[target_N] - max_N)   0 where target_N == ignore_index
+    loss      = sum_N(loss_N) / num_targets
+
+    dlogits   = exp(logits_NV - max_N - logsum_N) - onehot_NV                  0 where target_N == ignore_index
+    dx_NH     = s * dlogits @ weight_VH
+    dweight   = s * dlogits.T @ x_NH
+    dbias     = s * sum_N(dlogits)
+
+The gradients but for s are computed in the forward pass while a chunk's logits are there (Hsu et al. 2024, "Liger
+Kernel", section 3.2), dlogits in the place of the logits. s is applied in the backward pass in fp32, so that a small
+1 / num_targets neither rounds dlogits nor underflows in fp16.
+
+Sharded vocabulary. Rank r of t holds rows [r V, (r + 1) V) of the weight, so its own logits. With m_r, z_r the maximum
+over its columns and the sum of exp(logits - m_r), and y_r the target's logit where it holds it, else 0:
+
+    max    = max_r(m_r)
+    logsum = log(sum_r(z_r * exp(m_r - max)))
+    loss_N = logsum - (sum_r(y_r) - max)
+
+so (m_r, z_r, y_r), 3 fp32 numbers per row, are all that ranks must exchange: one all-gather. Without gradients that is
+one for all rows, at the end. With gradients it is one per chunk: rows of dlogits @ weight could be corrected afterwards
+(the softmax over a rank's own columns is off by a factor per row), dlogits.T @ x could not, since it sums over rows;
+the other way, computing the logits again once the sums are known, costs a fourth product of N x H x V. A rank's
+chunks hold t times the rows in the same memory, so they are few. dx is a partial sum: the caller adds up the ranks'.
+
+Shapes: N tokens, H hidden, V vocabulary of this rank, C rows of a chunk. Peak memory beside inputs, in bytes, with e
+bytes per element of x and weight (dw in fp32: 4 bytes; in the weight's dtype: a = e):
+
+    forward    C V e + N H e + V H a            logits of one chunk, dx, dw
+    backward   N H 2 e + V H (a + e)            dx and dw as computed, and times s in the inputs' dtype
+
+against N V (4 + 2 e) for the unfused pair with an fp32 copy of the logits, at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import torch
+
+from .dispatch import as_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+
+_MAX_BLOCK: Final = 8192
+# Elements of a chunk of logits: 512 MiB in bf16, where the rows (2048 for 128k entries) still fill a GPU's products.
+_ELEMENTS_PER_CHUNK_CPU: Final = 1 << 20
+_ELEMENTS_PER_CHUNK_GPU: Final = 1 << 28
+_ROW_GRANULE: Final = 128
+
+
+class VocabAxis(Protocol):
+    """The ranks that share a vocabulary; `runtime.mesh.Axis` is one."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
+        """`[*part]` -> `[size, *part]`: every rank's part, in rank order."""
+        ...
+
+
+def linear_cross_entropy_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    num_targets: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """The formula in torch operations, with whole logits; torch raises for targets outside `[0, V)` on CPU."""
+    logits = torch.nn.functional.linear(x, weight, bias)
+    logits_compute = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = torch.nn.functional.cross_entropy(logits_compute, target, ignore_index=ignore_index, reduction="sum")
+    return total * _inverse_count(target, ignore_index, num_targets, total.dtype)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    num_targets: torch.Tensor | float | None = None,
+    vocab_axis: VocabAxis | None = None,
+    chunk_rows: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Negative log-likelihood summed over targets and divided by `num_targets`; differentiable once in x, weight, bias.
+
+    Args:
+        x: `[N, H]`, any strides.
+        weight: `[V, H]`, this rank's rows if `vocab_axis` is given; x's dtype.
+        target: `[N]` int64, entries of the whole vocabulary or `ignore_index`. Anything else gives nan loss and
+            gradients: raising would need a device synchronisation.
+        bias: `[V]` of x's dtype, or None.
+        num_targets: the divisor, a number or a 0-dim tensor; 1 gives the sum, None the mean over the valid targets
+            given here. Where it is 0 the loss is 0.
+        vocab_axis: the axis over whose ranks the vocabulary lies in equal consecutive parts; x and target are equal on
+            all of them. The loss is too; the gradient of x is this rank's partial sum.
+        chunk_rows: C; None: as many as keep a chunk's logits at 512 MiB in bf16 (on a GPU), in even chunks.
+        accumulate_dtype: of the sum of dweight over chunks: fp32 (None; fp64 for fp64) or the weight's dtype, which
+            saves 2 bytes per element of a bf16 weight and rounds the sum once more per chunk, by at most 2**-9 of
+            the partial sum each time. Products accumulate in fp32 within a chunk either way.
+
+    An ignored row's x must be finite where weight needs a gradient: 0 times nan is nan there, as in the unfused pair.
+
+    Returns:
+        0-dim, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: shapes or dtypes do not agree, or `chunk_rows` is not positive.
+    """
+    _check(x, weight, target, bias, chunk_rows)
+    if vocab_axis is not None and vocab_axis.size == 1:
+        vocab_axis = None
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if accumulate_dtype not in (None, dtype, weight.dtype):
+        raise ValueError(f"accumulate_dtype must be {dtype} or {weight.dtype}, got {accumulate_dtype}")
+    inverse = _inverse_count(target, ignore_index, num_targets, dtype)
+    if chunk_rows is None:
+        chunk_rows = _even_chunk(x.shape[0], weight.shape[0], x.device)
+    chunks = _Chunks(ignore_index, vocab_axis, chunk_rows, accumulate_dtype or dtype)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            x, weight, bias, target, inverse, chunks
+        )
+        return loss
+    losses_N, *_ = chunks.run(x, weight, bias, target, (False, False, False))
+    return losses_N.sum() * inverse
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int | None
+) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
+        raise ValueError(
+            "x must be [N, H], weight [V, H], target [N]; "
+            f"got {tuple(x.shape)}, {tuple(weight.shape)}, {tuple(target.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    dtypes = [x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])]
+    if len(set(dtypes)) != 1 or not x.is_floating_point() or target.dtype != torch.int64:
+        raise ValueError(f"x, weight and bias must have one floating dtype, target int64; got {dtypes}, {target.dtype}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
+
+
+def _inverse_count(
+    target: torch.Tensor, ignore_index: int, num_targets: torch.Tensor | float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """1 / num_targets, 0 where that is 0: with no target the sum is 0 whatever it is multiplied by."""
+    if num_targets is None:
+        num_targets = (target != ignore_index).sum()
+    count = torch.as_tensor(num_targets, dtype=dtype, device=target.device).detach()
+    return torch.where(count == 0, torch.zeros_like(count), 1 / count)
+
+
+def _even_chunk(num_rows: int, num_classes: int, device: torch.device) -> int:
+    """Rows of chunks that are as even as multiples of _ROW_GRANULE can be, within the elements of a chunk."""
+    limit = _ELEMENTS_PER_CHUNK_CPU if device.type == "cpu" else _ELEMENTS_PER_CHUNK_GPU
+    most = max(1, limit // max(1, num_classes))
+    num_chunks = max(1, -(-num_rows // most))
+    even = -(-num_rows // num_chunks)
+    return max(1, min(most, -(-even // _ROW_GRANULE) * _ROW_GRANULE))
+
+
+@jit
+def _statistics_kernel(
+    logits_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    num_classes: tl.tensor,
+    row_stride: tl.tensor,
+    stats_stride: tl.tensor,
+    first_class: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """(maximum, sum of exp(logits - maximum), the target's logit or 0) of one row, to stats `[3, C]`."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_row = logits_ptr + row * row_stride
+    running_max = float("-inf")
+    running_sum = 0.0
+    for start in range(0, num_classes, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_row + cols, mask=cols < num_classes, other=float("-inf")).to(tl.float32)
+        new_max = tl.maximum(running_max, tl.max(x, axis=0))
+        # While every logit so far is -inf, -inf - -inf would give nan; subtracting 0 leaves exp(-inf) = 0.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        running_sum = running_sum * tl.exp(running_max - shift) + tl.sum(tl.exp(x - shift), axis=0)
+        running_max = new_max
+    column = tl.load(target_ptr + row) - first_class
+    held = (column >= 0) & (column < num_classes)
+    x_target = tl.load(logits_row + column, mask=held, other=0.0).to(tl.float32)
+    tl.store(stats_ptr + row, running_max)
+    tl.store(stats_ptr + stats_stride + row, running_sum)
+    tl.store(stats_ptr + 2 * stats_stride + row, x_target)
+
+
+@jit
+def _gradient_kernel(
+    logits_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    max_ptr: tl.tensor,
+    logsum_ptr: tl.tensor,
+    num_classes: tl.tensor,
+    blocks_per_row: tl.tensor,
+    row_stride: tl.tensor,
+    first_class: tl.tensor,
+    all_classes: tl.tensor,
+    ignore_index: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """dlogits in the place of the logits: a program reads and writes the same elements."""
+    program = tl.program_id(0)
+    row = (program // blocks_per_row).to(tl.int64)
+    cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+    ok = cols < num_classes
+    target = tl.load(target_ptr + row)
+    row_max = tl.load(max_ptr + row)
+    logsum = tl.load(logsum_ptr + row)
+    pointers = logits_ptr + row * row_stride + cols
+    x = tl.load(pointers, mask=ok, other=float("-inf")).to(tl.float32)
+    gradient = tl.exp(x - row_max - logsum) - tl.where(cols + first_class == target, 1.0, 0.0)
+    gradient = tl.where((target >= 0) & (target < all_classes), gradient, float("nan"))
+    # Selected, not multiplied by 0: an ignored row's logits may be nan.
+    gradient = tl.where(target == ignore_index, 0.0, gradient)
+    tl.store(pointers, gradient.to(logits_ptr.dtype.element_ty), mask=ok)
+
+
+@jit
+def _scale_kernel(
+    in_ptr: tl.tensor, scale_ptr: tl.tensor, out_ptr: tl.tensor, num_elements: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = index < num_elements
+    value = tl.load(in_ptr + index, mask=ok, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def _statistics(logits_CV: torch.Tensor, target_C: torch.Tensor, first_class: int, stats_3C: torch.Tensor) -> None:
+    """Fills stats with what `_statistics_kernel` says, of the columns that start with entry `first_class`."""
+    num_rows, num_classes = logits_CV.shape
+    if use_triton(logits_CV):
+        block = min(power_of_2_at_least(num_classes), _MAX_BLOCK)
+        with launch_device(logits_CV):
+            _statistics_kernel[(num_rows,)](
+                logits_CV,
+                target_C,
+                stats_3C,
+                num_classes,
+                logits_CV.stride(0),
+                stats_3C.stride(0),
+                first_class,
+                BLOCK=block,
+                num_warps=num_warps(block),
+            )
+        return
+    x = logits_CV.to(stats_3C.dtype)
+    column = target_C - first_class
+    held = (column >= 0) & (column < num_classes)
+    largest = x.amax(1)
+    shift = largest.masked_fill(largest == -torch.inf, 0.0)
+    stats_3C[0] = largest
+    stats_3C[1] = (x - shift[:, None]).exp_().sum(1)
+    stats_3C[2] = x.gather(1, column.clamp(0, num_classes - 1)[:, None])[:, 0].masked_fill(~held, 0.0)
+
+
+def _to_gradient(
+    logits_CV: torch.Tensor,
+    target_C: torch.Tensor,
+    max_C: torch.Tensor,
+    logsum_C: torch.Tensor,
+    first_class: int,
+    all_classes: int,
+    ignore_index: int,
+) -> None:
+    """Overwrites the logits with dlogits."""
+    num_rows, num_classes = logits_CV.shape
+    if use_triton(logits_CV):
+        block = min(power_of_2_at_least(num_classes), _MAX_BLOCK)
+        blocks_per_row = -(-num_classes // block)
+        with launch_device(logits_CV):
+            _gradient_kernel[(num_rows * blocks_per_row,)](
+                logits_CV,
+                target_C,
+                max_C,
+                logsum_C,
+                num_classes,
+                blocks_per_row,
+                logits_CV.stride(0),
+                first_class,
+                all_classes,
+                ignore_index,
+                BLOCK=block,
+                num_warps=num_warps(block),
+            )
+        return
+    column = target_C - first_class
+    held = (column >= 0) & (column < num_classes)
+    gradient = ((logits_CV.to(max_C.dtype) - max_C[:, None]) - logsum_C[:, None]).exp_()
+    at_target = -held.to(gradient.dtype)
+    gradient.scatter_add_(1, column.clamp(0, num_classes - 1)[:, None], at_target[:, None])
+    gradient.masked_fill_(((target_C < 0) | (target_C >= all_classes))[:, None], torch.nan)
+    logits_CV.copy_(gradient.masked_fill_((target_C == ignore_index)[:, None], 0.0))
+
+
+def _over_ranks(stats_3C: torch.Tensor, axis: VocabAxis | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(max, logsum, the target's logit), each `[C]`, over the whole vocabulary: one all-gather of 3 C numbers."""
+    if axis is None:
+        return stats_3C[0], stats_3C[1].log(), stats_3C[2]
+    parts_T3C = axis.gather_parts(stats_3C)
+    largest_C = parts_T3C[:, 0].amax(0)
+    # A rank whose logits are all -inf adds exp(-inf) = 0; if all ranks' are, the loss is nan as in one piece.
+    shift_C = largest_C.masked_fill(largest_C == -torch.inf, 0.0)
+    total_C = (parts_T3C[:, 1] * (parts_T3C[:, 0] - shift_C).exp()).sum(0)
+    return largest_C, total_C.log(), parts_T3C[:, 2].sum(0)
+
+
+def _accumulate(sum_VH: torch.Tensor, dlogits_CV: torch.Tensor, x_CH: torch.Tensor) -> None:
+    """sum += dlogits.T @ x, added to in the sum's dtype."""
+    if sum_VH.dtype == x_CH.dtype:
+        sum_VH.addmm_(dlogits_CV.t(), x_CH)
+    elif x_CH.is_cuda:
+        # cuBLAS multiplies half precision and adds to fp32 in one pass, without an fp32 product beside the sum.
+        torch.ops.aten.addmm.dtype_out(sum_VH, dlogits_CV.t(), x_CH, sum_VH.dtype, out=sum_VH)
+    else:
+        sum_VH.addmm_(dlogits_CV.t().to(sum_VH.dtype), x_CH.to(sum_VH.dtype))
+
+
+def _scaled(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor * scale` in `dtype`, multiplied in fp32: torch would first round a 0-dim scale to the tensor's dtype."""
+    if not use_triton(tensor, scale):
+        return (tensor.to(scale.dtype) * scale).to(dtype)
+    out = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    block = min(power_of_2_at_least(tensor.numel()), _MAX_BLOCK)
+    with launch_device(tensor):
+        _scale_kernel[(-(-tensor.numel() // block),)](
+            tensor, scale, out, tensor.numel(), BLOCK=block, num_warps=num_warps(block)
+        )
+    return out
+
+
+class _Chunks:
+    """How the rows are worked through; `run` is the forward pass."""
+
+    def __init__(
+        self, ignore_index: int, axis: VocabAxis | None, chunk_rows: int, accumulate_dtype: torch.dtype
+    ) -> None:
+        self.ignore_index = ignore_index
+        self.axis = axis
+        self.chunk_rows = chunk_rows
+        self.accumulate_dtype = accumulate_dtype
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(losses `[N]`, dx, dweight, dbias), the gradients of sum_N(losses), None where not in `needs`."""
+        x_NH, weight_VH, target_N = as_rows(x), as_rows(weight), target.contiguous()
+        (num_rows, hidden), num_classes = x_NH.shape, weight_VH.shape[0]
+        first_class = 0 if self.axis is None else self.axis.rank * num_classes
+        all_classes = num_classes * (1 if self.axis is None else self.axis.size)
+        options: dict[str, Any] = {"device": x.device, "dtype": self.accumulate_dtype}
+        dx_NH = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.device) if needs[0] else None
+        dw_VH = torch.zeros((num_classes, hidden), **options) if needs[1] else None
+        db_V = torch.zeros(num_classes, **options) if needs[2] else None
+        stats_dtype = torch.promote_types(x.dtype, torch.float32)
+        stats_3N = torch.empty((3, num_rows), dtype=stats_dtype, device=x.device)
+        losses_N = torch.empty(num_rows, dtype=stats_dtype, device=x.device)
+        buffer_CV = torch.empty((min(self.chunk_rows, num_rows), num_classes), dtype=x.dtype, device=x.device)
+        for top in range(0, num_rows, self.chunk_rows):
+            rows = slice(top, min(top + self.chunk_rows, num_rows))
+            x_CH, target_C, logits_CV = x_NH[rows], target_N[rows], buffer_CV[: rows.stop - top]
+            if bias is None:
+                torch.mm(x_CH, weight_VH.t(), out=logits_CV)
+            else:
+                torch.addmm(bias, x_CH, weight_VH.t(), out=logits_CV)
+            stats_3C = stats_3N[:, rows]
+            _statistics(logits_CV, target_C, first_class, stats_3C)
+            if not any(needs):
+                continue
+            max_C, logsum_C, x_target_C = _over_ranks(stats_3C, self.axis)
+            losses_N[rows] = self._losses(max_C, logsum_C, x_target_C, target_C, all_classes)
+            _to_gradient(logits_CV, target_C, max_C, logsum_C, first_class, all_classes, self.ignore_index)
+            if dx_NH is not None:
+                torch.mm(logits_CV, weight_VH, out=dx_NH[rows])
+            if dw_VH is not None:
+                _accumulate(dw_VH, logits_CV, x_CH)
+            if db_V is not None:
+                db_V += logits_CV.sum(0, dtype=stats_dtype)
+        if not any(needs):
+            losses_N = self._losses(*_over_ranks(stats_3N, self.axis), target_N, all_classes)
+        return losses_N, dx_NH, dw_VH, db_V
+
+    def _losses(
+        self,
+        max_C: torch.Tensor,
+        logsum_C: torch.Tensor,
+        x_target_C: torch.Tensor,
+        target_C: torch.Tensor,
+        classes: int,
+    ) -> torch.Tensor:
+        loss_C = logsum_C - (x_target_C - max_C)
+        loss_C.masked_fill_((target_C < 0) | (target_C >= classes), torch.nan)
+        return loss_C.masked_fill_(target_C == self.ignore_index, 0.0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Saves dx, dweight and dbias but for a factor; x, weight and logits are not needed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        inverse: torch.Tensor,
+        chunks: _Chunks,
+    ) -> torch.Tensor:
+        losses_N, *gradients = chunks.run(x, weight, bias, target, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(inverse, *gradients)
+        ctx.dtype = x.dtype
+        return losses_N.sum() * inverse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inverse, *gradients = ctx.saved_tensors
+        scale = dloss * inverse
+        return *(None if g is None else _scaled(g, scale, ctx.dtype) for g in gradients), None, None, None
