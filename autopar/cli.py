@@ -132,27 +132,50 @@ def simulate(
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
     framework: Annotated[str, typer.Option(help="autopar, megatron-2021, fsdp, deepspeed-zero3, ...")] = "autopar",
     settings: Settings = None,
+    memory: Memory = None,
     constraints: ConstraintFile = None,
     option: Options = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="show the step beside one with this changed; may be repeated. batch=64; tp=4, recompute=full, ...: of "
+            "the strategy; device=h100-sxm, inter_node=ib-200g; device.peak=x2, device.bandwidth=2e12, "
+            "device.memory=96GiB, intra_node.bandwidth=x0.5, inter_node.latency=1e-5; cluster=..., framework=..., "
+            "precision=...",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="fail where it does not fit the memory")] = False,
+    timeline: Timeline = None,
 ) -> None:
-    """Predict a strategy given with --set (dp, tp, pp, zero, micro_batches, sp=false, ...), without searching."""
+    """Predict a strategy given with --set (dp, tp, pp, cp, ep, zero, micro_batches, ...), without searching."""
+    from autopar.integrations.job import parse_settings
     from autopar.simulate import predict
-    from autopar.simulate.text import prediction_lines
+    from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
+    from autopar.simulate.what_if import parse_changes
 
+    changes = parse_changes(parse_settings(what_if or (), "--what-if"))
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=True)
     found = predict(
         job.model,
         spec,
-        read_constraints(settings, None, constraints),
+        read_constraints(settings, memory, constraints),
         example_inputs=job.inputs,
         loss_fn=job.loss_fn,
         global_batch_size=batch,
         precision=precision,
         framework=framework,
+        check=check,
     )
-    for line in prediction_lines(found):
+    for line in (*prediction_lines(found), *warning_lines(found)):
         print(line)
+    if changes:
+        for line in ("", *comparison_lines(found.what_if(**changes))):
+            print(line)
+    if timeline is not None:
+        print(f"timeline written to {found.write_timeline(timeline)}")
 
 
 @app.command()

@@ -274,6 +274,15 @@ def graph_of(row: Mapping[str, Any], rows: int) -> Graph:
     return trace(model, batch, batch_size=rows, param_dtype=dtype, cuts=deep)
 
 
+def share_of(row: Mapping[str, Any], cp: int, ep: int) -> BatchedTrace:
+    """`graph_of` with the cp-th part of the tokens. Raises SkippedError for what no row has described yet."""
+    if ep > 1:
+        raise SkippedError("ep, but the row's architecture has no experts")
+    if row["seq_len"] % cp:
+        raise SkippedError("cp does not divide seq_len")
+    return BatchedTrace(partial(graph_of, {**row, "seq_len": row["seq_len"] // cp}))
+
+
 # --- from a row to its cluster, strategy and profile ------------------------------------------------------------------
 
 
@@ -383,11 +392,8 @@ def strategy_of(row: Mapping[str, Any]) -> dict[str, Any]:
     micro, rest = divmod(row["global_batch"], row["micro_batch"] * data)
     if rest or not micro:
         raise SkippedError("global_batch is not micro_batch x dp x a whole number")
-    for key in ("cp", "ep"):
-        if row.get(key, 1) != 1:
-            raise SkippedError(f"{key} is not modelled yet")
-    if row["dp"] * row["tp"] * row["pp"] != row["gpus_total"]:
-        raise SkippedError("dp x tp x pp is not gpus_total")
+    if row["dp"] * row["tp"] * row["pp"] * row.get("cp", 1) != row["gpus_total"]:
+        raise SkippedError("dp x tp x pp x cp is not gpus_total")
     strategy: dict[str, Any] = {
         "pp": row["pp"],
         "ddp": data // group,
@@ -398,6 +404,7 @@ def strategy_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "recompute": _recompute(row),
         "sp": bool(row.get("sp", False)) and row["tp"] > 1,
     }
+    strategy |= {key: row[key] for key in ("cp", "ep") if row.get(key, 1) != 1}
     if row["pp"] > 1:
         strategy |= _schedule(row)
     if str(row.get("offload", "none")) != "none":
@@ -496,7 +503,8 @@ class Predictions:
         key = model_key(row)
         if key not in self.predictors:
             started = time.perf_counter()
-            self.predictors[key] = Predictor.of_trace(BatchedTrace(partial(graph_of, row)), 2, precision_of(row))
+            traced = BatchedTrace(partial(graph_of, row))
+            self.predictors[key] = Predictor.of_trace(traced, 2, precision_of(row), partial(share_of, row))
             self.trace_seconds += time.perf_counter() - started
         return self.predictors[key]
 

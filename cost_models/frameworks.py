@@ -17,6 +17,7 @@ FUSIONS = ("calls", "modules", "chains")
 KERNELS = ("fa2", "fa3", "cudnn", "triton")
 ATTENTIONS = ("flash", "unfused", *KERNELS)
 STAGES = ("time", "layers", "weights")
+CP_EXCHANGES = ("all-gather", "ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Framework:
     lies between such matrices is cut along the sequence. stages: how a pipeline is cut: the longest stage as short as
     can be ("time"), equally many layers with the ends on top ("layers"), or by multiply-adds of weights with a last
     matrix counted ("weights"). overlap: the share of a micro-batch's compute behind which traffic of data parallelism
-    may run; -1: the share of that traffic which the planner takes to be hidden.
+    may run; -1: the share of that traffic which the planner takes to be hidden. cp_exchange: how context-parallel ranks
+    get one another's keys and values, gathered before attention or passed around while it computes ("ring").
     gradient_bytes: of a gradient as it is reduced, in 16-bit training (0: the planner's). accumulate_bytes: moved per
     parameter and micro-batch to add up gradients. gradient_copy_bytes: of a second copy of all gradients, held for the
     update. optimizer_bytes: moved per parameter and step by clipping, unscaling and the update, in 16-bit training (0:
@@ -53,6 +55,7 @@ class Framework:
     sequence_parallel: bool = True
     stages: str = "layers"
     overlap: float = 0.0
+    cp_exchange: str = "all-gather"
     gradient_bytes: int = 0
     accumulate_bytes: float = 0.0
     gradient_copy_bytes: float = 0.0
@@ -63,7 +66,8 @@ class Framework:
     host_apart_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for key, legal in (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES)):
+        words = (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES), ("cp_exchange", CP_EXCHANGES))
+        for key, legal in words:
             if getattr(self, key) not in legal:
                 raise ValueError(f"framework {self.name}: {key} must be one of {', '.join(legal)}")
         figures = ("attention_passes", "gradient_bytes", "accumulate_bytes", "optimizer_bytes")

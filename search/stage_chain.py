@@ -199,14 +199,13 @@ class Chain:
         rows, border = np.arange(self.longest), self._borders[0, 0]
         value = np.full(self.longest + width - 1, np.inf)
         value[self.longest - 1] = 0.0
+        following = np.lib.stride_tricks.sliding_window_view(value, width)
         lengths: list[Indices] = []
         for i in range(self.num_stages - 1, -1, -1):
             costs = own[self.f_of[i], i : i + self.longest]
-            following = np.lib.stride_tricks.sliding_window_view(value, width)
             total = np.maximum(costs, following) if bottleneck else costs + following
             place = total.argmin(axis=1)
             lengths.append(place + 1)
-            value = np.full_like(value, np.inf)
             value[: self.longest] = total[rows, place]
             if not bottleneck and i:
                 value[: self.longest] += border[i : i + self.longest]

@@ -28,7 +28,13 @@ MATMULS = frozenset(
 DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
 """Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
 
+BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
+"""Calls that multiply a matrix per element of their leading dims, where both operands have such."""
+
 ATTENTION = frozenset({"scaled_dot_product_attention"})
+FLASH = "fa2"
+"""What torch's own fused attention is on GPUs (T. Dao, "FlashAttention-2" (2023))."""
+
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
 
 ADAM_BYTES = 28.0
@@ -172,15 +178,29 @@ class Pricer:
         )
         flops = contraction_flops(operator) / ways
         dtype = self.dtype_name(operator.node.outputs[0])
-        name = base_name(operator.node.op)
-        if name in ATTENTION:
-            forward = compute.seconds(compute.Work("attention", flops, num_bytes, dtype), self.cluster.device)
-            backward = compute.seconds(
-                compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype), self.cluster.device
-            )
+        if base_name(operator.node.op) in ATTENTION:
+            forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
             return forward, backward if num_grads else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
-        return forward, (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
+        backward = (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
+        if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
+            # The gradient of a bias is a sum over all rows.
+            output = operator.node.outputs[0]
+            size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
+            backward += self.memory_seconds(size)
+        return forward, backward
+
+    def _attention_seconds(
+        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
+    ) -> tuple[float, float]:
+        """Forward and backward of torch's own flash kernel."""
+        query, key = operator.inputs[0], operator.inputs[1]
+        queries, width = query.shape[-2], query.shape[-1]
+        heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
+        shape, causal, device = (heads, queries, key.shape[-2]), _is_causal(operator.node), self.cluster.device
+        forward = compute.Work("attention", flops, num_bytes, dtype, shape, FLASH, causal=causal)
+        backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, FLASH, True, causal)
+        return compute.seconds(forward, device), compute.seconds(backward, device)
 
     def _matmul_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
@@ -188,8 +208,14 @@ class Pricer:
         """Forward, gradient with respect to the input, and to the weight."""
         output, placements = operator.node.outputs[0], option.outputs[0]
         columns = num_local_dim(output, placements, self.mesh)
-        rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
-        depth = max(round(flops / (2 * rows * columns)), 1)
+        if base_name(operator.node.op) in BATCHED and min(len(meta.shape) for meta in operator.inputs) > 2:
+            # A product per element of the leading dims, of which flops counts all.
+            rows = num_local_dim(output, placements, self.mesh, -2)
+            batch = max(num_local(output, placements, self.mesh) // (rows * columns), 1)
+            depth = max(round(flops / (2 * rows * columns * batch)), 1)
+        else:
+            rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
+            depth = max(round(flops / (2 * rows * columns)), 1)
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
         forward, wrt_input, wrt_weight = (
@@ -356,13 +382,13 @@ def _is_causal(node: Node) -> bool:
     return len(node.args) > 5 and bool(node.args[5])
 
 
-def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh) -> int:
-    """Local size of the last dim."""
+def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int = -1) -> int:
+    """Local size of a dim, counted from the last."""
     if not meta.shape:
         return 1
-    last = len(meta.shape) - 1
-    ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p.is_shard and p.dim == last)
-    return max(meta.shape[-1] // ways, 1)
+    number = len(meta.shape) + dim
+    ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p.is_shard and p.dim == number)
+    return max(meta.shape[dim] // ways, 1)
 
 
 def _dtype_name(meta: TensorMeta) -> str:

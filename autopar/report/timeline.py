@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.costs.block_costs import HIDDEN
 from autopar.costs.stage_costs import Simulated
 from autopar.errors import PlanError
 from autopar.planning.predict import simulate_plan
 from autopar.planning.request import pricer_for, unequal_of
+from autopar.simulate.timeline import StepEvent, events_of
 from cost_models.schedule import chrome_trace
 
 if TYPE_CHECKING:
@@ -29,37 +29,41 @@ def simulation_of(compiled: CompiledProgram) -> Simulated:
 
 
 def trace_of(simulated: Simulated) -> dict[str, Any]:
-    """The trace: every forward and backward on its position, then what is done once per step.
+    """The trace: every forward and backward on its position, then what is done once per step; messages between
+    positions and hidden traffic are asynchronous events beside them.
 
-    As the prediction counts it, that begins when the last position is through; of every position, its own.
+    As the prediction counts it, what is done once per step begins when the last position is through; of every
+    position, its own. Format: "Trace Event Format", Google, sections "Complete Events" and "Async Events".
     """
     trace: dict[str, Any] = chrome_trace(simulated.timeline)
-    trace["traceEvents"] = [*trace["traceEvents"], *_once(simulated)]
+    rows = [row for number, event in enumerate(events_of(simulated)) for row in _rows(event, number)]
+    trace["traceEvents"] = [*trace["traceEvents"], *rows]
     return trace
 
 
-def _once(simulated: Simulated) -> Iterator[dict[str, Any]]:
-    for position, kinds in enumerate(simulated.once):
-        start = simulated.timeline.makespan * 1e6
-        for kind, seconds in kinds.items():
-            if kind != HIDDEN and seconds > 0:
-                yield {
-                    "ph": "X",
-                    "name": kind,
-                    "cat": "once per step",
-                    "pid": 0,
-                    "tid": position,
-                    "ts": start,
-                    "dur": seconds * 1e6,
-                    "args": {},
-                }
-                start += seconds * 1e6
+def _rows(event: StepEvent, number: int) -> Iterator[dict[str, Any]]:
+    """Of what `chrome_trace` does not have. number: of the event, for a pair of asynchronous rows."""
+    common = {"name": event.kind, "pid": 0, "tid": event.position}
+    if event.stream == "compute":
+        if event.stage is None:
+            times = {"ts": event.start * 1e6, "dur": event.seconds * 1e6}
+            yield {"ph": "X", **common, "cat": "once per step", **times, "args": {}}
+        return
+    known = {"stage": event.stage, "micro": event.micro_batch, "target": event.target}
+    args = {key: value for key, value in known.items() if value is not None}
+    for phase, moment in (("b", event.start), ("e", event.end)):
+        yield {"ph": phase, **common, "cat": event.stream, "id": number, "ts": moment * 1e6, "args": args}
 
 
 def write_timeline(compiled: CompiledProgram, path: str | Path) -> Path:
     """Write the trace as JSON; returns the path. Raises PlanError where it cannot be written."""
+    return write_trace(simulation_of(compiled), path)
+
+
+def write_trace(simulated: Simulated, path: str | Path) -> Path:
+    """`write_timeline` of a simulated step."""
     try:
-        Path(path).write_text(json.dumps(trace_of(simulation_of(compiled))), encoding="utf-8")
+        Path(path).write_text(json.dumps(trace_of(simulated)), encoding="utf-8")
     except OSError as error:
         raise PlanError(f"cannot write the timeline {path}", values=str(error)) from None
     return Path(path)

@@ -70,9 +70,6 @@ class ProfiledPricer(Pricer):
         if self.matmul_dtype == "fp32" and device.peak("fp32") < device.peak("fp16"):
             rate = device.matmul_efficiency / VECTOR_EFFICIENCY
             forward, backward = forward * rate, backward * rate
-        if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
-            # The gradient of a bias is a sum over all rows.
-            backward += self.memory_seconds(self._local_bytes(operator.node.outputs[0], option.outputs[0]))
         return forward, backward
 
     def _plain_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:

@@ -11,22 +11,26 @@ from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning.bases import named_mesh
 from autopar.planning.request import divisors
-from cost_models.frameworks import ATTENTIONS
+from cost_models.frameworks import ATTENTIONS, CP_EXCHANGES, Framework, framework
 from cost_models.machine import Cluster
 from cost_models.schedule import num_chunks
 
-OWN_KEYS = ("sp", "attention", "cp", "ep")
+OWN_KEYS = ("sp", "attention", "cp", "ep", "cp_exchange")
 """Keys that constraints of a search do not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """limits: the patterns in it. pp, mesh, zero, micro_batches, rows: of one micro-batch on one data-parallel
-    rank. sp: sequence parallelism, None for the framework's own. attention: the kernel, "" for the framework's own."""
+    rank. The ranks of cp are ranks of the mesh's dp, with the same rows. sp: sequence parallelism, attention: the
+    kernel, cp_exchange: of `Framework`; None and "" for the framework's own. memory_bytes: that a rank may use, None
+    for the device's."""
 
     limits: Constraints
     pp: int
     mesh: Mesh
+    cp: int
+    ep: int
     zero: int
     micro_batches: int
     rows: int
@@ -36,36 +40,88 @@ class Strategy:
     offload: str
     sp: bool | None
     attention: str
+    cp_exchange: str
+    memory_bytes: int | None
 
 
 def parse_strategy(given: Mapping[str, Any], cluster: Cluster, global_batch_size: int) -> Strategy:
     """Raises ConstraintError that says what is missing, or what does not multiply or divide."""
     given = dict(given)
     own = {key: given.pop(key) for key in OWN_KEYS if key in given}
-    for key in ("cp", "ep"):
-        if own.get(key, 1) != 1:
-            raise ConstraintError(f"{key} is not modelled yet", values=f"{key}={own[key]}", alternatives=f"{key}=1")
+    limits = _limits(given)
+    cp, ep = (_degree(key, own.get(key, 1)) for key in ("cp", "ep"))
     sp = own.get("sp")
     if sp is not None and not isinstance(sp, bool):
         raise ConstraintError(
             "sp says whether there is sequence parallelism", values=repr(sp), alternatives="true or false"
         )
-    attention = own.get("attention") or ""
-    if attention and attention not in ATTENTIONS:
-        raise ConstraintError("attention is unknown", values=repr(attention), alternatives=", ".join(ATTENTIONS))
-    limits = Constraints.parse(given)
+    attention = _word("attention", own.get("attention") or "", ATTENTIONS)
+    exchange = _word("cp_exchange", own.get("cp_exchange") or "", CP_EXCHANGES)
+    dp, rows = _data_ranks(limits, given, cluster, cp, global_batch_size)
+    if dp * cp % ep:
+        raise ConstraintError(
+            "the ranks of ep are a group of those of dp x cp, which they must divide",
+            values=f"ep={ep}, dp={dp} x cp={cp}",
+            alternatives=f"ep of {', '.join(map(str, divisors(dp * cp)))}",
+        )
+    pp, tp, ddp = (limits.degrees.get(axis, 1) for axis in ("pp", "tp", "ddp"))
+    schedule = limits.schedule or "1f1b"
+    micro_batches = limits.micro_batches
+    assert micro_batches is not None
+    return Strategy(
+        Constraints(
+            {},
+            parameters=limits.parameters,
+            activations=limits.activations,
+            forbid_parameters=limits.forbid_parameters,
+            forbid_activations=limits.forbid_activations,
+        ),
+        pp,
+        named_mesh(dp * cp, tp, ddp),
+        cp,
+        ep,
+        limits.zero if dp * cp > 1 and limits.zero else 0,
+        micro_batches,
+        rows,
+        schedule if pp > 1 else "",
+        num_chunks(schedule, limits.chunks) if pp > 1 else 1,
+        limits.recompute or "none",
+        limits.offload or "",
+        sp,
+        attention,
+        exchange,
+        limits.memory_bytes,
+    )
+
+
+def _limits(given: Mapping[str, Any]) -> Constraints:
+    try:
+        return Constraints.parse(given)
+    except ConstraintError as error:
+        if not error.constraint.startswith("unknown constraint"):
+            raise
+        legal = [error.alternatives] if isinstance(error.alternatives, str) else list(error.alternatives or ())
+        raise ConstraintError(
+            error.constraint, values=error.values, alternatives=[*legal, f"of a strategy also {', '.join(OWN_KEYS)}"]
+        ) from None
+
+
+def _data_ranks(
+    limits: Constraints, given: Mapping[str, Any], cluster: Cluster, cp: int, global_batch_size: int
+) -> tuple[int, int]:
+    """(dp, rows of a micro-batch on one rank)."""
     pp, tp, ddp = (limits.degrees.get(axis, 1) for axis in ("pp", "tp", "ddp"))
     if "dp" not in limits.degrees:
-        raise _missing("dp", given, f"dp={cluster.num_devices // (pp * tp * ddp) or 1}")
+        raise _missing("dp", given, f"dp={cluster.num_devices // (pp * tp * ddp * cp) or 1}")
     dp = limits.degrees["dp"]
-    if pp * tp * ddp * dp != cluster.num_devices:
-        product = f"pp={pp} x ddp={ddp} x dp={dp} x tp={tp}"
+    if pp * tp * ddp * dp * cp != cluster.num_devices:
+        product = f"pp={pp} x ddp={ddp} x dp={dp}" + (f" x cp={cp}" if cp > 1 else "") + f" x tp={tp}"
         raise ConstraintError(
             "the degrees do not make the cluster's number of devices",
-            values=f"{product} = {pp * tp * ddp * dp} for {cluster.num_devices} devices",
-            alternatives=f"a cluster of {pp * tp * ddp * dp} devices, or other degrees",
+            values=f"{product} = {pp * tp * ddp * dp * cp} for {cluster.num_devices} devices",
+            alternatives=f"a cluster of {pp * tp * ddp * dp * cp} devices, or other degrees",
         )
-    if limits.zero is None and dp > 1:
+    if limits.zero is None and dp * cp > 1:
         raise _missing("zero", given, "0, 1, 2 or 3")
     if limits.micro_batches is None:
         raise _missing("micro_batches", given, "the number of micro-batches of a step")
@@ -76,28 +132,31 @@ def parse_strategy(given: Mapping[str, Any], cluster: Cluster, global_batch_size
             values=f"batch {global_batch_size}, {ddp * dp} data-parallel ranks, {limits.micro_batches} micro-batches",
             alternatives=f"micro_batches of {', '.join(map(str, divisors(global_batch_size // (ddp * dp) or 1)))}",
         )
-    schedule = limits.schedule or "1f1b"
-    chunks = num_chunks(schedule, limits.chunks) if pp > 1 else 1
-    return Strategy(
-        Constraints(
-            {},
-            parameters=limits.parameters,
-            activations=limits.activations,
-            forbid_parameters=limits.forbid_parameters,
-            forbid_activations=limits.forbid_activations,
-        ),
-        pp,
-        named_mesh(dp, tp, ddp),
-        limits.zero if dp > 1 and limits.zero else 0,
-        limits.micro_batches,
-        rows,
-        schedule if pp > 1 else "",
-        chunks,
-        limits.recompute or "none",
-        limits.offload or "",
-        sp,
-        attention,
-    )
+    return dp, rows
+
+
+def profile_of(given: str | Framework) -> Framework:
+    """A framework's profile by name. Raises ConstraintError."""
+    if isinstance(given, Framework):
+        return given
+    try:
+        return framework(given)
+    except ValueError as error:
+        raise ConstraintError(
+            "the framework is not one that autopar has", values=repr(given), alternatives=str(error)
+        ) from None
+
+
+def _degree(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConstraintError(f"{key} is a number of ranks", values=repr(value), alternatives="1 or more")
+    return value
+
+
+def _word(key: str, value: str, legal: tuple[str, ...]) -> str:
+    if value and value not in legal:
+        raise ConstraintError(f"{key} is unknown", values=repr(value), alternatives=", ".join(legal))
+    return value
 
 
 def _missing(key: str, given: Mapping[str, Any], alternatives: str) -> ConstraintError:

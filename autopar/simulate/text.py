@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from autopar.costs.block_costs import HIDDEN
 from autopar.plan import Prediction
+from autopar.simulate.prediction import StrategyPrediction
+from autopar.simulate.what_if import WhatIf, comparison_rows
 from autopar.units import bytes_text
 
 LEAST_SHARE = 0.0005
@@ -25,3 +27,31 @@ def prediction_lines(found: Prediction) -> Iterator[str]:
             yield f"  {bytes_text(value):>10}  {kind}"
     for number, kinds in enumerate(found.positions):
         yield f"  position {number}: {bytes_text(sum(kinds.values()))}"
+
+
+def warning_lines(found: StrategyPrediction) -> Iterator[str]:
+    """Nothing where it fits."""
+    if not found.fits:
+        yield (
+            f"WARNING: does not fit: the fullest rank needs {bytes_text(found.peak_bytes)} of "
+            f"{bytes_text(found.capacity_bytes)} (--check to fail, and to be told what would fit)"
+        )
+
+
+def comparison_lines(found: WhatIf) -> Iterator[str]:
+    """The parts of two steps side by side, seconds and then bytes."""
+    before, after = found.before, found.after
+    yield f"{'':34} {'before':>12} {'after':>12} {'change':>12}"
+    yield _row("step", before.step_seconds, after.step_seconds, False)
+    for part in comparison_rows(found):
+        yield _row(part.kind, part.before, part.after, part.group == "memory")
+    rows = {value.scenario.global_batch_size for value in (before, after)}
+    yield f"rows per second: {found.speedup:.3g} times" + (" (another batch)" if len(rows) > 1 else "")
+    yield from (f"after: {line}" for line in warning_lines(after))
+
+
+def _row(name: str, before: float, after: float, is_bytes: bool) -> str:
+    if is_bytes:
+        more = f"{'-' if after < before else '+'}{bytes_text(abs(after - before))}"
+        return f"{name:34} {bytes_text(before):>12} {bytes_text(after):>12} {more:>12}"
+    return f"{name:34} {before:10.4g} s {after:10.4g} s {after - before:+10.4g} s"

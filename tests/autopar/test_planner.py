@@ -95,15 +95,19 @@ def test_nothing_fits_says_what_would() -> None:
 @pytest.mark.slow
 def test_memory_is_kept_to() -> None:
     """Less memory never gives a faster plan, and every plan fits."""
-    roomy = searched("gpt2").best.plan.prediction
+    roomy = searched("gpt2", tp=1).best.plan.prediction
     seconds = []
     workspace = roomy.num_bytes["workspace"]
-    for share in (1.0, 0.9, 0.8, 0.6):
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5):
         limit = int(workspace + share * (roomy.peak_bytes - workspace)) + 1
-        plan = searched("gpt2", memory=limit).best.plan
+        try:
+            plan = searched("gpt2", tp=1, memory=limit).best.plan
+        except InfeasibleError:
+            break
         assert plan.prediction.peak_bytes <= limit
         seconds.append(plan.prediction.step_seconds)
-    assert seconds == sorted(seconds) and seconds[0] == pytest.approx(roomy.step_seconds)
+    assert seconds == sorted(seconds) and seconds[-1] > seconds[0] == pytest.approx(roomy.step_seconds)
+    assert len(seconds) > 2
 
 
 @pytest.mark.parametrize(("degrees", "found"), [({}, 3), ({"dp": 2}, 1), ({"tp": 4}, 1), ({"dp": 2, "tp": 2}, 1)])

@@ -40,7 +40,9 @@ def test_a_model_built_shallow_traces_as_the_whole() -> None:
         ({"gpu": "TPUv9"}, "gpu TPUv9 is not in the catalogue"),
         ({"dp": 4}, "global_batch is not|dp x tp x pp"),
         ({"global_batch": 17}, "global_batch is not"),
-        ({"cp": 2}, "cp is not modelled"),
+        ({"cp": 2}, "dp x tp x pp x cp is not gpus_total"),
+        ({"ep": 2}, "no experts"),
+        ({"dp": 1, "tp": 1, "pp": 1, "gpus_total": 3, "gpus_per_node": 3, "cp": 3}, "cp does not divide"),
         ({"recompute": "half"}, "recompute 'half'"),
         ({"precision": "posit"}, "precision 'posit'"),
         ({"arch_family": "Mamba"}, "architecture Mamba"),
@@ -55,6 +57,17 @@ def test_rows_that_lack_something_are_skipped_with_the_reason(changed: dict[str,
     assert not outcomes
     ((_, reason),) = skipped
     assert re.search(words, reason)
+
+
+def test_a_row_with_context_parallelism_is_predicted_at_its_part_of_the_tokens() -> None:
+    flash = {**ROW, "pp": 1, "zero_stage": 1, "attention_impl": "flash 2"}
+    rows = [{**flash, "dp": 4}, {**flash, "dp": 2, "cp": 2, "global_batch": 8}]
+    outcomes, skipped, _ = published.predict_rows(rows)
+    assert not skipped
+    first, second = (o.prediction for o in outcomes)  # as many rows on each rank, with half of the tokens
+    assert second.num_bytes["activations"] == pytest.approx(first.num_bytes["activations"] / 2, rel=0.01)
+    assert second.num_bytes["optimizer state"] == pytest.approx(first.num_bytes["optimizer state"], rel=0.02)
+    assert second.seconds["p2p cp"] > 0
 
 
 def test_a_row_becomes_a_strategy_and_a_cluster() -> None:

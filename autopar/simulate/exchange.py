@@ -1,0 +1,62 @@
+"""What ranks exchange inside a layer beyond the traced calls, added to what its block costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.block_costs import BlockCost, Mode, exposed
+from autopar.costs.liveness import Liveness
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Seconds by kind of one micro-batch's forward and backward of one call or module.
+
+    again: seconds of a forward that is computed again, by recompute mode. forward_bytes, backward_bytes: buffers that
+    are alive meanwhile, beside what the block itself has.
+    """
+
+    forward: Mapping[str, float] = field(default_factory=dict)
+    backward: Mapping[str, float] = field(default_factory=dict)
+    again: Mapping[str, float] = field(default_factory=dict)
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+
+
+def with_exchanges(costs: Mapping[str, BlockCost], exchanges: Mapping[str, Iterable[Exchange]]) -> dict[str, BlockCost]:
+    """The blocks with what is exchanged in each. Buffers of several exchanges of a block are not alive together, and
+    are counted as if they were alive at the block's peak, which is never too little."""
+    found = dict(costs)
+    for name, items in exchanges.items():
+        cost, own = found[name], list(items)
+        forward, backward = defaultdict(float, cost.forward), defaultdict(float, cost.backward)
+        for item in own:
+            for table, added in ((forward, item.forward), (backward, item.backward)):
+                for kind, value in added.items():
+                    table[kind] += value
+        held = max((item.forward_bytes for item in own), default=0.0)
+        back = max((item.backward_bytes for item in own), default=0.0)
+        modes = {}
+        for label, mode in cost.modes.items():
+            seconds = mode.seconds + sum(item.again.get(label, 0.0) for item in own)
+            modes[label] = Mode(seconds, mode.kept_bytes, mode.transient_bytes + back, _held(mode.live, held, back))
+        found[name] = replace(cost, forward=forward, backward=backward, modes=modes, live=_held(cost.live, held, back))
+    return found
+
+
+def again(forward: Mapping[str, float], modes: Iterable[str]) -> dict[str, float]:
+    """A forward's exposed seconds, for the modes that repeat it."""
+    return dict.fromkeys(modes, exposed(forward))
+
+
+def _held(live: Liveness, forward: float, backward: float) -> Liveness:
+    return replace(
+        live,
+        forward=live.forward + forward,
+        again=live.again + forward,
+        backward=live.backward + backward,
+        waiting=live.waiting + backward,
+        split=live.split + backward,
+    )

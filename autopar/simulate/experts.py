@@ -1,0 +1,254 @@
+"""Mixtures of experts and expert parallelism of a given strategy.
+
+An experts module is one that has `num_experts` experts in three-dimensional weights `down_proj` [E, H, F] (or
+transposed) and `gate_up_proj` or `up_proj`, called with tokens [T, H], the experts of each token [T, k] and their
+weights [T, k]: the form of the mixtures of experts in transformers. Which token goes where is data, so it
+is traced as one that sends every expert the same number of tokens: dropless with a balanced load, or a
+capacity factor of 1. The k copies of all tokens are written by expert, [E, T k / E, H]; the matmuls are batched over
+experts; results are weighted and added up.
+
+Under `ep` the ranks of a group of dp x cp hold E / ep experts each and exchange tokens by all_to_all. Balanced, a rank
+gets as many tokens as it gives: E / ep experts with ep T k / E tokens each, which is what is traced. Per module and
+micro-batch there are two exchanges (dispatch, combine) of T k H elements forward and two backward, all exposed
+(D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5). A layer that
+is computed again exchanges again. Gradients of experts are summed, and ZeRO shards them, over dp x cp / ep ranks.
+The ranks of a group of ep are neighbours, tensor-parallel ones aside; under sequence parallelism those send a part of
+the tokens each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from autopar.costs.block_costs import segments
+from autopar.costs.price import MATMULS, Pricer
+from autopar.errors import ConstraintError
+from autopar.graph import VIEWS, Graph, Ref, base_name
+from autopar.mesh import Mesh
+from autopar.placement import Placements, R, Stored
+from autopar.planning.bases import Base
+from autopar.sharding.strategies import Operator, Option, num_local, scopes_of
+from autopar.simulate.exchange import Exchange, again
+from autopar.simulate.pricing import ProfiledPricer
+from cost_models import collective, compute
+
+EXPERT_MODES = ("selective", "full")
+"""Recompute modes that send tokens again: what arrives is kept by neither."""
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """Those of the form that the module's docstring tells."""
+    return [module for module in model.modules() if _is_experts(module)]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    down, up = (module._parameters.get(name) for name in ("down_proj", "up_proj"))
+    up = module._parameters.get("gate_up_proj", up)
+    three = down is not None and up is not None and down.dim() == up.dim() == 3
+    return three and isinstance(getattr(module, "num_experts", None), int)
+
+
+@contextlib.contextmanager
+def share_of_experts(model: nn.Module, ep: int) -> Iterator[None]:
+    """Within it, experts modules compute with balanced tokens and have the ep-th part of their experts, without memory.
+
+    Raises ConstraintError where ep does not divide the experts, or there are none.
+    """
+    modules = expert_modules(model)
+    _check_experts(modules, ep)
+    with contextlib.ExitStack() as stack:
+        for kind in {type(module) for module in modules}:
+            stack.enter_context(mock.patch.object(kind, "forward", balanced_forward))
+        for module in modules if ep > 1 else ():
+            parts = {n: _part(p, ep) for n, p in module._parameters.items() if p is not None and p.dim() > 1}
+            stack.enter_context(mock.patch.dict(module._parameters, parts))
+        yield
+
+
+def _check_experts(modules: list[nn.Module], ep: int) -> None:
+    if ep == 1:
+        return
+    if not modules:
+        raise ConstraintError(
+            "ep splits experts, and the model has no module of them that autopar knows",
+            values=f"ep={ep}",
+            alternatives="ep=1, or a module with num_experts, down_proj [E, H, F] and gate_up_proj or up_proj",
+        )
+    for module in modules:
+        count = int(getattr(module, "num_experts"))  # noqa: B009  # an attribute of the user's class
+        if count % ep:
+            legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ConstraintError(
+                "ep does not divide the experts", values=f"ep={ep}, {count} experts", alternatives=f"ep of {legal}"
+            )
+
+
+def _part(parameter: nn.Parameter, ep: int) -> nn.Parameter:
+    shape = (parameter.shape[0] // ep, *parameter.shape[1:])
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+
+
+def balanced_forward(self: Any, tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, H] -> [T, H] with as many tokens for every expert. Raises ConstraintError where they do not divide."""
+    T, H = tokens_TH.shape
+    K, E = experts_TK.shape[-1], self.down_proj.shape[0]
+    if T * K % E:
+        raise ConstraintError(
+            "the experts of a rank do not divide its tokens",
+            values=f"{T} tokens, {K} experts of each, {E} experts",
+            alternatives=f"a multiple of {E} tokens",
+        )
+    copies_TKH = tokens_TH.unsqueeze(1).expand(T, K, H).clone()
+    # Tokens outermost, so that a rank of dp has a part of every expert's.
+    own_ECH = copies_TKH.reshape(T * K // E, E, H).transpose(0, 1)
+    if getattr(self, "has_gate", hasattr(self, "gate_up_proj")):
+        gate = getattr(self, "_apply_gate", None)
+        both_ECF = _matmul(self, own_ECH, "gate_up_proj")
+        inner_ECF = gate(both_ECF) if gate else _swiglu(self, both_ECF)
+    else:
+        inner_ECF = self.act_fn(_matmul(self, own_ECH, "up_proj"))
+    out_ECH = _matmul(self, inner_ECF, "down_proj")
+    out_TKH = out_ECH.transpose(0, 1).reshape(T, K, H)
+    return (out_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
+
+
+def _matmul(module: Any, x_ECI: Tensor, name: str) -> Tensor:
+    """[E, C, in] -> [E, C, out]; weights are [E, out, in], or [E, in, out] where `is_transposed`."""
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
+    out_ECO = torch.bmm(x_ECI, weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2))
+    return out_ECO if bias is None else out_ECO + bias.unsqueeze(1)
+
+
+def _swiglu(module: Any, both_ECF: Tensor) -> Tensor:
+    gate_ECF, up_ECF = both_ECF.chunk(2, dim=-1)
+    out_ECF: Tensor = module.act_fn(gate_ECF) * up_ECF
+    return out_ECF
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """parameters: (scope, name) of experts' weights and biases; calls: (scope, call) of their matmuls, by the module
+    that they are of, in order."""
+
+    parameters: frozenset[Key] = frozenset()
+    modules: Mapping[Key, tuple[str, ...]] | None = None
+
+    @property
+    def calls(self) -> frozenset[Key]:
+        """(scope, call) of all matmuls."""
+        return frozenset((scope, call) for (scope, _), calls in (self.modules or {}).items() for call in calls)
+
+
+def experts_of(graph: Graph) -> Experts:
+    """Found by their weights: three-dimensional parameters that a matmul reads, and what belongs to the same module."""
+    modules: dict[Key, list[str]] = {}
+    parameters: set[Key] = set()
+    for scope in scopes_of(graph):
+        own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+        nodes = {node.name: node for node in scope.nodes}
+        for node in scope.nodes:
+            roots = [_root(ref, nodes) for ref in node.inputs] if base_name(node.op) in MATMULS else []
+            weights = [r.node for r in roots if r.node in own and len(own[r.node].meta.shape) == 3]
+            if weights:
+                modules.setdefault((scope.name, node.module), []).append(node.name)
+                parameters |= {(scope.name, name) for name in weights}
+        for node in scope.nodes:
+            if (scope.name, node.module) in modules:
+                read = {_root(ref, nodes).node for ref in node.inputs}
+                parameters |= {(scope.name, name) for name in read if name in own}
+    return Experts(frozenset(parameters), {key: tuple(calls) for key, calls in modules.items()})
+
+
+def _root(ref: Ref, nodes: Mapping[str, Any]) -> Ref:
+    while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS and nodes[ref.node].inputs:
+        ref = nodes[ref.node].inputs[0]
+    return ref
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+
+
+class _ByExpert(Pricer):
+    """Matmuls of experts as one product per expert, by the tiles of each (a grouped matmul)."""
+
+    expert_calls: frozenset[Key]
+
+    def _matmul_seconds(
+        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
+    ) -> tuple[float, float, float]:
+        if (operator.scope, operator.node.name) not in self.expert_calls:
+            return super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
+        count, rows, columns = _local_shape(operator.node.outputs[0].shape, option.outputs[0], self.mesh)
+        depth = max(round(flops / (2 * count * rows * columns)), 1)
+        shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
+        device = self.cluster.device
+        forward, wrt_input, wrt_weight = (
+            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape), device) for shape in shapes
+        )
+        return forward, wrt_input, wrt_weight
+
+
+def _local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> tuple[int, int, int]:
+    sizes = list(shape)
+    for placement, ways in zip(placements, mesh.sizes, strict=True):
+        if placement.is_shard:
+            sizes[placement.dim] = max(sizes[placement.dim] // ways, 1)
+    return sizes[0], sizes[1], sizes[2]
+
+
+@dataclass
+class ExpertPricer(_ByExpert):
+    """The planner's prices of a model with experts."""
+
+    expert_calls: frozenset[Key] = frozenset()
+
+
+@dataclass
+class ProfiledExpertPricer(_ByExpert, ProfiledPricer):
+    """A framework's prices of a model with experts."""
+
+    expert_calls: frozenset[Key] = frozenset()
+
+
+def expert_mesh(mesh: Mesh, ep: int) -> Mesh:
+    """The ranks of `mesh` as experts' parameters lie on them: neighbours of dp (dp x cp) have different experts."""
+    sizes = (("ddp", mesh.size("ddp")), ("dp", mesh.size("dp") // ep), ("ep", ep), ("tp", mesh.size("tp")))
+    return Mesh(tuple(a for a, n in sizes if n > 1), tuple(n for _, n in sizes if n > 1))
+
+
+def expert_stored(stored: Stored, mesh: Mesh, target: Mesh, zero: int) -> Stored:
+    """How a parameter of which every rank has its own experts lies on `target`, if it lies on `mesh` as `stored`."""
+    by_axis = dict(zip(mesh.axes, stored.placements, strict=True)) | {"ep": R}
+    return Stored(tuple(by_axis[axis] for axis in target.axes), zero if "dp" in target.axes else 0)
+
+
+def expert_exchanges(base: Base, pricer: Pricer, experts: Experts, ep: int, sp: bool) -> dict[str, list[Exchange]]:
+    """Block -> one exchange per experts module. sp: tensor-parallel ranks send a part of the tokens each."""
+    activity, found = base.activity, dict[str, list[Exchange]]()
+    tp = pricer.mesh.size("tp")
+    group = collective.Group(ep, tp)
+    data: Placements = tuple(R for _ in base.costed.axes)
+    for (scope, _), calls in (experts.modules or {}).items():
+        given = activity.operators[scope, calls[0]].inputs[0]
+        size = num_local(given, data, base.costed) * given.dtype.itemsize / base.costed.num_data_ranks
+        seconds = 2 * collective.seconds("all_to_all", size / (tp if sp else 1), group, pricer.cluster)
+        forward = {"all_to_all ep": seconds}
+        found.setdefault(scope or segments(activity.graph)[calls[0]], []).append(
+            Exchange(forward, forward, again(forward, EXPERT_MODES))
+        )
+    return found

@@ -1,0 +1,66 @@
+"""Whether a strategy fits the memory, and what else would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.planning.request import divisors
+from autopar.simulate.prediction import StrategyPrediction
+from autopar.units import bytes_text
+
+SHOWN = 4
+"""Other strategies that an error names."""
+
+
+def require_fit(found: StrategyPrediction) -> None:
+    """Raises InfeasibleError with the bytes by kind, the capacity, and strategies one or two fields away that fit."""
+    if found.fits:
+        return
+    kinds = sorted(((kind, value) for kind, value in found.num_bytes.items() if value), key=lambda pair: -pair[1])
+    error = InfeasibleError(
+        "the strategy does not fit the memory of a rank",
+        values={"needed": bytes_text(found.peak_bytes), "capacity": bytes_text(found.capacity_bytes)}
+        | {kind: bytes_text(value) for kind, value in kinds},
+        alternatives=_alternatives(found),
+    )
+    error.needed_bytes = int(found.peak_bytes)
+    raise error
+
+
+def _alternatives(found: StrategyPrediction) -> list[str]:
+    """What fits of the neighbouring strategies, the fastest first, and the memory that the given one needs."""
+    fitting: list[tuple[float, str]] = []
+    for changes in _neighbours(found):
+        scenario = found.scenario
+        try:
+            other = replace(scenario, strategy={**scenario.strategy, **changes}).predict()
+        except AutoparError:
+            continue
+        if other.fits:
+            words = ", ".join(f"{key}={value}" for key, value in changes.items())
+            fitting.append((other.step_seconds, f"{words}: {other.step_seconds:.4g} s, {bytes_text(other.peak_bytes)}"))
+    return [text for _, text in sorted(fitting)[:SHOWN]] + [f"memory of {bytes_text(found.peak_bytes)} per rank"]
+
+
+def _neighbours(found: StrategyPrediction) -> Iterator[Mapping[str, Any]]:
+    """Strategies with another recompute mode, ZeRO stage, number of micro-batches or offload, alone and together."""
+    given, rows = found.scenario.strategy, found.scenario.global_batch_size
+    data = given.get("dp", 1) * given.get("cp", 1)
+    micro = given.get("micro_batches", 1)
+    limit = rows // (given.get("dp", 1) * given.get("ddp", 1))
+    more = [n for n in divisors(limit) if n > micro]
+    singles: list[Mapping[str, Any]] = [
+        {"recompute": mode} for mode in ("selective", "full") if given.get("recompute", "none") != mode
+    ]
+    singles += [{"zero": stage} for stage in (1, 2, 3) if data > 1 and stage > given.get("zero", 0)]
+    singles += [{"micro_batches": count} for count in more[:2] + more[-1:]]
+    if not given.get("offload") or given["offload"] == "none":
+        singles.append({"offload": "optimizer"})
+    yield from singles
+    for index, one in enumerate(singles):
+        for other in singles[index + 1 :]:
+            if not one.keys() & other.keys():
+                yield {**one, **other}

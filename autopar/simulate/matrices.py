@@ -1,0 +1,70 @@
+"""The matrices of a model and what lies between them: what frameworks' ways of tensor parallelism are said of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.costs.block_costs import homes_of, segments
+from autopar.costs.price import ATTENTION, FREE, MATMULS
+from autopar.graph import VIEWS, Graph, base_name
+from autopar.sharding.strategies import scopes_of
+from autopar.simulate.experts import Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """shapes: of every matrix that a matmul reads, and of embeddings, by pattern of its name. weights: multiply-adds
+    per token of a block's matrices. sequences: calls whose result is [rows, tokens, width]; residuals: those between
+    matrices, such as norms and additions to the residual stream."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    weights: Mapping[str, float]
+    sequences: tuple[str, ...]
+    residuals: tuple[str, ...]
+
+    def names(self, tp: int) -> tuple[str, ...]:
+        """Those that can be cut into tp parts; of experts, each of them."""
+        return tuple(n for n, shape in self.shapes.items() if all(size % tp == 0 for size in shape[-2:]))
+
+
+def matrices_of(graph: Graph, experts: Experts) -> Matrices:
+    """Of a graph with these experts, whose weights are matrices too."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    modules = experts.modules or {}
+    weights: dict[str, float] = {}
+    sequences, residuals = [], []
+    homes = homes_of(graph)
+    for scope in scopes_of(graph):
+        own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+        nodes = {node.name: node for node in scope.nodes}
+        largest = max((p.meta.numel for p in own.values()), default=0)
+        for node in scope.nodes:
+            meta = node.outputs[0]
+            is_expert = (scope.name, node.module) in modules
+            if len(meta.shape) == 3 and meta.requires_grad and not is_expert:
+                sequences.append(node.name)
+                width = scope.layer.inputs[0][1].shape[-1:] if scope.layer else ()
+                if meta.shape[-1:] == width and base_name(node.op) not in MATMULS | ATTENTION | VIEWS | FREE:
+                    residuals.append(node.name)
+            for ref in node.inputs:
+                while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS:
+                    ref = nodes[ref.node].inputs[0]
+                if ref.node not in own or len(own[ref.node].meta.shape) != (3 if is_expert else 2):
+                    continue
+                shape, name = own[ref.node].meta.shape, base_name(node.op)
+                if name in MATMULS:
+                    where = scope.name or homes.get(node.name, "")
+                    where = where or segments(graph)[node.name]
+                    used = node.outputs[0].shape[1] / tokens_of(graph) if is_expert else 1.0
+                    weights[where] = weights.get(where, 0.0) + math.prod(shape) * used
+                if name in MATMULS or (name == "embedding" and own[ref.node].meta.numel == largest):
+                    pattern = f"*.{ref.node}" if scope.layer else ref.node
+                    shapes[pattern] = shape
+    return Matrices(shapes, weights, tuple(sequences), tuple(residuals))
+
+
+def tokens_of(graph: Graph) -> int:
+    """Tokens of a graph's batch, by its first input of two dims or more."""
+    return next((math.prod(i.meta.shape[:2]) for i in graph.inputs if len(i.meta.shape) > 1), graph.batch_size)

@@ -1,0 +1,52 @@
+"""What parameters cost to store, update and synchronise where experts lie on other ranks than the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.costs.block_costs import StoredCost, stored_costs
+from autopar.costs.price import Pricer
+from autopar.placement import Stored
+from autopar.simulate.experts import Key, expert_mesh, expert_stored
+from autopar.simulate.share import Share
+from autopar.simulate.strategy import Strategy
+
+
+def stored_shares(
+    share: Share, pricer: Pricer, parameters: Mapping[Key, Stored], wanted: Strategy
+) -> dict[str, StoredCost]:
+    """`stored_costs` of all parameters. Under ep those of experts are priced on `expert_mesh`, in buffers of their
+    own."""
+    if wanted.ep == 1:
+        return stored_costs(share.graph, pricer, parameters, share.homes, share.scopes)
+    mesh = expert_mesh(wanted.mesh, wanted.ep)
+    own = share.experts.parameters
+    dense = {key: stored for key, stored in parameters.items() if key not in own}
+    experts = {
+        key: expert_stored(stored, wanted.mesh, mesh, wanted.zero) for key, stored in parameters.items() if key in own
+    }
+    # A copy with caches of its own: what is known of collectives is of the axes of one mesh.
+    other = replace(pricer, mesh=mesh, _times={}, _memory_times={}, _reshards={}, _matrices={})
+    found = stored_costs(share.graph, pricer, dense, share.homes, share.scopes)
+    for name, cost in stored_costs(share.graph, other, experts, share.homes, share.scopes).items():
+        found[name] = _sum(found[name], cost)
+    return found
+
+
+def _sum(one: StoredCost, other: StoredCost) -> StoredCost:
+    return StoredCost(
+        _added(one.per_micro, other.per_micro),
+        _added(one.per_step, other.per_step),
+        _added(one.fixed, other.fixed),
+        one.gathered_bytes + other.gathered_bytes,
+        lambda: [*one.slots, *other.slots],
+    )
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    found = defaultdict(float, one)
+    for kind, value in other.items():
+        found[kind] += value
+    return found

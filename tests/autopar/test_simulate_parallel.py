@@ -1,0 +1,247 @@
+"""Context and expert parallelism of given strategies, against formulas evaluated by hand and against eager experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from autopar.errors import ConstraintError
+from autopar.simulate import Predictor
+from autopar.simulate.experts import balanced_forward
+from cost_models.frameworks import framework
+from cost_models.hardware import Device, Link
+from cost_models.machine import Cluster
+from examples.models import EXAMPLES
+
+ROWS, TOKENS, WIDTH, LAYERS, VOCAB, HEADS = 8, 96, 128, 3, 256, 4
+EXPERTS, TOP, FFN = 8, 2, 192
+WIRE = 1e9
+IDEAL = Device("ideal", 2**40, 1e18, {"fp32": 1e12, "fp16": 1e12, "bf16": 1e12}, 0.0, 1.0, 1.0, "a roof", 1.0)
+"""Only arithmetic takes time, and all of it at the peak."""
+LINK = Link("wire", WIRE, 0.0, "bytes alone")
+
+
+def cluster(count: int) -> Cluster:
+    return Cluster(IDEAL, 1, count, LINK, LINK)
+
+
+@cache
+def dense() -> Predictor:
+    with torch.device("meta"):
+        example = EXAMPLES["llama"](
+            layers=LAYERS, batch_size=ROWS, seq_len=TOKENS, width=WIDTH, num_heads=HEADS, vocab_size=VOCAB
+        )
+    return Predictor(example.model, example_inputs=example.inputs, loss_fn=example.loss_fn, precision="fp32")
+
+
+@cache
+def sparse() -> Predictor:
+    with torch.device("meta"):
+        config = transformers.MixtralConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=HEADS, num_local_experts=EXPERTS,
+            num_experts_per_tok=TOP, max_position_embeddings=TOKENS,
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(config)
+        ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    return Predictor(model, example_inputs={"input_ids": ids, "labels": ids}, precision="fp32")
+
+
+def predicted(model: Predictor, count: int = 4, profile: Any = "autopar", **strategy: Any) -> Any:
+    given = {"dp": 1, "zero": 0, "micro_batches": 1} | strategy
+    return model.predict(cluster(count), given, global_batch_size=ROWS, framework=profile)
+
+
+def gathered(num_bytes: float, ranks: int) -> float:
+    """A ring's all_gather or reduce_scatter, without latency: (n-1)/n B / w."""
+    return (ranks - 1) / ranks * num_bytes / WIRE
+
+
+# --- context ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ranks_of_cp_share_the_arithmetic_evenly(cp: int) -> None:
+    whole, part = predicted(dense(), 1), predicted(dense(), cp, cp=cp)
+    for kind in ("forward compute", "backward compute"):
+        assert part.seconds[kind] == pytest.approx(whole.seconds[kind] / cp, rel=1e-6)
+
+
+def test_gathered_keys_and_values_take_the_alpha_beta_time() -> None:
+    cp, micro = 4, 2
+    found = predicted(dense(), cp, cp=cp, micro_batches=micro)
+    both = 2 * (ROWS // micro) * TOKENS * WIDTH * 4
+    assert found.seconds["all_gather cp"] == pytest.approx(2 * micro * LAYERS * gathered(both, cp))
+    assert found.seconds["reduce_scatter cp"] == pytest.approx(micro * LAYERS * gathered(both, cp))
+    again = predicted(dense(), cp, cp=cp, micro_batches=micro, recompute="full")
+    more = micro * LAYERS * gathered(both, cp)
+    assert again.seconds["recomputation"] - more == pytest.approx(
+        predicted(dense(), 1, micro_batches=micro, recompute="full").seconds["recomputation"] / cp, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("rate", [2e8, 2e10, 1e12])
+def test_a_ring_hides_what_its_steps_compute(rate: float) -> None:
+    """Against a loop over the steps of the ring."""
+    cp = 4
+    spec = replace(cluster(cp), intra_node=replace(LINK, bytes_per_second=rate))
+    strategy = {"dp": 1, "cp": cp, "zero": 0, "micro_batches": 1, "cp_exchange": "ring"}
+    found = dense().predict(spec, strategy, global_batch_size=ROWS)
+    part = 2 * ROWS * TOKENS // cp * WIDTH * 4 / rate
+    whole = 4 * ROWS * TOKENS * TOKENS * WIDTH / 2 / 1e12  # scores and weighted sum, half of them masked
+    exposed = hidden = 0.0
+    for passes, compute in ((1, whole / cp), (2, 2.5 * whole / cp)):
+        clock = 0.0
+        for step in range(cp):
+            arrives = clock + passes * part if step < cp - 1 else 0.0
+            clock = max(clock + compute / cp, arrives)
+        exposed += clock - compute
+        hidden += (cp - 1) * passes * part - (clock - compute)
+    exposed += part  # the gradients' way home
+    assert found.seconds["p2p cp"] == pytest.approx(LAYERS * exposed, rel=1e-6)
+    synchronised = found.seconds["gradient and parameter synchronisation"]  # half of which is hidden
+    assert found.seconds["hidden communication"] - synchronised == pytest.approx(LAYERS * hidden, rel=1e-4)
+
+
+def test_parameters_are_replicated_and_sharded_over_dp_x_cp() -> None:
+    for zero in (0, 1, 3):
+        data, context = predicted(dense(), dp=4, zero=zero), predicted(dense(), dp=2, cp=2, zero=zero)
+        for kind in ("parameters", "gradients", "optimizer state"):
+            assert context.num_bytes[kind] == pytest.approx(data.num_bytes[kind])
+        kind = "gradient and parameter synchronisation"
+        assert context.seconds[kind] == pytest.approx(data.seconds[kind])
+
+
+def test_activations_are_cut_by_cp() -> None:
+    whole, part = predicted(dense(), 1), predicted(dense(), 4, cp=4)
+    assert part.num_bytes["activations"] == pytest.approx(whole.num_bytes["activations"] / 4, rel=0.01)
+
+
+def test_unfused_attention_keeps_scores_of_all_keys() -> None:
+    profile = replace(framework("fsdp"), overlap=0.0)
+    flash, unfused = (predicted(dense(), 4, profile, cp=4, attention=kernel) for kernel in ("fa2", "unfused"))
+    scores = LAYERS * ROWS * HEADS * (TOKENS // 4) * TOKENS * 4
+    more = unfused.num_bytes["activations"] - flash.num_bytes["activations"]
+    assert more == pytest.approx(scores, rel=0.02)
+
+
+def test_a_framework_exchanges_in_its_own_way() -> None:
+    assert "p2p cp" in predicted(dense(), 2, "megatron-2023", cp=2).seconds
+    assert "all_gather cp" in predicted(dense(), 2, "torchtitan", cp=2).seconds
+    assert "all_gather cp" in predicted(dense(), 2, "megatron-2023", cp=2, cp_exchange="all-gather").seconds
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+EXPERT_ELEMENTS = LAYERS * EXPERTS * 3 * WIDTH * FFN
+DENSE_ELEMENTS = 2 * VOCAB * WIDTH + WIDTH + LAYERS * (4 * WIDTH * WIDTH + 2 * WIDTH + EXPERTS * WIDTH)
+
+
+def test_balanced_experts_compute_what_eager_ones_do() -> None:
+    torch.manual_seed(0)
+    experts = MixtralExperts(
+        transformers.MixtralConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        )  # fmt: skip
+    )
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens, weights = torch.randn(12, 16), torch.rand(12, 2)
+    chosen = (torch.arange(24) % 4).view(12, 2)
+    expected = experts(tokens, chosen, weights)
+    torch.testing.assert_close(balanced_forward(experts, tokens, chosen, weights), expected)
+
+
+def test_only_chosen_experts_compute() -> None:
+    """Floating-point operations of the forward pass, term by term."""
+    T = ROWS * TOKENS
+    attention = 4 * 2 * T * WIDTH * WIDTH + 4 * T * TOKENS * WIDTH / 2
+    mixture = 2 * T * EXPERTS * WIDTH + TOP * 3 * 2 * T * WIDTH * FFN
+    wanted = (LAYERS * (attention + mixture) + 2 * T * WIDTH * VOCAB) / 1e12
+    for strategy, ranks in (({}, 1), ({"dp": 4}, 4), ({"dp": 4, "ep": 4}, 4), ({"dp": 2, "cp": 2, "ep": 4}, 4)):
+        found = predicted(sparse(), ranks, **strategy)
+        assert found.seconds["forward compute"] == pytest.approx(wanted / ranks, rel=1e-4)
+
+
+@pytest.mark.parametrize(("dp", "cp", "ep"), [(4, 1, 1), (4, 1, 2), (4, 1, 4), (2, 2, 4), (8, 1, 8)])
+def test_experts_are_stored_and_summed_over_their_own_groups(dp: int, cp: int, ep: int) -> None:
+    ranks = dp * cp
+    found = predicted(sparse(), ranks, dp=dp, cp=cp, ep=ep)
+    held = DENSE_ELEMENTS + EXPERT_ELEMENTS // ep
+    buffers = found.num_bytes["parameters"] - 4 * held
+    assert 0 <= buffers < 4 * 2 * TOKENS * WIDTH  # rotary tables
+    assert found.num_bytes["gradients"] == 4 * held
+    assert found.num_bytes["optimizer state"] == 8 * held
+    seconds = 2 * (gathered(4 * DENSE_ELEMENTS, ranks) + gathered(4 * EXPERT_ELEMENTS / ep, ranks // ep))
+    kind = "gradient and parameter synchronisation"
+    assert found.seconds[kind] + found.seconds["hidden communication"] == pytest.approx(seconds, rel=1e-6)
+
+
+def test_zero_shards_experts_over_the_ranks_that_hold_the_same() -> None:
+    found = predicted(sparse(), 8, dp=8, ep=2, zero=1)
+    state = 8 * (DENSE_ELEMENTS / 8 + EXPERT_ELEMENTS / 2 / 4)
+    assert found.num_bytes["optimizer state"] == pytest.approx(state)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tokens_are_sent_twice_each_way(recompute: str) -> None:
+    micro, ep = 2, 4
+    found = predicted(sparse(), 4, dp=4, ep=ep, micro_batches=micro, recompute=recompute)
+    once = gathered(ROWS // 4 // micro * TOKENS * TOP * WIDTH * 4, ep)  # pairwise all_to_all
+    assert found.seconds["all_to_all ep"] == pytest.approx(4 * micro * LAYERS * once)
+    if recompute == "full":
+        plain = predicted(sparse(), 4, dp=4, micro_batches=micro, recompute="full").seconds["recomputation"]
+        assert found.seconds["recomputation"] - plain == pytest.approx(2 * micro * LAYERS * once, rel=1e-4)
+
+
+def test_small_products_of_many_experts_are_padded_each() -> None:
+    """Matmuls of a GPU are priced by tiles: few tokens of each expert fill its tiles badly."""
+    spec = "4 a100-80g"
+    strategy = {"dp": 4, "zero": 0, "micro_batches": 2}
+    apart = sparse().predict(spec, strategy, global_batch_size=ROWS, framework="fsdp")
+    joined = sparse().predict(spec, strategy | {"ep": 4}, global_batch_size=ROWS, framework="fsdp")
+    assert joined.seconds["forward matmuls"] < apart.seconds["forward matmuls"]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "words"),
+    [
+        (dense, {"cp": 5}, "cp does not divide the tokens"),
+        (dense, {"cp": 32}, "2 cp chunks"),
+        (dense, {"cp": 0}, "cp is a number of ranks"),
+        (dense, {"dp": 4, "ep": 2}, "no module of them"),
+        (sparse, {"dp": 8, "cp": 2, "ep": 16}, "ep does not divide the experts"),
+        (sparse, {"dp": 4, "ep": 3}, "which they must divide"),
+        (sparse, {"dp": 2, "pp": 2}, "number of devices"),
+        (sparse, {"dp": 4, "cp_exchange": "pigeon"}, "cp_exchange is unknown"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_named_with_what_would(model: Any, strategy: dict[str, Any], words: str) -> None:
+    count = strategy.get("dp", 1) * (strategy.get("cp", 1) or 1)
+    with pytest.raises(ConstraintError, match=words) as caught:
+        predicted(model(), count, **strategy)
+    assert caught.value.alternatives or "no module" in words
+
+
+def test_a_model_without_attention_calls_has_no_cp() -> None:
+    with torch.device("meta"):
+        example = EXAMPLES["mlp"](layers=LAYERS, batch_size=ROWS)
+    plain = Predictor(example.model, example_inputs=example.inputs, loss_fn=example.loss_fn, precision="fp32")
+    with pytest.raises(ConstraintError, match="rows of tokens"):
+        predicted(plain, 2, cp=2)
+
+
+def test_a_graph_at_hand_has_no_shares() -> None:
+    given = Predictor.of_trace(dense().share(1, 1).traced, ROWS, "fp32")
+    with pytest.raises(ConstraintError, match="whole rows"):
+        predicted(given, 2, cp=2)
