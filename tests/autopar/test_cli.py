@@ -83,13 +83,14 @@ def test_plan_is_written_and_explained(tmp_path: Path) -> None:
 
 
 def test_configuration_is_planned_without_memory(config: Path) -> None:
+    """100 billion parameters."""
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}
-    fields = json.loads(config.read_text()) | sizes | {"num_hidden_layers": 126}
+    fields = json.loads(config.read_text()) | sizes | {"num_hidden_layers": 32}
     config.write_text(json.dumps(fields))
-    words = ("--cluster", "16x8 h100-sxm", "--batch", "128", "--seq", "32", "--precision", "bf16", "--set", "tp=8")
-    result = run("plan", f"hf:{config}", *words)
+    words = ("--cluster", "8x8 h100-sxm", "--batch", "128", "--seq", "32", "--precision", "bf16")
+    result = run("plan", f"hf:{config}", *words, "--set", "tp=8", "--set", "pp=8")
     assert result.exit_code == 0, result.output
-    assert "LlamaDecoderLayer x 126" in result.output
+    assert "LlamaDecoderLayer x 32" in result.output
 
 
 def test_untraceable_model_shows_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,22 +136,32 @@ def test_typo_in_a_constraint(tmp_path: Path) -> None:
         ("mlp.c_fc.weight", "dp=S(0) tp=R zero=2", "dp=Rp"),
     ],
 )
-def test_edited_plan_with_an_illegal_placement(tmp_path: Path, name: str, value: str, wanted: str) -> None:
-    message = fails("report", str(edited(tmp_path, "parameters", name, value)), "--model", "examples.models:gpt2")
+def test_edited_plan_with_an_illegal_placement(
+    tmp_path: Path, written: str, name: str, value: str, wanted: str
+) -> None:
+    path = edited(tmp_path, written, "parameters", name, value)
+    message = fails("report", str(path), "--model", "examples.models:gpt2")
     assert wanted in message
 
 
-def test_edited_plan_with_an_illegal_option(tmp_path: Path) -> None:
-    path = edited(tmp_path, "calls", "add_2", "dp=d0 tp=d9")
+def test_edited_plan_with_an_illegal_option(tmp_path: Path, written: str) -> None:
+    path = edited(tmp_path, written, "calls", "add_2", "dp=d0 tp=d9")
     message = fails("report", str(path), "--model", "examples.models:gpt2")
     assert "GPT2Block.calls.add_2 has no such option" in message and "tp=R" in message
 
 
-def edited(folder: Path, table: str, name: str, value: str) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of a plan file."""
+    path = tmp_path_factory.mktemp("written") / "plan.yaml"
+    assert run("plan", *GPT2, "--set", "tp=2", "--out", str(path)).exit_code == 0
+    return path.read_text()
+
+
+def edited(folder: Path, written: str, table: str, name: str, value: str) -> Path:
     """A plan file with one entry of its layer class changed, as a person would."""
     path = folder / "plan.yaml"
-    assert run("plan", *GPT2, "--set", "tp=2", "--out", str(path)).exit_code == 0
-    data = yaml.safe_load(path.read_text())
+    data = yaml.safe_load(written)
     data["layers"]["GPT2Block"][table][name] = value
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path

@@ -23,6 +23,11 @@ from autopar.launch import RankError, run_ranks
 from benchmarks.verify_pipelines import Case, cluster_of, compiled, run
 from codegen.program import PipelineProgram
 
+
+def slow(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow, id=case.text)
+
+
 CASES = (
     Case(
         "gpt2",
@@ -42,7 +47,8 @@ CASES = (
         {"pp": 2, "dp": 1, "tp": 2, "schedule": "zero-bubble-v", "micro_batches": 4, "recompute": "selective"},
         factory={"layers": 4},
     ),
-    Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3}),
+    # Among the fast tests the t5's stages are test_emit_pipeline's, and skips over positions pipeline_program.py's.
+    slow(Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3})),
     Case(
         "opt",
         {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "recompute": "full", "offload": "optimizer", "micro_batches": 2},
@@ -124,6 +130,12 @@ def test_a_rank_killed_within_a_step_ends_all_with_an_error() -> None:
 # --- schedules that cannot work ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def two_positions() -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
+    case = Case("gpt2", {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2, "schedule": "1f1b"})
+    return compiled(case, cluster_of(2))
+
+
 def _with_schedule(program: CompiledProgram, lines: tuple[str, ...]) -> CompiledProgram:
     assert isinstance(program.program, PipelineProgram)
     return replace(program, program=replace(program.program, schedule=lines))
@@ -146,9 +158,10 @@ def _refused(program: CompiledProgram, batch: dict[str, torch.Tensor]) -> str:
         (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"), "position 1: stage 1 and micro-batch 1 need F and B"),
     ],
 )
-def test_an_edited_schedule_that_would_deadlock_is_refused(lines: tuple[str, ...], message: str) -> None:
-    case = Case("gpt2", {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2, "schedule": "1f1b"})
-    program, batch = compiled(case, cluster_of(2))
+def test_an_edited_schedule_that_would_deadlock_is_refused(
+    two_positions: tuple[CompiledProgram, dict[str, torch.Tensor]], lines: tuple[str, ...], message: str
+) -> None:
+    program, batch = two_positions
     started = time.monotonic()
     answers = run_ranks(_refused, (_with_schedule(program, lines), batch), 2)
     assert all(message in answer for answer in answers), answers
@@ -164,10 +177,9 @@ def test_an_edited_schedule_that_would_deadlock_is_refused(lines: tuple[str, ...
     ids=["unknown", "two stages per position"],
 )
 def test_a_plan_whose_schedule_does_not_fit_its_stages_is_refused(
-    old: str, new: str, message: str, tmp_path: Path
+    two_positions: tuple[CompiledProgram, dict[str, torch.Tensor]], old: str, new: str, message: str, tmp_path: Path
 ) -> None:
-    case = Case("gpt2", {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2, "schedule": "1f1b"})
-    program, batch = compiled(case, cluster_of(2))
+    program, batch = two_positions
     text = program.plan.to_yaml()
     assert old in text
     path = tmp_path / "plan.yaml"

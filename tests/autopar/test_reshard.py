@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +29,15 @@ def ranks(sizes: Rank) -> list[Rank]:
     return list(itertools.product(*(range(n) for n in sizes)))
 
 
+@cache
 def held(length: int, dim: int, placements: Placements, sizes: Rank, rank: Rank) -> list[int]:
     """The elements of a dim that a rank holds, in order: in every section, the digit of its axes in mixed radix."""
     found = []
+    shards = [(axis, p.sections) for axis, p in enumerate(placements) if p.is_shard and p.dim == dim]
+    axes_of = {count: [axis for axis, other in shards if other == count] for _, count in shards}
     for element in range(length):
         keep = True
-        for sections in {p.sections for p in placements if p.is_shard and p.dim == dim}:
-            axes = [i for i, p in enumerate(placements) if p.is_shard and p.dim == dim and p.sections == sections]
+        for sections, axes in axes_of.items():
             section = length // sections
             part = element % section // (section // math.prod(sizes[i] for i in axes))
             for axis in reversed(axes):

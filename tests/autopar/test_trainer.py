@@ -95,7 +95,7 @@ def test_plain_training_is_a_plain_loop() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, dropout: float) -> None:
     example = gpt2(dropout=dropout)
     whole = fit(example, CONFIG).losses

@@ -20,6 +20,10 @@ IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ide
 TOLERANCE = 1e-5
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
     example = EXAMPLES[name](dropout=dropout)
     report = autopar.verify(
@@ -35,18 +39,20 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
     return report
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# llama also runs in the tests of free choice and of uneven targets, qwen2 in test_pipeline_verify.py.
+@pytest.mark.parametrize("name", [slow(name) if name in ("llama", "qwen2") else name for name in EXAMPLES])
 def test_every_model_sharded_both_ways_with_everything_on(name):
     constraints = {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 4}
     check(name, constraints, dropout=0.1, max_grad_norm=0.5)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+# Every stage of AdamW is in the fast set of codegen/runtime/test_step.py.
+@pytest.mark.parametrize("zero", [slow(0), slow(1), 2, slow(3)])
 def test_zero_stages_with_adamw(zero):
     check("gpt2", {"dp": 4, "zero": zero}, optimizer=torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "transformer_encoder", "vit"])
+@pytest.mark.parametrize("name", ["llama_gqa", slow("transformer_encoder"), slow("vit")])
 def test_tensor_parallel_over_all_ranks(name):
     check(name, {"tp": 4})
 
@@ -156,7 +162,7 @@ def _train(compiled, batch, steps, start, end):
     return losses
 
 
-@pytest.mark.parametrize("constraints", [{"tp": 4, "micro_batches": 8}, {"pp": 4, "micro_batches": 8}])
+@pytest.mark.parametrize("constraints", [slow({"tp": 4, "micro_batches": 8}), {"pp": 4, "micro_batches": 8}])
 def test_micro_batches_of_one_row_draw_different_masks(constraints: dict[str, int]) -> None:
     """A batch of one row has no factor that could be followed, and its dropout still depends on the micro-batch."""
     example = EXAMPLES["gpt2"](dropout=0.1, batch_size=8)

@@ -39,7 +39,6 @@ from tests.autopar.interpret import tensors_of
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 DP2_TP2 = {"dp": 2, "tp": 2, "zero": 0}
-GPT2 = {"layers": 4, "dropout": 0.1}
 
 
 class Block(nn.Module):
@@ -186,7 +185,7 @@ def test_equal_stages_share_a_file(golden: Any) -> None:
 
 
 def test_recompute_and_offload_of_a_program_without_stages() -> None:
-    best = planned("gpt2", 4, 0.0, tuple(DP2_TP2.items()))
+    best = planned("gpt2", 4, 0.1, tuple(DP2_TP2.items()))
     modes = {"GPT2Block": (("full", 3), ("none", 1))}
     program = lower(
         best.graph, best.operators, best.plan, best.choices, recompute=modes,
@@ -199,8 +198,8 @@ def test_recompute_and_offload_of_a_program_without_stages() -> None:
 
 
 def test_a_position_reads_only_what_its_stages_read() -> None:
-    one = example("gpt2", 4, 0.0)
-    pipeline = pipeline_of("gpt2", (0, 2, 4), (0, 1, 0))
+    one = example("gpt2", 4, 0.1)
+    pipeline = pipeline_of("gpt2", (0, 2, 4), (0, 1, 0), dropout=0.1)
     parts = [local_batch(pipeline, name_inputs(one.model, one.inputs, None), rank) for rank in range(8)]
     assert [sorted(part) for part in parts] == [["input_ids", "labels"]] * 4 + [[]] * 4
     assert torch.equal(torch.cat((parts[0]["labels"], parts[2]["labels"])), one.inputs["labels"])
@@ -208,8 +207,8 @@ def test_a_position_reads_only_what_its_stages_read() -> None:
 
 
 def test_positions_of_unequal_meshes() -> None:
-    one = example("gpt2", 4, 0.0)
-    pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)), (4, 0, 2))
+    one = example("gpt2", 4, 0.1)
+    pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)), (4, 0, 2), dropout=0.1)
     assert pipeline.num_ranks == 8 and pipeline.mesh_text == "pp3 (dp2 x tp2, dp2, tp2)"
     assert [pipeline.place(rank) for rank in (0, 1, 2, 3, 4, 7)] == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 3)]
     with pytest.raises(ValueError, match="the pipeline has ranks 0 to 7, got 8"):
@@ -235,7 +234,7 @@ def test_positions_of_unequal_meshes() -> None:
 
 
 def test_programs_whose_ranks_or_meshes_do_not_fit_are_refused() -> None:
-    pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)))
+    pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)), dropout=0.1)
     with pytest.raises(ValueError, match="position 1 begins at rank 3, where the ranks before it end at 4"):
         replace(pipeline, first_ranks=(0, 3, 6))
     first, second, third = pipeline.stages
@@ -276,7 +275,7 @@ CHAINS = [
     ("llama", (0, 2, 3, 4), 4, 0.0),
     ("bert", (0, 2, 4), 4, 0.1),
     ("vit", (0, 3), 4, 0.0),
-    ("t5", (0, 2, 3, 4, 5), 3, 0.0),
+    ("t5", (0, 2, 3, 4, 5), 3, 0.1),
     ("t5", (0, 3, 4), 3, 0.1),
     ("skips", (0,), 5, 0.2),
     ("skips", (0, 2, 3, 5), 5, 0.2),
@@ -305,21 +304,22 @@ def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tm
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "dropout", "cut", "positions"), [
-    ("gpt2", 0.1, (0, 3), (0, 1)),
+@pytest.mark.parametrize(("name", "dropout", "cut", "positions", "dp"), [
+    ("gpt2", 0.1, (0, 3), (0, 1), 1),
+    pytest.param("gpt2", 0.1, (0, 3), (0, 1), 2, marks=pytest.mark.slow),
     # Two stages share a file, and so the name of what they send.
-    pytest.param("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1), marks=pytest.mark.slow),
+    pytest.param("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1), 2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_main_trains_under_torchrun(name, dropout, cut, positions, tmp_path) -> None:
+def test_main_trains_under_torchrun(name, dropout, cut, positions, dp, tmp_path) -> None:
     """The loss of its first step is the eager model's on the same random batch; the second step's differs."""
     one = example(name, 4, dropout)
-    pipeline = pipeline_of(name, cut, positions, dropout=dropout, mesh={"dp": 2, "zero": 2})
+    pipeline = pipeline_of(name, cut, positions, dropout=dropout, mesh={"dp": dp, "zero": 2 if dp > 1 else 0})
     folder = write(pipeline, tmp_path / "my-run")
     (folder / "main.py").write_text(emit_main(pipeline))
     state = {n: tensor.detach().clone() for n, tensor in tensors_of(one.model).items()}
     save_file(state, folder / "weights.safetensors")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(folder / "main.py")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(2 * dp), str(folder / "main.py")]
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 200, "check": False}
     done = subprocess.run([*command, "--steps", "2"], cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr[-3000:]

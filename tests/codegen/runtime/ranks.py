@@ -1,53 +1,89 @@
-"""Starts real gloo processes for a test. A worker function is a module-level function `f(rank, world_size, *args)`."""
+"""Starts real gloo processes for a test. A worker function is a module-level function `f(rank, world_size, *args)`.
+
+Without a GPU the processes are forked. torch, and its dynamo, which every optimizer loads, take five CPU-seconds to
+import: as long as most of these tests run.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401 (here, so that no rank imports it)
 import torch.distributed as dist
 
 _SECONDS = 240
+_SECONDS_AFTER_A_FAILURE = 10
+"""In which the ranks that a failed one leaves behind notice its broken connections, and say where they were."""
+
+
+def start_method() -> str:
+    """A process that has used CUDA cannot be forked."""
+    return "fork" if os.name == "posix" and not torch.cuda.is_available() else "spawn"
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What `function` returned on each rank. Fails with the traceback of the first rank that raised."""
-    context = multiprocessing.get_context("spawn")
+    """What `function` returned on each rank. Fails with the tracebacks of the ranks that raised, the first one first.
+
+    No process is left behind.
+    """
+    context: Any = multiprocessing.get_context(start_method())
+    processes, receivers = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         store = str(Path(folder) / "store")
-        processes = [
-            context.Process(target=_work, args=(function, rank, world_size, store, sender, args), daemon=True)
-            for rank, (_, sender) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
         try:
-            results = [_receive(receiver) for receiver, _ in pipes]
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_work, args=(function, rank, world_size, store, sender, args), daemon=True
+                )
+                process.start()
+                # Before the next process is forked: only its own rank holds a pipe open, so that its death closes it.
+                sender.close()
+                processes.append(process)
+                receivers[receiver] = rank
+            results, failures = _receive(receivers)
+            for process in processes if not failures else ():
+                process.join(timeout=5)
         finally:
             for process in processes:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-    failures = [text for failed, text in results if failed]
+                process.kill()
+                process.join()
     assert not failures, "\n".join(failures)
-    return [value for _, value in results]
+    return [results[rank] for rank in range(world_size)]
 
 
-def _receive(receiver: Connection) -> tuple[bool, Any]:
-    try:
-        return receiver.recv() if receiver.poll(_SECONDS) else (True, f"no answer within {_SECONDS} s")
-    except EOFError:
-        return True, "the process died"
+def _receive(receivers: dict[Connection, int]) -> tuple[dict[int, Any], list[str]]:
+    """Results by rank, and what went wrong in the order in which it did."""
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    waiting, deadline = dict(receivers), time.monotonic() + _SECONDS
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures.append(f"no answer from ranks {sorted(waiting.values())}, which were killed")
+            break
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = waiting.pop(receiver)
+            try:
+                failed, value = receiver.recv()
+            except EOFError:
+                failed, value = True, f"rank {rank} died"
+            if failed:
+                failures.append(value)
+                deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_A_FAILURE)
+            else:
+                results[rank] = value
+    return results, failures
 
 
 def _work(

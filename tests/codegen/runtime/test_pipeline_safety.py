@@ -20,7 +20,7 @@ from codegen.runtime.pipeline import Pipeline, Stage
 from codegen.runtime.step import Step
 from cost_models.schedules.generate import SCHEDULES, placement
 from tests.codegen.runtime.pipeline_program import make_pipeline, whole_batch
-from tests.codegen.runtime.ranks import run_ranks
+from tests.codegen.runtime.ranks import run_ranks, start_method
 from tests.codegen.runtime.test_pipeline_step import ROWS, lines, make_step
 
 CHAIN = [Link(0, 1, True)]
@@ -176,8 +176,9 @@ def train_until_death(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=train_until_death, args=(rank, str(tmp_path))) for rank in range(3)]
+    context = multiprocessing.get_context(start_method())
+    arguments = [(rank, str(tmp_path)) for rank in range(3)]
+    processes = [context.Process(target=train_until_death, args=each, daemon=True) for each in arguments]
     for process in processes:
         process.start()
     for process in processes:

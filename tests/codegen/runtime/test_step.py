@@ -64,13 +64,23 @@ def check_training(mesh: Mesh, zero: int, micro: int, kind: str, norm: float | N
         assert_near(state[name], value, f"{name} after training")
 
 
-def four_ranks(rank: int, world_size: int) -> None:
-    meshes = [Mesh.create(("dp", "tp"), (2, 2)), Mesh.create(("dp",), (4,)), Mesh.create(("dp", "cp"), (2, 2))]
-    for mesh, zero, micro in itertools.product(meshes, (0, 1, 2, 3), (1, 4)):
-        check_training(mesh, zero, micro, "adamw", None)
-        check_training(mesh, zero, micro, "sgd", 0.05)
-    for zero, micro in itertools.product((0, 1, 2, 3), (1, 4)):
+OPTIMIZERS = (("adamw", None), ("sgd", 0.05))
+MESHES = ((("dp", "tp"), (2, 2)), (("dp",), (4,)), (("dp", "cp"), (2, 2)))
+
+
+def four_ranks(rank: int, world_size: int, half: int) -> None:
+    """Half of the combinations; either half has every pair of mesh, ZeRO stage, micro-batches and optimizer."""
+    meshes = [Mesh.create(*each) for each in MESHES]
+    for place, zero, micro in itertools.product(range(len(meshes)), (0, 1, 2, 3), (1, 4)):
+        check_training(meshes[place], zero, micro, *OPTIMIZERS[(place + zero + micro // 4 + half) % 2])
+    for zero in (0, 1, 2, 3):
+        micro = (1, 4)[(zero + half) % 2]
         check_training(meshes[0], zero, micro, "sgd", 0.05, precision="bf16", dtype="float32", tolerance=0.06)
+
+
+def four_ranks_once(rank: int, world_size: int) -> None:
+    """What does not depend on the combination."""
+    meshes = [Mesh.create(*each) for each in MESHES]
     for zero in (0, 3):
         check_training(meshes[0], zero, 1, "sgd", None, dtype="float32", tolerance=1e-5)
     # Several buckets to a stage; this process ends with the test.
@@ -80,5 +90,11 @@ def four_ranks(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.distributed
-def test_four_ranks_train_like_one_process() -> None:
-    run_ranks(four_ranks, 4)
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_four_ranks_train_like_one_process(half: int) -> None:
+    run_ranks(four_ranks, 4, half)
+
+
+@pytest.mark.distributed
+def test_four_ranks_train_in_float32_and_with_several_buckets() -> None:
+    run_ranks(four_ranks_once, 4)
