@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from autopar.costs.block_costs import BlockCost, activity_costs, activity_seconds
 from autopar.costs.price import Pricer
@@ -127,6 +127,11 @@ class Bases:
             self._bases[key] = self._make(*key)
         return self._bases[key]
 
+    def repeats(self, mesh: Mesh, rows: int, price: float) -> bool:
+        """Whether bytes that cost nothing lead to the same decisions."""
+        free, priced = self.base(mesh, rows, 0.0), self.base(mesh, rows, price)
+        return price > 0 and free is not None and priced is not None and free.solved is priced.solved
+
     def _make(self, mesh: Mesh, rows: int, price: float) -> Base | None:
         tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
         fits_dp = 2 * tp <= self.request.cluster.num_devices
@@ -170,11 +175,14 @@ class Bases:
         return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
 
     def choices(self, tp: int, has_dp: bool, rows: int, price: float) -> Choices | None:
-        """The decisions that minimise seconds plus the price of their bytes."""
+        """The decisions that minimise seconds plus the price of their bytes; where those are the ones that minimise
+        seconds, the same object."""
         key = (tp, has_dp, rows, price)
         if key not in self._choices:
             try:
-                self._choices[key] = self._solve(*key)
+                found = self._solve(*key)
+                fastest = self.choices(tp, has_dp, rows, 0.0) if price else None
+                self._choices[key] = fastest if fastest == found else found
             except InfeasibleError:
                 self._choices[key] = None
         return self._choices[key]
@@ -201,6 +209,7 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
     return replace(problem, variables=variables)
 
 
+@cache
 def named_mesh(dp: int, tp: int, ddp: int = 1, tp_first: bool = False) -> Mesh:
     """ddp x dp x tp without axes of one rank; tp_first: neighbours differ in dp, and tp joins distant ranks."""
     data = [("ddp", ddp), ("dp", dp)]

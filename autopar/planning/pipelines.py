@@ -164,7 +164,7 @@ class PipelineSearch:
     def _bounded(self) -> Iterator[Bounded]:
         for number, layout in enumerate(self.layouts):
             base = self.base(layout)
-            if base is None:
+            if base is None or self.bases.repeats(layout.mesh, layout.rows, layout.price):
                 continue
             for schedule in self.schedules_of(layout):
                 yield self.bound(layout, schedule), number, layout, schedule, False
