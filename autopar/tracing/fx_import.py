@@ -17,7 +17,7 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, refs_in
 
-_DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
+DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
 _DETACHED_OPS = ("aten.detach.default",)
 _ROOT = "model."
 
@@ -33,6 +33,18 @@ class FlatGraph:
     classes: dict[str, str]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def copy(self) -> FlatGraph:
+        """One that passes may rewrite while this stays."""
+        return FlatGraph(
+            dict(self.parameters),
+            dict(self.inputs),
+            list(self.nodes),
+            self.loss,
+            dict(self.classes),
+            dict(self.constants),
+            list(self.notes),
+        )
 
     def meta(self, ref: Ref) -> TensorMeta:
         """Meta of what `ref` points to. Linear in the graph; passes that need many build `metas()` once."""
@@ -139,7 +151,7 @@ class _Importer:
 
     def _append(self, node: torch.fx.Node, target: torch._ops.OpOverload, no_grad: bool) -> Any:
         args = tuple(self._argument(a) for a in node.args)
-        kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
         op = str(target)
         metas = self._metas
         is_differentiable = not no_grad and op not in _DETACHED_OPS

@@ -14,24 +14,49 @@ import io
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.errors import TraceError
 from autopar.graph import Graph, Input
 from autopar.integrations.masks import plain_masks
+from autopar.tracing import fakes
 from autopar.tracing.depth import Dropped, Truncation, dropped_blocks, equal_runs, shorten
 from autopar.tracing.depth_check import verified
-from autopar.tracing.fx_import import import_program
+from autopar.tracing.fakes import Results
+from autopar.tracing.fx_import import FlatGraph, import_program
 from autopar.tracing.layers import fold_layers
+from autopar.tracing.other_rows import with_rows_of
+from autopar.tracing.rebatch import LEAST_ROWS
+from autopar.tracing.recorder import Record, record
 from autopar.tracing.simplify import simplify
 from autopar.tracing.uncollected import uncollected
 
 Batch = Mapping[str, Any]
+
+
+class Cuts(tuple[Truncation, ...]):
+    """Runs of equal blocks that may be shortened, and what the first trace with them leaves for those of other sizes.
+
+    One object belongs to one model, batch and loss_fn, and is handed to traces of these only.
+    """
+
+    first: _First | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """What `torch.export` made of the model at one number of rows, before anything was simplified."""
+
+    flat: FlatGraph
+    batch: dict[str, Any]
+    param_dtype: torch.dtype | None
 
 
 @uncollected()
@@ -60,12 +85,9 @@ def trace(
     if cuts is None:
         skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
         cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake)
-    skeleton = skeleton_of(model, fake, param_dtype, cuts)
-    shorten(skeleton, cuts)
-    module = _LossModule(skeleton, loss_fn, tuple(fake_batch))
     try:
-        program = _export(module, fake_batch)
-        graph = _to_graph(program, module, model, fake_batch, rows, batch_size, cuts)
+        flat = _flat_graph(model, loss_fn, fake_batch, fake, param_dtype, cuts)
+        graph = _to_graph(flat, fake_batch, rows, batch_size, cuts)
     except (TraceError, IndexError):
         if not cuts:
             raise
@@ -75,42 +97,76 @@ def trace(
     return graph
 
 
+def _flat_graph(
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch: dict[str, Any],
+    fake: FakeTensorMode,
+    param_dtype: torch.dtype | None,
+    cuts: tuple[Truncation, ...],
+) -> FlatGraph:
+    """What is exported of the shortened model, or would be: a second size is worked out from the first (`Cuts`)."""
+
+    def short() -> nn.Module:
+        skeleton = skeleton_of(model, fake, param_dtype, cuts)
+        shorten(skeleton, cuts)
+        return skeleton
+
+    def recorded(given: dict[str, Any]) -> Record:
+        return record(short(), (), given, lambda candidate: _loss(candidate, loss_fn, given), results)
+
+    first = cuts.first if isinstance(cuts, Cuts) else None
+    if first is not None and first.param_dtype == param_dtype:
+        results = Results(fake)
+        before = {name: _fake_input(value, fake, 0, None, None) for name, value in first.batch.items()}
+        # Whatever forward cannot do while it is recorded, an export may, or says why not.
+        with contextlib.suppress(Exception):
+            return with_rows_of(first.flat, recorded(before), recorded(batch), batch)
+    module = _LossModule(short(), loss_fn, tuple(batch))
+    flat = import_program(_export(module, batch), module)
+    rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+    if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
+        cuts.first = _First(flat.copy(), batch, param_dtype)
+    return flat
+
+
 @uncollected()
 def find_cuts(
     model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
-) -> tuple[Truncation, ...]:
-    """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size."""
+) -> Cuts:
+    """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size.
+
+    Traces that are given the same object share an export where they can.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     batch = name_inputs(model, example_inputs, loss_fn)
     fake_batch = {name: _fake_input(value, fake, 0, None, None) for name, value in batch.items()}
-    return _sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake)
+    return Cuts(_sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake))
 
 
 def _sound_cuts(
     skeletons: Iterator[nn.Module], loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
 ) -> tuple[Truncation, ...]:
     """The runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
-
-    def forward(candidate: nn.Module) -> torch.Tensor:
-        with _traceable(batch):
-            loss: torch.Tensor = _LossModule(candidate, loss_fn, tuple(batch))(**batch)
-            return loss
-
     skeleton = next(skeletons)
     cuts = equal_runs(skeleton)
-    return verified(itertools.chain([skeleton], skeletons), cuts, batch, forward, fake) if cuts else ()
+    if not cuts:
+        return ()
+    models = itertools.chain([skeleton], skeletons)
+    return verified(models, cuts, batch, lambda candidate: _loss(candidate, loss_fn, batch), fake)
+
+
+def _loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> torch.Tensor:
+    """Forward and loss as they are exported."""
+    with _traceable(batch):
+        loss: torch.Tensor = _LossModule(model, loss_fn, tuple(batch))(**batch)
+        return loss
 
 
 def _to_graph(
-    program: torch.export.ExportedProgram,
-    module: _LossModule,
-    model: nn.Module,
-    fake_batch: Batch,
-    rows: int,
-    batch_size: int | None,
-    cuts: tuple[Truncation, ...],
+    flat: FlatGraph, fake_batch: Batch, rows: int, batch_size: int | None, cuts: tuple[Truncation, ...]
 ) -> Graph:
-    flat = simplify(import_program(program, module))
+    simplify(flat)
     inputs = tuple(
         Input(name, flat.inputs[name], 0 if _has_rows(value, batch_size or rows) else None)
         for name, value in fake_batch.items()
@@ -274,15 +330,13 @@ def skeleton_of(
     """
     dropped, kept = dropped_blocks(model, cuts)
     memo: dict[int, Any] = {id(block): Dropped() for block in dropped}
-    with fake:
-        for parameter in (p for module in kept for p in module._parameters.values() if p is not None):
-            if id(parameter) not in memo:
-                dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
-                empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
-            if id(buffer) not in memo:
-                memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    for parameter in (p for module in kept for p in module._parameters.values() if p is not None):
+        if id(parameter) not in memo:
+            dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+            memo[id(parameter)] = fakes.parameter(fake, parameter, dtype)
+    for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
+        if id(buffer) not in memo:
+            memo[id(buffer)] = fakes.empty(fake, tuple(buffer.shape), buffer.dtype)
     skeleton = copy.deepcopy(model, memo)
     config = getattr(skeleton, "config", None)
     if config is not None and hasattr(config, "use_cache"):
@@ -294,7 +348,8 @@ def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
-        with _traceable(batch), contextlib.redirect_stderr(io.StringIO()):
+        # The many graph modules that export makes on its way are read, never called: they need no code.
+        with _traceable(batch), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
             return torch.export.export(module, (), clones, strict=False)
     except TraceError:
         raise
