@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-Operation = Callable[..., torch.Tensor]
+Operation = Callable[..., Any]  # of tensors, to one or to a tuple of them
 # Relative error in norm against fp64: a few roundings of the storage dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # An e4m3 number is off by 2.6 % in the mean square, a product of two by 1.4 times that.
@@ -84,6 +85,164 @@ def _rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
         lambda x, weight: rms_norm_reference(x, weight, 1e-6),
         {FORWARD: 2 * size, BOTH: 5 * size},
         others=_liger("liger_rms_norm", lambda f: lambda x, weight: f(x, weight, 1e-6, 0.0, "llama", False)),
+    )
+
+
+def _add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    from codegen.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+
+    # Forward reads two, writes two; backward reads the sum and two gradients, writes one.
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return Case(
+        "add_rms_norm",
+        shape,
+        dtype,
+        (_random(shape, dtype, device), _random(shape, dtype, device), _random(shape[-1:], dtype, device)),
+        lambda x, residual, weight: add_rms_norm(x, residual, weight, 1e-6),
+        lambda x, residual, weight: add_rms_norm_reference(x, residual, weight, 1e-6),
+        {FORWARD: 4 * size, BOTH: 8 * size},
+        others=_liger("liger_fused_add_rms_norm", lambda f: lambda x, r, w: f(x, r, w, 1e-6, 0.0, "llama", False)),
+    )
+
+
+def _layer_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    from codegen.kernels.layer_norm import layer_norm
+
+    size = torch.Size(shape).numel() * dtype.itemsize
+    parameters = (_random(shape[-1:], dtype, device), _random(shape[-1:], dtype, device))
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+    return Case(
+        "layer_norm",
+        shape,
+        dtype,
+        (_random(shape, dtype, device), *parameters),
+        lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5),
+        eager,
+        {FORWARD: 2 * size, BOTH: 5 * size},
+        others=_liger("liger_layer_norm", lambda f: lambda x, weight, bias: f(x, weight, bias, 1e-5)),
+    )
+
+
+def _add_layer_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    from codegen.kernels.add_layer_norm import add_layer_norm
+
+    size = torch.Size(shape).numel() * dtype.itemsize
+    parameters = (_random(shape[-1:], dtype, device), _random(shape[-1:], dtype, device))
+
+    def eager(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return torch.nn.functional.layer_norm(total, x.shape[-1:], weight, bias, 1e-5), total
+
+    return Case(
+        "add_layer_norm",
+        shape,
+        dtype,
+        (_random(shape, dtype, device), _random(shape, dtype, device), *parameters),
+        lambda x, residual, weight, bias: add_layer_norm(x, residual, weight, bias, 1e-5),
+        eager,
+        {FORWARD: 4 * size, BOTH: 8 * size},
+    )
+
+
+def _rotary(shape: tuple[int, ...], dtype: torch.dtype, device: str, interleaved: bool = False) -> Case:
+    """shape: (batch, tokens, query heads, key heads, components, rotated ones); heads lie after tokens."""
+    from codegen.kernels.rotary import rotary, rotary_reference
+
+    batch, num_tokens, num_q_heads, num_k_heads, num_components, num_rotated = shape
+    heads_dim = 2 if interleaved else 1
+    q, k = (
+        torch.randn(batch, num_tokens, heads, num_components, dtype=dtype, device=device).transpose(1, 3 - heads_dim)
+        for heads in (num_q_heads, num_k_heads)
+    )
+    position = torch.arange(num_tokens, device=device)[None, :, None]
+    angle = position * 1e4 ** -(torch.arange(num_rotated // 2, device=device) / (num_rotated // 2))
+    angle = angle if interleaved else torch.cat((angle, angle), -1)
+    inputs = (q.requires_grad_(), k.requires_grad_(), angle.cos().to(dtype), angle.sin().to(dtype))
+    size = (q.numel() + k.numel()) * dtype.itemsize
+    return Case(
+        "rotary_interleaved" if interleaved else "rotary",
+        shape,
+        dtype,
+        inputs,
+        lambda q, k, cos, sin: rotary(q, k, cos, sin, interleaved, heads_dim),
+        lambda q, k, cos, sin: rotary_reference(q, k, cos, sin, interleaved, heads_dim),
+        {FORWARD: 2 * size, BOTH: 4 * size},
+        # Its results, and later its gradients, take the place of the inputs.
+        others={} if interleaved or num_rotated < num_components else _liger("liger_rope", lambda f: f),
+    )
+
+
+def _rotary_interleaved(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    return _rotary(shape, dtype, device, interleaved=True)
+
+
+def _geglu(shape: tuple[int, ...], dtype: torch.dtype, device: str, approximate: str = "none") -> Case:
+    from codegen.kernels.geglu import geglu, geglu_reference
+
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return Case(
+        "geglu" if approximate == "none" else "geglu_tanh",
+        shape,
+        dtype,
+        (_random(shape, dtype, device), _random(shape, dtype, device)),
+        lambda gate, up: geglu(gate, up, approximate),
+        lambda gate, up: geglu_reference(gate, up, approximate),
+        {FORWARD: 3 * size, BOTH: 8 * size},
+        # Only with tanh.
+        others={} if approximate == "none" else _liger("liger_geglu", lambda f: f),
+    )
+
+
+def _geglu_tanh(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    return _geglu(shape, dtype, device, "tanh")
+
+
+def _bias_gelu(shape: tuple[int, ...], dtype: torch.dtype, device: str, approximate: str = "none") -> Case:
+    from codegen.kernels.bias_gelu import bias_gelu, bias_gelu_reference
+
+    # Forward reads one, writes one; backward reads two, writes one.
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return Case(
+        "bias_gelu" if approximate == "none" else "bias_gelu_tanh",
+        shape,
+        dtype,
+        (_random(shape, dtype, device), _random(shape[-1:], dtype, device)),
+        lambda x, bias: bias_gelu(x, bias, approximate),
+        lambda x, bias: bias_gelu_reference(x, bias, approximate),
+        {FORWARD: 2 * size, BOTH: 5 * size},
+    )
+
+
+def _bias_gelu_tanh(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    return _bias_gelu(shape, dtype, device, "tanh")
+
+
+def _dropout_add(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+    from codegen.kernels.dropout_add import dropout_add, dropout_add_reference
+    from codegen.runtime.dropout import dropout, dropout_key
+    from codegen.runtime.layout import whole
+
+    # Forward reads two, writes one; backward reads one, writes one. The mask comes from the element's index.
+    size = torch.Size(shape).numel() * dtype.itemsize
+    key, layout, p = dropout_key(1, 2, 3), whole(shape), 0.1
+    options: dict[str, Any] = {"key": key, "grid": layout.grid(None, device)}
+    return Case(
+        "dropout_add",
+        shape,
+        dtype,
+        (_random(shape, dtype, device), _random(shape, dtype, device)),
+        lambda x, residual: dropout_add(x, residual, p, **options),
+        lambda x, residual: dropout_add_reference(x, residual, p, **options),
+        {FORWARD: 3 * size, BOTH: 5 * size},
+        others={
+            "runtime-dropout": lambda x, residual: dropout(x, p, key=key, layout=layout, mesh=None) + residual,
+            "torch-dropout": lambda x, residual: torch.nn.functional.dropout(x, p) + residual,
+        },
     )
 
 
@@ -295,6 +454,16 @@ def _dequantize_sum(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
 
 MAKERS: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Case]] = {
     "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "layer_norm": _layer_norm,
+    "add_layer_norm": _add_layer_norm,
+    "rotary": _rotary,
+    "rotary_interleaved": _rotary_interleaved,
+    "geglu": _geglu,
+    "geglu_tanh": _geglu_tanh,
+    "bias_gelu": _bias_gelu,
+    "bias_gelu_tanh": _bias_gelu_tanh,
+    "dropout_add": _dropout_add,
     "swiglu": _swiglu,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
@@ -310,6 +479,16 @@ MAKERS: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Case]] = {
 # is 0: the error is relative.
 ODD_SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rms_norm": [(1, 33), (3, 7), (2, 3, 65), (1000, 128), (130, 5000), (70, 20001)],
+    "add_rms_norm": [(1, 33), (3, 7), (2, 3, 65), (1000, 128), (130, 5000), (70, 20001)],
+    "layer_norm": [(1, 33), (3, 7), (2, 3, 65), (1000, 128), (130, 5000), (70, 20001)],
+    "add_layer_norm": [(1, 33), (3, 7), (2, 3, 65), (1000, 128), (130, 5000), (70, 20001)],
+    "rotary": [(2, 5, 3, 1, 6, 6), (2, 130, 40, 8, 128, 128), (1, 70, 64, 64, 96, 24)],
+    "rotary_interleaved": [(2, 5, 3, 1, 6, 4), (2, 130, 16, 16, 256, 64), (1, 70, 70, 2, 128, 128)],
+    "geglu": [(1, 1), (3, 7), (2, 3, 65), (130, 5001)],
+    "geglu_tanh": [(1, 1), (3, 7), (2, 3, 65), (130, 5001)],
+    "bias_gelu": [(3, 7), (2, 3, 65), (1000, 128), (1300, 5001)],
+    "bias_gelu_tanh": [(3, 7), (2, 3, 65), (1000, 128), (1300, 5001)],
+    "dropout_add": [(3, 7), (2, 3, 65), (1000, 128), (130, 5001), (130, 20002)],
     "swiglu": [(1, 1), (3, 7), (2, 3, 65), (130, 5001)],
     "cross_entropy": [(4, 2), (3, 7), (70, 1000), (33, 50257)],
     "linear_cross_entropy": [(70, 48, 1000), (3000, 256, 50257), (5000, 64, 128256)],
@@ -323,6 +502,16 @@ ODD_SHAPES: dict[str, list[tuple[int, ...]]] = {
 # The conversion to e4m3 is not among them: Triton's interpreter drops a carry in it.
 SMOKE_SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rms_norm": [(3, 7), (2, 3, 65)],
+    "add_rms_norm": [(3, 7)],
+    "layer_norm": [(3, 7)],
+    "add_layer_norm": [(3, 7)],
+    "rotary": [(2, 5, 3, 1, 6, 6)],
+    "rotary_interleaved": [(2, 5, 3, 1, 6, 4)],
+    "geglu": [(3, 7)],
+    "geglu_tanh": [(3, 7)],
+    "bias_gelu": [(3, 7)],
+    "bias_gelu_tanh": [(3, 7)],
+    "dropout_add": [(3, 7), (5, 6)],
     "swiglu": [(3, 7), (2, 3, 65)],
     "cross_entropy": [(3, 7), (5, 65)],
     "linear_cross_entropy": [(6, 16, 65)],
@@ -331,10 +520,21 @@ SMOKE_SHAPES: dict[str, list[tuple[int, ...]]] = {
     "quantize_int8": [(3, 301)],
     "dequantize_sum": [(3, 301)],
 }
-# Llama 3 8B's (tokens, hidden), (tokens, intermediate), (tokens, vocabulary), its output layer, whole and one rank's of
-# 8, and its second MLP layer; a query-key norm; 405B's hidden; 256 M parameters; 128 M elements of a message.
+# Llama 3 8B's (tokens, hidden), (tokens, intermediate), (tokens, vocabulary), heads, its output layer, whole and one
+# rank's of 8, and its second MLP layer; a query-key norm; 405B's hidden; GPT-2's and GPT-3's in layer norms; GPT-NeoX
+# 20B's and GPT-J's heads; a GELU after four times Llama's hidden; 256 M parameters; 128 M elements of a message.
 TIMED_SHAPES: dict[str, list[tuple[int, ...]]] = {
     "rms_norm": [(8192, 4096), (8192 * 32, 128), (8192, 16384)],
+    "add_rms_norm": [(8192, 4096), (8192, 16384)],
+    "layer_norm": [(8192, 4096), (8192, 768), (8192, 12288)],
+    "add_layer_norm": [(8192, 4096), (8192, 768), (8192, 12288)],
+    "rotary": [(1, 8192, 32, 8, 128, 128), (4, 2048, 64, 64, 96, 24)],
+    "rotary_interleaved": [(4, 2048, 16, 16, 256, 64)],
+    "geglu": [(8192, 14336)],
+    "geglu_tanh": [(8192, 14336)],
+    "bias_gelu": [(8192, 16384)],
+    "bias_gelu_tanh": [(8192, 16384)],
+    "dropout_add": [(8192, 4096)],
     "swiglu": [(8192, 14336)],
     "cross_entropy": [(4096, 128256)],
     "linear_cross_entropy": [(4096, 4096, 128256), (8192, 4096, 16032)],

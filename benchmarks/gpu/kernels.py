@@ -68,15 +68,20 @@ def relative_error(case: Case) -> float:
 
 
 def _errors(case: Case) -> list[float]:
-    out = case.fused(*case.inputs)
-    if not isinstance(out.grad_fn, torch.autograd.function.BackwardCFunction):
+    out = _outputs(case.fused(*case.inputs))
+    if not all(isinstance(o.grad_fn, torch.autograd.function.BackwardCFunction) for o in out):
         raise RuntimeError(f"{case.kernel}: the torch reference ran, not the kernel")
-    grad_out = torch.randn_like(out)
-    actual = [out, *torch.autograd.grad(out, case.differentiable, grad_out)]
+    grad_out = [torch.randn_like(o) for o in out]
+    actual = [*out, *torch.autograd.grad(out, case.differentiable, grad_out)]
     exact_inputs = [t.detach().double().requires_grad_() if t.requires_grad else t for t in case.inputs]
-    exact = case.eager(*exact_inputs)
-    wanted = [exact, *torch.autograd.grad(exact, [t for t in exact_inputs if t.requires_grad], grad_out.double())]
+    exact = _outputs(case.eager(*exact_inputs))
+    leaves = [t for t in exact_inputs if t.requires_grad]
+    wanted = [*exact, *torch.autograd.grad(exact, leaves, [g.double() for g in grad_out])]
     return [((a.double() - w).norm() / w.norm()).item() for a, w in zip(actual, wanted, strict=True)]
+
+
+def _outputs(out: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (out,) if isinstance(out, torch.Tensor) else out
 
 
 def time_seconds(work: Callable[[], object], num_repeats: int) -> list[float]:
@@ -135,10 +140,10 @@ def measure(
 
         works: dict[str, Callable[[], None]] = {FORWARD: forward}
         if case.differentiable:
-            grad_out = torch.randn_like(operation(*case.inputs))
+            grad_out = [torch.randn_like(out) for out in _outputs(operation(*case.inputs))]
 
-            def both(operation: Operation = operation, grad_out: torch.Tensor = grad_out) -> None:
-                torch.autograd.grad(operation(*case.inputs), case.differentiable, grad_out)
+            def both(operation: Operation = operation, grad_out: list[torch.Tensor] = grad_out) -> None:
+                torch.autograd.grad(_outputs(operation(*case.inputs)), case.differentiable, grad_out)
 
             works[BOTH] = both
         for direction, work in works.items():

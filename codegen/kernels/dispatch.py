@@ -24,14 +24,17 @@ KERNEL_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # the same moment keeps the dispatch true to what the kernels became, whatever happens to the environment later.
 INTERPRETING: Final[bool] = triton is not None and bool(triton.knobs.runtime.interpret)
 
-# Elements one warp holds of one tile: 16 per thread. ptxas for sm_90 then reports 17 to 119 registers a thread and no
-# spills for every kernel here at every tile size the launchers choose, in bf16 and fp32.
+# Elements one warp holds of one tile: 16 per thread. ptxas for sm_90 then reports 17 to 128 registers a thread and no
+# spills for every kernel here at every tile size the launchers choose, in bf16 and fp32; but for one word where the
+# gradient of a layer norm's sum has rows beyond a tile, in fp32.
 _ELEMENTS_PER_WARP: Final = 512
+# Elements of the smallest tile of rows: short rows share it (heads of 64 or 128 in query-key norms).
+MIN_TILE: Final = 2048
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any], **options: Any) -> Any:
     """`triton.jit` where Triton is installed; otherwise `function` itself, which nothing then calls."""
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, **options)
 
 
 def use_triton(*tensors: torch.Tensor) -> bool:
@@ -67,6 +70,13 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def elementwise_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of one shape as `[1, numel]` where all are contiguous (no ragged blocks at row ends), else `[N, C]`."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.view(1, -1) for tensor in tensors)
+    return tuple(as_rows(tensor) for tensor in tensors)
+
+
 def power_of_2_at_least(value: int) -> int:
     """The smallest power of two that is >= `value` (>= 1): Triton's tile sizes are powers of two."""
     return 1 << max(value - 1, 0).bit_length()
@@ -75,6 +85,12 @@ def power_of_2_at_least(value: int) -> int:
 def num_warps(num_elements: int) -> int:
     """Warps for a program whose largest tile has `num_elements` elements: between 4 and 32."""
     return min(max(power_of_2_at_least(num_elements // _ELEMENTS_PER_WARP), 4), 32)
+
+
+def row_tile(num_cols: int, max_tile: int) -> tuple[int, int, bool]:
+    """(rows, columns, whether a row fits) of the tile for rows of `num_cols` elements."""
+    cols = min(power_of_2_at_least(num_cols), max_tile)
+    return max(MIN_TILE // cols, 1), cols, cols >= num_cols
 
 
 def num_processors(device: torch.device) -> int:

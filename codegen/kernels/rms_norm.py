@@ -10,7 +10,7 @@ Formula (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", sectio
     dw_H    = sum_N(dy_NH * round(xhat_NH))
 
 Shapes: N rows (all leading dims), H hidden, P row chunks of the backward pass (partial sums of dw). Arithmetic is
-fp32 whatever the dtype of x and w; rstd, dot and the partial sums are fp32.
+fp32 whatever the dtype of x and w; rstd, dot and the partial sums are fp32. The kernels also do add_rms_norm.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_processors, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import as_rows, jit, launch_device, num_processors, num_warps, row_tile, tl, use_triton
+from .residual import load_sum
 
-# Elements of one tile. Short rows share a tile (heads of 64 or 128 in query-key norms); a row longer than the largest
-# tile is read in blocks, which costs another pass. The backward tile is smaller: it also holds w, dy and the sum of dw.
-_MIN_TILE: Final = 2048
+# Elements of one tile. A row longer than the largest tile is read in blocks, which costs another pass. The backward
+# tile is smaller: it also holds w, dy and the sum of dw.
 _MAX_FORWARD_TILE: Final = 16384
 _MAX_BACKWARD_TILE: Final = 8192
 # Backward programs per multiprocessor: enough to hide latency, few enough that P partial rows of dw stay small.
@@ -52,54 +52,72 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Raises:
         ValueError: weight is not `[H]`.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(weight.shape)}")
+    check_weight(x, weight)
     if not use_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
     y: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return y
 
 
+def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises ValueError where weight is not `[H]`."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(weight.shape)}")
+
+
 @jit
 def _forward_kernel(
     x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     w_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
     rstd_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_cols: tl.tensor,
     x_row_stride: tl.tensor,
+    residual_row_stride: tl.tensor,
     eps: tl.tensor,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ) -> None:
     # 64-bit row numbers: N * H passes 2 ** 31 for long contexts.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < num_rows
     cols = tl.arange(0, COLS)
-    x_rows = x_ptr + rows[:, None] * x_row_stride
-    y_rows = y_ptr + rows[:, None] * num_cols
+    x_rows = rows[:, None] * x_row_stride
+    residual_rows = rows[:, None] * residual_row_stride
+    out_rows = rows[:, None] * num_cols
+    dtype = y_ptr.dtype.element_ty
     if WHOLE_ROW:
         ok = row_ok[:, None] & (cols < num_cols)[None, :]
-        x = tl.load(x_rows + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        x = load_sum(x_ptr, x_rows + cols[None, :], residual_ptr, residual_rows + cols[None, :], ok, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(sum_ptr + out_rows + cols[None, :], x.to(dtype), mask=ok)
         w = tl.load(w_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / num_cols + eps)
-        xhat = (x * rstd[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(y_rows + cols[None, :], (w[None, :] * xhat).to(y_ptr.dtype.element_ty), mask=ok)
+        xhat = (x * rstd[:, None]).to(dtype).to(tl.float32)
+        tl.store(y_ptr + out_rows + cols[None, :], (w[None, :] * xhat).to(dtype), mask=ok)
     else:
         squares = tl.zeros([ROWS, COLS], tl.float32)
         for start in range(0, num_cols, COLS):
-            ok = row_ok[:, None] & (start + cols < num_cols)[None, :]
-            x = tl.load(x_rows + (start + cols)[None, :], mask=ok, other=0.0).to(tl.float32)
+            block = (start + cols)[None, :]
+            ok = row_ok[:, None] & (block < num_cols)
+            x = load_sum(x_ptr, x_rows + block, residual_ptr, residual_rows + block, ok, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(sum_ptr + out_rows + block, x.to(dtype), mask=ok)
             squares += x * x
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / num_cols + eps)
         for start in range(0, num_cols, COLS):
-            ok = row_ok[:, None] & (start + cols < num_cols)[None, :]
-            x = tl.load(x_rows + (start + cols)[None, :], mask=ok, other=0.0).to(tl.float32)
+            block = (start + cols)[None, :]
+            ok = row_ok[:, None] & (block < num_cols)
+            # Added again: another thread may have stored this element of the sum, and not have finished.
+            x = load_sum(x_ptr, x_rows + block, residual_ptr, residual_rows + block, ok, HAS_RESIDUAL)
             w = tl.load(w_ptr + start + cols, mask=start + cols < num_cols, other=0.0).to(tl.float32)
-            xhat = (x * rstd[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
-            tl.store(y_rows + (start + cols)[None, :], (w[None, :] * xhat).to(y_ptr.dtype.element_ty), mask=ok)
+            xhat = (x * rstd[:, None]).to(dtype).to(tl.float32)
+            tl.store(y_ptr + out_rows + block, (w[None, :] * xhat).to(dtype), mask=ok)
     tl.store(rstd_ptr + rows, rstd, mask=row_ok)
 
 
@@ -133,6 +151,7 @@ def _backward_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
     dy_ptr: tl.tensor,
+    dsum_ptr: tl.tensor,
     rstd_ptr: tl.tensor,
     dot_ptr: tl.tensor,
     dx_ptr: tl.tensor,
@@ -141,11 +160,13 @@ def _backward_kernel(
     num_cols: tl.tensor,
     x_row_stride: tl.tensor,
     dy_row_stride: tl.tensor,
+    dsum_row_stride: tl.tensor,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
 ) -> None:
     """Program (p, c) walks the row tiles p, p + P, ... of column block c and keeps its partial dw in registers."""
     chunk = tl.program_id(0)
@@ -168,6 +189,9 @@ def _backward_kernel(
             else:
                 dot = tl.load(dot_ptr + rows, mask=rows < num_rows, other=0.0)
             dx = rstd[:, None] * (wdy - xhat * dot[:, None])
+            if HAS_DSUM:
+                dsum_rows = dsum_ptr + rows[:, None] * dsum_row_stride
+                dx += tl.load(dsum_rows + cols[None, :], mask=ok, other=0.0).to(tl.float32)
             tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=ok)
         if NEED_DW:
             dw += dy * xhat.to(x_raw.dtype).to(tl.float32)
@@ -175,40 +199,49 @@ def _backward_kernel(
         tl.store(dw_ptr + chunk.to(tl.int64) * num_cols + cols, tl.sum(dw, axis=0), mask=col_ok)
 
 
-def _tile(num_cols: int, max_tile: int) -> tuple[int, int, bool]:
-    """(rows, columns, whether a row fits) of the tile for rows of `num_cols` elements."""
-    cols = min(power_of_2_at_least(num_cols), max_tile)
-    return max(_MIN_TILE // cols, 1), cols, cols >= num_cols
-
-
-def _launch_forward(x_NH: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_forward(
+    x_NH: torch.Tensor, residual_NH: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(y, x + residual where there is one, rstd)."""
     num_rows, num_cols = x_NH.shape
-    rows, cols, whole_row = _tile(num_cols, _MAX_FORWARD_TILE)
+    rows, cols, whole_row = row_tile(num_cols, _MAX_FORWARD_TILE)
     y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
+    sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
     rstd_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
     with launch_device(x_NH):
         _forward_kernel[(-(-num_rows // rows),)](
             x_NH,
+            residual_NH,
             weight,
             y_NH,
+            sum_NH,
             rstd_N,
             num_rows,
             num_cols,
             x_NH.stride(0),
+            0 if residual_NH is None else residual_NH.stride(0),
             eps,
             ROWS=rows,
             COLS=cols,
             WHOLE_ROW=whole_row,
+            HAS_RESIDUAL=residual_NH is not None,
             num_warps=num_warps(rows * cols),
         )
-    return y_NH, rstd_N
+    return y_NH, sum_NH, rstd_N
 
 
-def _launch_backward(
-    x_NH: torch.Tensor, weight: torch.Tensor, dy_NH: torch.Tensor, rstd_N: torch.Tensor, need_dx: bool, need_dw: bool
+def launch_backward(
+    x_NH: torch.Tensor,
+    weight: torch.Tensor,
+    dy_NH: torch.Tensor,
+    dsum_NH: torch.Tensor | None,
+    rstd_N: torch.Tensor,
+    need_dx: bool,
+    need_dw: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, with dsum added where there is one; dw)."""
     num_rows, num_cols = x_NH.shape
-    rows, cols, whole_row = _tile(num_cols, _MAX_BACKWARD_TILE)
+    rows, cols, whole_row = row_tile(num_cols, _MAX_BACKWARD_TILE)
     num_chunks = min(-(-num_rows // rows), _CHUNKS_PER_PROCESSOR * num_processors(x_NH.device))
     dx_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device) if need_dx else None
     dw_PH = torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x_NH.device) if need_dw else None
@@ -232,6 +265,7 @@ def _launch_backward(
             x_NH,
             weight,
             dy_NH,
+            dsum_NH,
             rstd_N,
             dot_N,
             dx_NH,
@@ -240,11 +274,13 @@ def _launch_backward(
             num_cols,
             x_NH.stride(0),
             dy_NH.stride(0),
+            0 if dsum_NH is None else dsum_NH.stride(0),
             ROWS=rows,
             COLS=cols,
             WHOLE_ROW=whole_row,
             NEED_DX=need_dx,
             NEED_DW=need_dw,
+            HAS_DSUM=dsum_NH is not None,
             num_warps=warps,
         )
     return dx_NH, None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
@@ -258,7 +294,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        y_NH, rstd_N = _launch_forward(as_rows(x), weight.contiguous(), eps)
+        y_NH, _, rstd_N = launch_forward(as_rows(x), None, weight.contiguous(), eps)
         ctx.save_for_backward(x, weight, rstd_N)
         return y_NH.view(x.shape)
 
@@ -267,5 +303,5 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight, rstd_N = ctx.saved_tensors
         need_dx, need_dw, _ = ctx.needs_input_grad
-        dx_NH, dw = _launch_backward(as_rows(x), weight.contiguous(), as_rows(dy), rstd_N, need_dx, need_dw)
+        dx_NH, dw = launch_backward(as_rows(x), weight.contiguous(), as_rows(dy), None, rstd_N, need_dx, need_dw)
         return None if dx_NH is None else dx_NH.view(x.shape), dw, None

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import elementwise_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
 
 _MAX_BLOCK: Final = 4096
 
@@ -100,19 +100,12 @@ def _backward_kernel(
     tl.store(dup_ptr + row * num_cols + cols, (dy * silu).to(up_raw.dtype), mask=ok)
 
 
-def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as `[1, numel]` where all are contiguous (no ragged blocks at row ends), otherwise as `[N, C]`."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return tuple(tensor.view(1, -1) for tensor in tensors)
-    return tuple(as_rows(tensor) for tensor in tensors)
-
-
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        gate_NC, up_NC = _rows(gate, up)
+        gate_NC, up_NC = elementwise_rows(gate, up)
         num_rows, num_cols = gate_NC.shape
         block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
         blocks_per_row = -(-num_cols // block)
@@ -136,7 +129,7 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-        gate_NC, up_NC, dy_NC = _rows(gate, up, dy)
+        gate_NC, up_NC, dy_NC = elementwise_rows(gate, up, dy)
         num_rows, num_cols = gate_NC.shape
         block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
         blocks_per_row = -(-num_cols // block)

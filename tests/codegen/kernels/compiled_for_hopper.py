@@ -12,7 +12,7 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from codegen.kernels.dispatch import num_warps
+from codegen.kernels.dispatch import num_warps, power_of_2_at_least, row_tile
 
 # As attributes of the package these names are the functions, not the files.
 ce = importlib.import_module("codegen.kernels.cross_entropy")
@@ -23,27 +23,34 @@ adamw = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
 fp8 = importlib.import_module("codegen.kernels.fp8")
 quantize = importlib.import_module("codegen.kernels.quantize")
+layer_norm = importlib.import_module("codegen.kernels.layer_norm")
+rotary = importlib.import_module("codegen.kernels.rotary")
+geglu = importlib.import_module("codegen.kernels.geglu")
+bias_gelu = importlib.import_module("codegen.kernels.bias_gelu")
+dropout_add = importlib.import_module("codegen.kernels.dropout_add")
 
 POINTERS = {
-    "*i64": ("target_ptr", "offsets_ptr", "numels_ptr", "chunks_ptr"),
+    "*i64": ("target_ptr", "offsets_ptr", "numels_ptr", "chunks_ptr", "rows_ptr", "columns_ptr"),
     "*fp32": ("rstd_ptr", "dot_ptr", "dw_ptr", "loss_ptr", "max_ptr", "logsum_ptr", "dloss_ptr", "stats_ptr", "in_ptr")
     + ("scale_ptr", "scales_ptr", "parameter_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "decays_ptr", "factors_ptr")
-    + ("partial_ptr", "weights_ptr"),
+    + ("partial_ptr", "weights_ptr", "mean_ptr", "avg_ptr", "db_ptr"),
     "*fp8e4nv": ("q_ptr",),
 }
 POINTER_TYPES = {name: type_ for type_, names in POINTERS.items() for name in names}
-FLOATS = {"eps", "one_minus_beta1", "beta2", "one_minus_beta2"}
+FLOATS = {"eps", "one_minus_beta1", "beta2", "one_minus_beta2", "scale"}
+INT64 = {"row_offset", "multiplier", "start"}
 # Never a multiple of 16, or not by nature: Triton learns alignment at each launch.
-UNALIGNED = {"blocks_per_row", "first_class", "num_blocks", "num_parts", "seed", *FLOATS}
+UNALIGNED = {"blocks_per_row", "first_class", "num_blocks", "num_parts", "seed", "threshold", *FLOATS, *INT64}
+UNALIGNED |= {"num_tokens", "num_q_heads", "num_k_heads", "blocks_per_token", "q_heads_per_block", "k_heads_per_block"}
 
 
 def argument_type(name, dtype):
     if name.endswith("_ptr"):
         return POINTER_TYPES.get(name, f"*{dtype}")
-    return "fp32" if name in FLOATS else "i32"
+    return "fp32" if name in FLOATS else "i64" if name in INT64 else "i32"
 
 
-def compile_kernel(kernel, dtype, constants, warps):
+def compile_kernel(kernel, dtype, constants, warps, **options):
     # A pointer type among the constants is no constant.
     pointers = {name: constants[name] for name in constants if str(constants[name]).startswith("*")}
     constants = {name: value for name, value in constants.items() if name not in pointers}
@@ -56,23 +63,38 @@ def compile_kernel(kernel, dtype, constants, warps):
     aligned = [p for p in kernel.params if p.name not in constants and p.name not in UNALIGNED]
     attributes = {(p.num,): [["tt.divisibility", 16]] for p in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
+
+
+def norm_cases(name, module, means, parameters, row_kernel, extra):
+    """Of a norm and of a sum's. means: what a row that fits needs no tensor for; parameters: NEED_* and its tensor."""
+    alone, with_sum = {"HAS_RESIDUAL": False, "residual_ptr": None, "sum_ptr": None}, {"HAS_RESIDUAL": True}
+    no_dsum, with_dsum = {"HAS_DSUM": False, "dsum_ptr": None}, {"HAS_DSUM": True}
+    for num_cols in (128, 4096, 20000):
+        rows, cols, whole = row_tile(num_cols, module._MAX_FORWARD_TILE)
+        tile = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | extra
+        yield f"{name}_forward_{num_cols}", module._forward_kernel, tile | alone, rows * cols
+        yield f"add_{name}_forward_{num_cols}", module._forward_kernel, tile | with_sum, rows * cols
+        rows, cols, whole = row_tile(num_cols, module._MAX_BACKWARD_TILE)
+        tile = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | (dict.fromkeys(means) if whole else {})
+        both = tile | {"NEED_DX": True} | dict.fromkeys(parameters, True)
+        yield f"{name}_backward_{num_cols}", module._backward_kernel, both | no_dsum, rows * cols
+        yield f"add_{name}_backward_{num_cols}", module._backward_kernel, both | with_dsum, rows * cols
+    dx_only = both | no_dsum | dict.fromkeys(parameters, False) | dict.fromkeys(parameters.values())
+    yield f"{name}_backward_dx", module._backward_kernel, dx_only, rows * cols
+    parameters_only = both | no_dsum | {"NEED_DX": False, "dx_ptr": None} | dict.fromkeys(means)
+    yield f"{name}_backward_parameters", module._backward_kernel, parameters_only, rows * cols
+    yield f"{name}_rows", row_kernel, {"COLS": cols}, cols
 
 
 def rms_cases():
-    for num_cols in (128, 4096, 20000):
-        rows, cols, whole = rms._tile(num_cols, rms._MAX_FORWARD_TILE)
-        tile = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole}
-        yield f"rms_forward_{num_cols}", rms._forward_kernel, tile, rows * cols
-        rows, cols, whole = rms._tile(num_cols, rms._MAX_BACKWARD_TILE)
-        tile = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | ({"dot_ptr": None} if whole else {})
-        both = tile | {"NEED_DX": True, "NEED_DW": True}
-        yield f"rms_backward_{num_cols}", rms._backward_kernel, both, rows * cols
-    dx_only = both | {"NEED_DW": False, "dw_ptr": None}
-    yield "rms_backward_dx", rms._backward_kernel, dx_only, rows * cols
-    dw_only = both | {"NEED_DX": False, "dx_ptr": None, "dot_ptr": None}
-    yield "rms_backward_dw", rms._backward_kernel, dw_only, rows * cols
-    yield "rms_row_dot", rms._row_dot_kernel, {"COLS": cols}, cols
+    yield from norm_cases("rms", rms, ("dot_ptr",), {"NEED_DW": "dw_ptr"}, rms._row_dot_kernel, {})
+
+
+def layer_norm_cases():
+    parameters = {"NEED_DW": "dw_ptr", "NEED_DB": "db_ptr"}
+    means, row_kernel = ("dot_ptr", "avg_ptr"), layer_norm._row_means_kernel
+    yield from norm_cases("layer", layer_norm, means, parameters, row_kernel, {"HAS_BIAS": True})
 
 
 def other_cases():
@@ -80,6 +102,48 @@ def other_cases():
         for direction in ("forward", "backward"):
             kernel = getattr(module, f"_{direction}_kernel")
             yield f"{name}_{direction}", kernel, {"BLOCK": module._MAX_BLOCK}, module._MAX_BLOCK
+
+
+def gelu_cases():
+    for tanh in (False, True):
+        for direction in ("forward", "backward"):
+            kernel, block = getattr(geglu, f"_{direction}_kernel"), geglu._MAX_BLOCK
+            yield f"geglu_{direction}_{tanh}", kernel, {"BLOCK": block, "TANH": tanh}, block
+        for num_cols in (128, 16384):
+            rows, cols, _ = row_tile(num_cols, bias_gelu._MAX_TILE)
+            tile = {"ROWS": rows, "COLS": cols, "TANH": tanh}
+            yield f"bias_gelu_forward_{num_cols}_{tanh}", bias_gelu._forward_kernel, tile, rows * cols
+            both = tile | {"NEED_DX": True, "NEED_DB": True}
+            yield f"bias_gelu_backward_{num_cols}_{tanh}", bias_gelu._backward_kernel, both, rows * cols
+    dx_only = both | {"NEED_DB": False, "db_ptr": None}
+    yield "bias_gelu_backward_dx", bias_gelu._backward_kernel, dx_only, rows * cols
+
+
+def rotary_cases():
+    """Llama 3 8B's heads, a third of GPT-NeoX 20B's, GPT-J's."""
+    for num_q, num_k, num_pairs, num_rest, interleaved in (
+        (32, 8, 64, 0, False),
+        (32, 32, 12, 72, False),
+        (16, 16, 32, 192, True),
+    ):
+        pairs, rest = power_of_2_at_least(num_pairs), power_of_2_at_least(num_rest) if num_rest else 0
+        tile = {"Q_HEADS": num_q, "K_HEADS": num_k, "NUM_PAIRS": num_pairs, "INTERLEAVED": interleaved}
+        # fp8.py has a q_ptr too, of another type.
+        tile |= {"PAIRS": pairs, "NUM_REST": num_rest, "REST": rest, "q_ptr": "*bf16"}
+        for backward in (False, True):
+            name = f"rotary_{2 * num_pairs}_{num_rest}_{'backward' if backward else 'forward'}"
+            yield name, rotary._rotary_kernel, tile | {"BACKWARD": backward}, num_q * (2 * pairs + rest)
+
+
+def dropout_cases():
+    for num_cols in (128, 4096):
+        rows, cols, _ = row_tile(num_cols, dropout_add._MAX_TILE)
+        for paired in (False, True):
+            tile = {"ROWS": rows, "COLS": cols, "PAIRED": paired}
+            forward = tile | {"HAS_RESIDUAL": True}
+            yield f"dropout_add_{num_cols}_{paired}", dropout_add._dropout_kernel, forward, rows * cols
+            backward = tile | {"HAS_RESIDUAL": False, "residual_ptr": None}
+            yield f"dropout_backward_{num_cols}_{paired}", dropout_add._dropout_kernel, backward, rows * cols
 
 
 def linear_cross_entropy_cases():
@@ -119,11 +183,28 @@ def quantize_cases():
             yield f"dequantize_sum_{block}_{code}", quantize._dequantize_sum_kernel, tile, rows * block
 
 
-CASES = [*rms_cases(), *other_cases(), *linear_cross_entropy_cases(), *table_cases(), *quantize_cases()]
+CASES = [*rms_cases(), *layer_norm_cases(), *other_cases(), *gelu_cases(), *rotary_cases(), *dropout_cases()]
+CASES += [*linear_cross_entropy_cases(), *table_cases(), *quantize_cases()]
+
+KERNELS = [kernel for _, kernel, _, _ in CASES]
+PARAMETERS = [
+    pytest.param(*case[1:], id=case[0], marks=[pytest.mark.slow] if KERNELS.index(case[1]) < index else [])
+    for index, case in enumerate(CASES)
+]
 
 
-@pytest.mark.parametrize(("kernel", "constants", "num_elements"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(("kernel", "constants", "num_elements"), PARAMETERS)
 def test_compiles_with_16_byte_loads(kernel, constants, num_elements):
     compiled = compile_kernel(kernel, "bf16", constants, num_warps(num_elements))
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert ".v4.b32" in compiled.asm["ptx"], "no 16-byte access: the kernel would not reach the memory's bandwidth"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rotary_128_0_forward", "rotary_128_0_backward"])
+def test_rounds_products_only_without_fusion(name):
+    """Why the launchers of kernels that promise bits say enable_fp_fusion=False, in half precision too."""
+    ((_, kernel, constants, num_elements),) = (case for case in CASES if case[0] == name)
+    warps = num_warps(num_elements)
+    assert "fma.rn" in compile_kernel(kernel, "bf16", constants, warps, enable_fp_fusion=True).asm["ptx"]
+    assert "fma.rn" not in compile_kernel(kernel, "bf16", constants, warps, enable_fp_fusion=False).asm["ptx"]

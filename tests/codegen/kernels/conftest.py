@@ -42,18 +42,29 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def _convert_as_torch(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, bits: torch.dtype) -> None:
+    """Triton's interpreter converts fp32 to the type it calls `name` by torch, to nearest even."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    inexact = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (str(source), str(target)) != ("fp32", name):
+            return inexact(data, source, target, rounding_mode)
+        return torch.tensor(data).to(dtype).view(bits).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
 @pytest.fixture
 def exact_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter converts fp32 to e4m3 as a GPU does.
 
     Its own conversion drops the carry where rounding reaches the next power of two: 124 becomes 64 instead of 128.
     """
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    inexact = interpreter._convert_float
+    _convert_as_torch(monkeypatch, "fp8e4nv", torch.float8_e4m3fn, torch.uint8)
 
-    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if (str(source), str(target)) != ("fp32", "fp8e4nv"):
-            return inexact(data, source, target, rounding_mode)
-        return torch.tensor(data).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+@pytest.fixture
+def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter converts fp32 to bf16 as a GPU does, where its own conversion truncates."""
+    _convert_as_torch(monkeypatch, "bf16", torch.bfloat16, torch.uint16)

@@ -10,7 +10,8 @@ import importlib
 import pytest
 import torch
 
-from codegen.kernels import dispatch, rms_norm
+from codegen.kernels import add_rms_norm, dispatch, rms_norm
+from codegen.kernels.add_rms_norm import add_rms_norm_reference
 
 # `codegen.kernels.rms_norm` as an attribute is the function, not the file.
 module = importlib.import_module("codegen.kernels.rms_norm")
@@ -58,11 +59,11 @@ def test_matches_fp64(shape, dtype, assert_near):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("max_tile", "num_cols"), [(16, 17), (16, 100)])
+@pytest.mark.parametrize(("max_tile", "num_cols"), [(16, 17), pytest.param(16, 100, marks=pytest.mark.slow)])
 def test_rows_longer_than_a_tile(max_tile, num_cols, dtype, monkeypatch, assert_near):
     monkeypatch.setattr(module, "_MAX_FORWARD_TILE", max_tile)
     monkeypatch.setattr(module, "_MAX_BACKWARD_TILE", max_tile)
-    monkeypatch.setattr(module, "_MIN_TILE", 1)
+    monkeypatch.setattr(dispatch, "MIN_TILE", 1)
     torch.manual_seed(1)
     # 11 rows on 8 row chunks: chunks of two rows and of one.
     check(
@@ -125,3 +126,91 @@ def test_rounds_where_hugging_face_rounds():
     unrounded = (weight.float() * x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)).half()
     assert (weight * normed != unrounded).any(), "the inputs do not tell the two roundings apart"
     torch.testing.assert_close(rms_norm(x, weight, EPS), weight * normed, rtol=0, atol=0)
+
+
+def check_sum(x, residual, weight, dy, dsum, assert_near):
+    """y and x + residual, and the three gradients, where either output may go unused (a gradient of None)."""
+    x, residual, weight = (tensor.detach().requires_grad_() for tensor in (x, residual, weight))
+    y, total = add_rms_norm(x, residual, weight, EPS)
+    assert type(y.grad_fn).__name__ == "_AddRmsNormBackward", "the reference ran, not the kernel"
+    assert y.dtype == total.dtype == x.dtype and y.shape == total.shape == x.shape
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, residual, weight)]
+    total_wanted = exact[0] + exact[1]
+    y_wanted = exact[2] * total_wanted / (total_wanted.square().mean(-1, keepdim=True) + EPS).sqrt()
+    assert_near(y.detach(), y_wanted.detach())
+    assert_near(total.detach(), total_wanted.detach())
+    used = [(out, wanted, d) for out, wanted, d in ((y, y_wanted, dy), (total, total_wanted, dsum)) if d is not None]
+    outputs, outputs_wanted, gradients = zip(*used, strict=True)
+    actual = torch.autograd.grad(outputs, (x, residual, weight), gradients, allow_unused=True)
+    wanted = torch.autograd.grad(outputs_wanted, exact, [d.double() for d in gradients], allow_unused=True)
+    for a, w in zip(actual, wanted, strict=True):
+        assert (a is None) == (w is None)
+        if a is not None and w is not None:
+            assert_near(a, w, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "max_tile"), [((1, 1), 64), ((2, 3, 65), 128), ((5, 40), 16)])
+def test_sum_matches_fp64(shape, max_tile, dtype, monkeypatch, assert_near):
+    """Tiles of 16: rows of several blocks."""
+    for name in ("_MAX_FORWARD_TILE", "_MAX_BACKWARD_TILE"):
+        monkeypatch.setattr(module, name, max_tile)
+    monkeypatch.setattr(dispatch, "MIN_TILE", 128)
+    torch.manual_seed(7)
+    x, residual, dy, dsum = (torch.randn(shape).to(dtype) for _ in range(4))
+    check_sum(x, residual, torch.randn(shape[-1]).to(dtype), dy, dsum, assert_near)
+
+
+@pytest.mark.parametrize("unused", ["y", "sum"])
+def test_one_output_unused(unused, assert_near):
+    torch.manual_seed(8)
+    x, residual, weight, d = torch.randn(4, 33), torch.randn(4, 33), torch.randn(33), torch.randn(4, 33)
+    dy, dsum = (None, d) if unused == "y" else (d, None)
+    check_sum(x, residual, weight, dy, dsum, assert_near)
+
+
+def test_sum_of_strided_inputs_surrounded_by_nan(assert_near):
+    torch.manual_seed(9)
+    buffer = torch.full((4, 3, 41), float("nan"))
+    buffer[..., 4:-4] = torch.randn(4, 3, 33)
+    x, residual, dy, dsum = buffer[:, ::2, 4:-4]
+    check_sum(x, residual, torch.randn(33), dy, dsum, assert_near)
+    # No unit stride, and gradients expanded as `sum().backward()` makes them.
+    one = torch.ones(()).expand(6, 33)
+    check_sum(torch.randn(33, 6).t(), torch.randn(1, 33).expand(6, 33), torch.randn(33), one, one, assert_near)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spoils_its_own_row(bad):
+    torch.manual_seed(10)
+    x, residual, weight = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
+    x[1, 7] = bad
+    y, total = add_rms_norm(x, residual, weight, EPS)
+    wanted, total_wanted = add_rms_norm_reference(x, residual, weight, EPS)
+    assert wanted[1].isnan().any() and wanted[::2].isfinite().all()
+    torch.testing.assert_close(y, wanted, equal_nan=True)
+    torch.testing.assert_close(total, total_wanted, equal_nan=True, rtol=0, atol=0)
+
+
+def test_norm_of_the_rounded_sum():
+    """fp16, as an addition before the norm would round: bit for bit, and the unrounded sum gives something else."""
+    x = torch.full((1, 64), 2048.0).half()
+    residual = torch.ones(1, 64).half()
+    residual[0, :32] = 3.0  # 2051 and 2049 are no fp16 numbers: 2052 and 2048
+    weight = torch.ones(64).half()
+    y, total = add_rms_norm(x, residual, weight, EPS)
+    assert total[0, 0] == 2052 and total[0, -1] == 2048
+    wide = x.float() + residual.float()
+    unrounded = (wide * torch.rsqrt(wide.square().mean() + EPS)).half()
+    wanted = rms_norm(total, weight, EPS)
+    assert (unrounded != wanted).any(), "the inputs do not tell the two apart"
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+
+
+def test_empty_rows_and_wrong_arguments():
+    y, total = add_rms_norm(torch.zeros(0, 8), torch.zeros(0, 8), torch.ones(8), EPS)
+    assert y.shape == total.shape == (0, 8)
+    with pytest.raises(ValueError, match="agree in shape and dtype"):
+        add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.ones(8), EPS)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(7), EPS)

@@ -30,21 +30,24 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
 
 
 @pytest.mark.parametrize(
-    ("file", "interpret"),
+    ("files", "interpret", "marked"),
     [
-        ("interpreted_rms_norm.py", True),
-        ("interpreted_swiglu.py", True),
-        ("interpreted_cross_entropy.py", True),
-        pytest.param("interpreted_linear_cross_entropy.py", True, marks=pytest.mark.slow),
-        pytest.param("interpreted_adamw.py", True, marks=pytest.mark.slow),
-        pytest.param("interpreted_fp8.py", True, marks=pytest.mark.slow),
-        ("interpreted_quantize.py", True),
-        ("compiled_for_hopper.py", False),
+        ("rms_norm layer_norm rotary gelu dropout_add", True, "not slow"),
+        ("swiglu cross_entropy", True, ""),
+        pytest.param("linear_cross_entropy", True, "", marks=pytest.mark.slow),
+        pytest.param("adamw", True, "", marks=pytest.mark.slow),
+        pytest.param("fp8", True, "", marks=pytest.mark.slow),
+        ("quantize", True, ""),
+        pytest.param("rms_norm layer_norm", True, "slow", marks=pytest.mark.slow),
+        pytest.param("rotary gelu", True, "slow", marks=pytest.mark.slow),
+        ("", False, "not slow"),
+        pytest.param("", False, "slow", marks=pytest.mark.slow),
     ],
 )
-def test_in_its_own_process(file: str, interpret: bool, tmp_path: Path) -> None:
+def test_in_its_own_process(files: str, interpret: bool, marked: str, tmp_path: Path) -> None:
     options = ["-q", "-x", "--import-mode=importlib", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short"]
-    result = run_python(["-m", "pytest", *options, str(HERE / file)], interpret, tmp_path)
+    paths = [HERE / f"interpreted_{name}.py" for name in files.split()] or [HERE / "compiled_for_hopper.py"]
+    result = run_python(["-m", "pytest", *options, "-m", marked, *map(str, paths)], interpret, tmp_path)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     # A file whose tests were all skipped or not collected must not count as checked.
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout[-2000:]
@@ -59,6 +62,16 @@ def test_benchmark_smoke(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for kernel in (
         "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "add_layer_norm",
+        "rotary",
+        "rotary_interleaved",
+        "geglu",
+        "geglu_tanh",
+        "bias_gelu",
+        "bias_gelu_tanh",
+        "dropout_add",
         "swiglu",
         "cross_entropy",
         "linear_cross_entropy",
@@ -66,6 +79,6 @@ def test_benchmark_smoke(tmp_path: Path) -> None:
         "grad_norm",
         "quantize_int8",
     ):
-        assert f"{kernel} " in result.stdout
+        assert f"\n{kernel} " in f"\n{result.stdout}"
     assert "GB/s" not in result.stdout
     assert (csv.read_bytes() if csv.exists() else None) == before

@@ -13,10 +13,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import codegen.kernels
-from codegen.kernels import cross_entropy, dispatch, rms_norm, swiglu
+from codegen.kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    bias_gelu,
+    cross_entropy,
+    dispatch,
+    dropout_add,
+    geglu,
+    layer_norm,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from codegen.kernels.cross_entropy import cross_entropy_reference
+from codegen.kernels.layer_norm import layer_norm_reference
 from codegen.kernels.rms_norm import rms_norm_reference
 from codegen.kernels.swiglu import swiglu_reference
+from codegen.runtime.layout import whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -41,6 +55,38 @@ def test_references_pass_gradcheck_in_fp64() -> None:
     assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-3), (x, weight))
     assert torch.autograd.gradcheck(swiglu, (x, other))
     assert torch.autograd.gradcheck(lambda a: cross_entropy(a, target), (x,))
+    assert torch.autograd.gradcheck(lambda a, b, c: add_rms_norm(a, b, c, 1e-3), (x, other, weight))
+    bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b, c: layer_norm(a, b, c, 1e-3), (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda a, b, c: add_layer_norm(a, b, c, None, 1e-3), (x, other, weight))
+    for approximate in ("none", "tanh"):
+        assert torch.autograd.gradcheck(lambda a, b, how=approximate: geglu(a, b, how), (x, other))
+        assert torch.autograd.gradcheck(lambda a, b, how=approximate: bias_gelu(a, b, how), (x, bias))
+    grid = whole((3, 5)).grid(None, "cpu")
+    assert torch.autograd.gradcheck(lambda a, b: dropout_add(a, b, 0.4, key=7, grid=grid), (x, other))
+    q, k = (torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for interleaved in (False, True):
+        cos, sin = torch.randn(2, 1, 3, 2 if interleaved else 4, dtype=torch.float64)
+        assert torch.autograd.gradcheck(lambda a, b, c=cos, s=sin, i=interleaved: rotary(a, b, c, s, i), (q, k))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_layer_norm_reference_is_torchs_module(dtype: torch.dtype, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    theirs = torch.nn.LayerNorm(65, eps=1e-5, bias=with_bias).to(dtype)
+    parameters = list(theirs.parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.randn(65))
+    x, dy = torch.randn(2, 3, 65, dtype=dtype, requires_grad=True), torch.randn(2, 3, 65, dtype=dtype)
+    ours, wanted = layer_norm_reference(x, theirs.weight, theirs.bias, 1e-5), theirs(x)
+    grads = torch.autograd.grad(ours, (x, *parameters), dy)
+    grads_wanted = torch.autograd.grad(wanted, (x, *parameters), dy)
+    # In norm: on CPU torch's own has other roundings, and in its backward pass mean and rstd in half precision.
+    for a, w in zip((ours, *grads), (wanted, *grads_wanted), strict=True):
+        assert a.dtype == w.dtype == dtype
+        assert (a - w).norm() <= torch.finfo(dtype).eps * w.norm()
 
 
 def test_swiglu_reference_values() -> None:

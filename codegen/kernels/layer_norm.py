@@ -1,0 +1,383 @@
+"""Layer normalisation with a weight and an optional bias, in one pass over memory where a row fits a tile.
+
+Formula (Ba, Kiros and Hinton 2016, "Layer Normalization", section 3, eq. 3 and 4), per row:
+
+    mean_N  = mean_H(x_NH)
+    rstd_N  = 1 / sqrt(mean_H((x_NH - mean_N) ** 2) + eps)
+    xhat_NH = (x_NH - mean_N) * rstd_N
+    y_NH    = xhat_NH * w_H + b_H                      rounded once, as torch's layer_norm does
+
+    dx_NH   = rstd_N * (w_H * dy_NH - xhat_NH * dot_N - avg_N)
+              dot_N = mean_H(w_H * dy_NH * xhat_NH), avg_N = mean_H(w_H * dy_NH)
+    dw_H    = sum_N(dy_NH * xhat_NH)
+    db_H    = sum_N(dy_NH)
+
+The variance is the mean square of the differences from the mean, in a second pass over the row: x's mean square minus
+the mean's square loses all digits where the mean is large.
+
+Shapes: N rows (all leading dims), H hidden, P row chunks of the backward pass (partial sums of dw and db). Arithmetic
+is fp32 whatever the dtypes of x, w and b; mean, rstd, dot, avg and the partial sums are fp32. The kernels also do
+add_layer_norm.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from .dispatch import as_rows, jit, launch_device, num_processors, num_warps, row_tile, tl, use_triton
+from .residual import load_sum
+
+# Elements of one tile. A row longer than the largest tile is read in blocks, which costs other passes. The backward
+# tile is smaller: it also holds w, dy and the sums of dw and db.
+_MAX_FORWARD_TILE: Final = 16384
+_MAX_BACKWARD_TILE: Final = 8192
+# Backward programs per multiprocessor: enough to hide latency, few enough that P partial rows stay small.
+_CHUNKS_PER_PROCESSOR: Final = 4
+
+
+def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The formula by torch: x `[..., H]`, weight and bias `[H]` -> `[..., H]` in x's dtype (fp64 stays fp64)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    bias = None if bias is None else bias.to(wide)
+    y = torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias, eps)
+    return y.to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`(x - mean(x)) / std(x) * weight + bias` over the last dim; differentiable once in x, weight and bias.
+
+    Args:
+        x: `[..., H]`, any strides.
+        weight: `[H]`, any dtype.
+        bias: `[H]`, any dtype; None for a norm without one.
+        eps: added to the variance.
+
+    Returns:
+        `[..., H]`, contiguous on the Triton path, in x's dtype.
+
+    Raises:
+        ValueError: weight or bias is not `[H]`.
+    """
+    check_parameters(x, weight, bias)
+    if not on_kernels(x, weight, bias):
+        return layer_norm_reference(x, weight, bias, eps)
+    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+def on_kernels(*tensors: torch.Tensor | None) -> bool:
+    """`use_triton` of those that are there."""
+    return use_triton(*(tensor for tensor in tensors if tensor is not None))
+
+
+def check_parameters(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError where weight or bias is not `[H]`."""
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{name} must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(parameter.shape)}"
+            )
+
+
+@jit
+def _affine(
+    xhat: tl.tensor, w_ptr: tl.tensor, b_ptr: tl.tensor, cols: tl.tensor, num_cols: tl.tensor, HAS_BIAS: tl.constexpr
+) -> tl.tensor:
+    """xhat * w + b of the columns `cols`."""
+    y = xhat * tl.load(w_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(b_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@jit
+def _forward_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    mean_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_cols: tl.tensor,
+    x_row_stride: tl.tensor,
+    residual_row_stride: tl.tensor,
+    eps: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    # 64-bit row numbers: N * H passes 2 ** 31 for long contexts.
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_ok = rows < num_rows
+    cols = tl.arange(0, COLS)
+    x_rows = rows[:, None] * x_row_stride
+    residual_rows = rows[:, None] * residual_row_stride
+    out_rows = rows[:, None] * num_cols
+    dtype = y_ptr.dtype.element_ty
+    if WHOLE_ROW:
+        ok = row_ok[:, None] & (cols < num_cols)[None, :]
+        x = load_sum(x_ptr, x_rows + cols[None, :], residual_ptr, residual_rows + cols[None, :], ok, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(sum_ptr + out_rows + cols[None, :], x.to(dtype), mask=ok)
+        mean = tl.sum(x, axis=1) / num_cols
+        difference = tl.where(ok, x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(difference * difference, axis=1) / num_cols + eps)
+        y = _affine(difference * rstd[:, None], w_ptr, b_ptr, cols, num_cols, HAS_BIAS)
+        tl.store(y_ptr + out_rows + cols[None, :], y.to(dtype), mask=ok)
+    else:
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for start in range(0, num_cols, COLS):
+            block = (start + cols)[None, :]
+            ok = row_ok[:, None] & (block < num_cols)
+            x = load_sum(x_ptr, x_rows + block, residual_ptr, residual_rows + block, ok, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(sum_ptr + out_rows + block, x.to(dtype), mask=ok)
+            total += x
+        mean = tl.sum(total, axis=1) / num_cols
+        # Added again in each pass: another thread may have stored this element of the sum, and not have finished.
+        squares = tl.zeros([ROWS, COLS], tl.float32)
+        for start in range(0, num_cols, COLS):
+            block = (start + cols)[None, :]
+            ok = row_ok[:, None] & (block < num_cols)
+            x = load_sum(x_ptr, x_rows + block, residual_ptr, residual_rows + block, ok, HAS_RESIDUAL)
+            difference = tl.where(ok, x - mean[:, None], 0.0)
+            squares += difference * difference
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / num_cols + eps)
+        for start in range(0, num_cols, COLS):
+            block = (start + cols)[None, :]
+            ok = row_ok[:, None] & (block < num_cols)
+            x = load_sum(x_ptr, x_rows + block, residual_ptr, residual_rows + block, ok, HAS_RESIDUAL)
+            xhat = (x - mean[:, None]) * rstd[:, None]
+            y = _affine(xhat, w_ptr, b_ptr, start + cols, num_cols, HAS_BIAS)
+            tl.store(y_ptr + out_rows + block, y.to(dtype), mask=ok)
+    tl.store(mean_ptr + rows, mean, mask=row_ok)
+    tl.store(rstd_ptr + rows, rstd, mask=row_ok)
+
+
+@jit
+def _row_means_kernel(
+    x_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    dy_ptr: tl.tensor,
+    mean_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    dot_ptr: tl.tensor,
+    avg_ptr: tl.tensor,
+    num_cols: tl.tensor,
+    x_row_stride: tl.tensor,
+    dy_row_stride: tl.tensor,
+    COLS: tl.constexpr,
+) -> None:
+    """dot_N and avg_N for rows longer than a tile: every column block of the backward pass needs the whole row's."""
+    row = tl.program_id(0).to(tl.int64)
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+    dot = tl.zeros([COLS], tl.float32)
+    avg = tl.zeros([COLS], tl.float32)
+    for start in range(0, num_cols, COLS):
+        cols = start + tl.arange(0, COLS)
+        ok = cols < num_cols
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=ok, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=ok, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + cols, mask=ok, other=0.0).to(tl.float32)
+        # w and dy are 0 where not ok, so the product is.
+        dot += w * dy * ((x - mean) * rstd)
+        avg += w * dy
+    tl.store(dot_ptr + row, tl.sum(dot) / num_cols)
+    tl.store(avg_ptr + row, tl.sum(avg) / num_cols)
+
+
+@jit
+def _backward_kernel(
+    x_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    dy_ptr: tl.tensor,
+    dsum_ptr: tl.tensor,
+    mean_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    dot_ptr: tl.tensor,
+    avg_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    dw_ptr: tl.tensor,
+    db_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_cols: tl.tensor,
+    x_row_stride: tl.tensor,
+    dy_row_stride: tl.tensor,
+    dsum_row_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
+) -> None:
+    """Program (p, c) walks the row tiles p, p + P, ... of column block c and keeps its partial sums in registers."""
+    chunk = tl.program_id(0)
+    num_chunks = tl.num_programs(0)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    col_ok = cols < num_cols
+    w = tl.load(w_ptr + cols, mask=col_ok, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, COLS], tl.float32)
+    db = tl.zeros([ROWS, COLS], tl.float32)
+    for first_row in range(chunk * ROWS, num_rows, num_chunks * ROWS):
+        rows = first_row + tl.arange(0, ROWS).to(tl.int64)
+        row_ok = rows < num_rows
+        ok = row_ok[:, None] & col_ok[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        if NEED_DX or NEED_DW:
+            x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+            mean = tl.load(mean_ptr + rows, mask=row_ok, other=0.0)
+            rstd = tl.load(rstd_ptr + rows, mask=row_ok, other=0.0)
+            xhat = (x - mean[:, None]) * rstd[:, None]
+        if NEED_DX:
+            wdy = w[None, :] * dy
+            if WHOLE_ROW:
+                dot = tl.sum(wdy * xhat, axis=1) / num_cols
+                avg = tl.sum(wdy, axis=1) / num_cols
+            else:
+                dot = tl.load(dot_ptr + rows, mask=row_ok, other=0.0)
+                avg = tl.load(avg_ptr + rows, mask=row_ok, other=0.0)
+            dx = rstd[:, None] * (wdy - xhat * dot[:, None] - avg[:, None])
+            if HAS_DSUM:
+                dsum_rows = dsum_ptr + rows[:, None] * dsum_row_stride
+                dx += tl.load(dsum_rows + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=ok)
+        if NEED_DW:
+            dw += dy * xhat
+        if NEED_DB:
+            db += dy
+    out = chunk.to(tl.int64) * num_cols + cols
+    if NEED_DW:
+        tl.store(dw_ptr + out, tl.sum(dw, axis=0), mask=col_ok)
+    if NEED_DB:
+        tl.store(db_ptr + out, tl.sum(db, axis=0), mask=col_ok)
+
+
+def launch_forward(
+    x_NH: torch.Tensor, residual_NH: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(y, x + residual where there is one, mean, rstd)."""
+    num_rows, num_cols = x_NH.shape
+    rows, cols, whole_row = row_tile(num_cols, _MAX_FORWARD_TILE)
+    y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
+    sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
+    mean_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
+    rstd_N = torch.empty_like(mean_N)
+    with launch_device(x_NH):
+        _forward_kernel[(-(-num_rows // rows),)](
+            x_NH,
+            residual_NH,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            y_NH,
+            sum_NH,
+            mean_N,
+            rstd_N,
+            num_rows,
+            num_cols,
+            x_NH.stride(0),
+            0 if residual_NH is None else residual_NH.stride(0),
+            eps,
+            ROWS=rows,
+            COLS=cols,
+            WHOLE_ROW=whole_row,
+            HAS_RESIDUAL=residual_NH is not None,
+            HAS_BIAS=bias is not None,
+            num_warps=num_warps(rows * cols),
+        )
+    return y_NH, sum_NH, mean_N, rstd_N
+
+
+def launch_backward(
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    need: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, with dsum added where there is one; dw; db), as needed, from (x, weight, bias, mean, rstd)."""
+    x, weight, bias, mean_N, rstd_N = saved
+    x_NH, dy_NH, weight = as_rows(x), as_rows(dy), weight.contiguous()
+    dsum_NH = None if dsum is None else as_rows(dsum)
+    num_rows, num_cols = x_NH.shape
+    rows, cols, whole_row = row_tile(num_cols, _MAX_BACKWARD_TILE)
+    num_chunks = min(-(-num_rows // rows), _CHUNKS_PER_PROCESSOR * num_processors(x.device))
+    dx_NH = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need[0] else None
+    dw_PH, db_PH = (
+        torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x.device) if needed else None
+        for needed in need[1:]
+    )
+    dot_N, avg_N = (torch.empty_like(rstd_N) if need[0] and not whole_row else None for _ in range(2))
+    warps = num_warps(rows * cols)
+    with launch_device(x):
+        if dot_N is not None:
+            _row_means_kernel[(num_rows,)](
+                x_NH,
+                weight,
+                dy_NH,
+                mean_N,
+                rstd_N,
+                dot_N,
+                avg_N,
+                num_cols,
+                x_NH.stride(0),
+                dy_NH.stride(0),
+                COLS=cols,
+                num_warps=warps,
+            )
+        _backward_kernel[(num_chunks, -(-num_cols // cols))](
+            x_NH,
+            weight,
+            dy_NH,
+            dsum_NH,
+            mean_N,
+            rstd_N,
+            dot_N,
+            avg_N,
+            dx_NH,
+            dw_PH,
+            db_PH,
+            num_rows,
+            num_cols,
+            x_NH.stride(0),
+            dy_NH.stride(0),
+            0 if dsum_NH is None else dsum_NH.stride(0),
+            ROWS=rows,
+            COLS=cols,
+            WHOLE_ROW=whole_row,
+            NEED_DX=need[0],
+            NEED_DW=need[1],
+            NEED_DB=need[2],
+            HAS_DSUM=dsum_NH is not None,
+            num_warps=warps,
+        )
+    dw = None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
+    db = None if db_PH is None or bias is None else db_PH.sum(0).to(bias.dtype)
+    return None if dx_NH is None else dx_NH.view(x.shape), dw, db
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Saves x itself (not a contiguous copy: x is alive anyway), the parameters, mean and rstd.
+
+    The gradients are computed only as asked for, so a schedule may take dx now and the others later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        y_NH, _, mean_N, rstd_N = launch_forward(as_rows(x), None, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean_N, rstd_N)
+        return y_NH.view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, dw, db = launch_backward(ctx.saved_tensors, dy, None, ctx.needs_input_grad[:3])
+        return dx, dw, db, None
