@@ -59,16 +59,14 @@ def compile(  # noqa: A001
         optimizer: `params -> torch.optim.Optimizer` with elementwise updates; AdamW by default.
         precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
         constraints: see autopar.constraints.
-        kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion.py), "off" never does, "auto"
-            does on GPUs. On a CPU the kernels run their torch reference. Predictions do not know of it: plans are
-            chosen and priced as if nothing were fused.
+        kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion), "off" never does, "auto"
+            does on GPUs. Plans are chosen and priced accordingly. On a CPU the kernels run their torch reference,
+            which only for the linear layer with its loss is another computation, and is priced so.
         plan: a plan (or its file) to use instead of searching; it is validated and priced again.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
     """
-    if kernels not in KERNEL_CHOICES:
-        raise ConstraintError("kernels is not supported", values=repr(kernels), alternatives="auto, on or off")
     factory = optimizer or torch.optim.AdamW
     request = request_of(
         model,
@@ -79,6 +77,7 @@ def compile(  # noqa: A001
         optimizer=factory,
         precision=precision,
         constraints=constraints,
+        kernels=kernels,
     )
     if plan is not None:
         result = reprice(request, Plan.from_file(plan) if isinstance(plan, str) else plan)
@@ -87,7 +86,7 @@ def compile(  # noqa: A001
     else:
         result = advised_search(request)
     best = result.best
-    program = program_of(best, fused=kernels == "on" or (kernels == "auto" and not is_cpu(request.cluster)))
+    program = program_of(best, fused=request.kernels)
     return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)
 
 
@@ -101,8 +100,11 @@ def request_of(
     optimizer: OptimizerFactory | None = None,
     precision: str = "fp32",
     constraints: Mapping[str, Any] | None = None,
+    kernels: str = "auto",
 ) -> Request:
     """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
+    if kernels not in KERNEL_CHOICES:
+        raise ConstraintError("kernels is not supported", values=repr(kernels), alternatives="auto, on or off")
     if precision not in ("fp32", "bf16"):
         raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
     cluster = as_cluster(cluster_spec)
@@ -120,7 +122,8 @@ def request_of(
     limits.check(traced(rows))
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     training = training_of(optimizer or torch.optim.AdamW, precision, not is_cpu(first))
-    return Request(traced, first, rows, precision, training, limits, mixed)
+    fused = kernels == "on" or (kernels == "auto" and not is_cpu(first))
+    return Request(traced, first, rows, precision, training, limits, mixed, fused)
 
 
 def advised_search(request: Request) -> SearchResult:

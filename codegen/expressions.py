@@ -98,7 +98,10 @@ CREATION: Mapping[str, str] = {
     "scalar_tensor": "torch.scalar_tensor", "eye": "torch.eye", "linspace": "torch.linspace",
 }  # fmt: skip
 
-KERNELS: Mapping[str, str] = {"rms_norm": "rms_norm", "swiglu": "swiglu", "cross_entropy": "token_losses"}
+KERNELS: Mapping[str, str] = {
+    "rms_norm": "rms_norm", "swiglu": "swiglu", "cross_entropy": "token_losses",
+    "linear_cross_entropy": "linear_cross_entropy",
+}  # fmt: skip
 """Fused kernel -> its name in generated code; the runtime has a cross_entropy too."""
 
 REDUCTIONS = ("none", "mean", "sum")

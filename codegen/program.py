@@ -43,7 +43,7 @@ class Call:
 
     target: an operator ("aten.linear.default"), a runtime function ("runtime.dropout") or a fused kernel
     ("kernels.swiglu"). A result that nothing uses is "". section: the module that made the call, for a comment where it
-    changes. operands: (variable, what it holds) of what the call reads; fusion.py decides by them.
+    changes. operands: (variable, what it holds) of what the call reads; codegen.fusion decides by them.
     """
 
     target: str

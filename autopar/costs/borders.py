@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.block_costs import Placer, chain, homes_of, segments
+from autopar.costs.block_costs import chain, homes_of, segments
 from autopar.costs.peak import slot_of
+from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.stage_costs import Copy
 from autopar.graph import Graph, LayerRun, Node, Ref, derived

@@ -195,6 +195,7 @@ class Walk:
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             extra = self.pricer.extra_saved_bytes(node, operator.inputs, local) + _statistics(node, local)
+            extra += self.pricer.kernel_bytes(operator, option)[0]
             found.append((None, extra * self.scale))
         return found
 
@@ -257,7 +258,8 @@ class Walk:
             return 24.0 * min(local // 2, DROPOUT_PAIRS[self.kind]) * self.scale
         if name == "cross_entropy_loss":
             return self._chunk(event)
-        return self._probabilities(event)
+        in_kernel = self.pricer.kernel_bytes(self.operators[self.scope.name, event.name], option)[1]
+        return self._probabilities(event) + in_kernel * self.scale
 
     def _probabilities(self, node: Node) -> float:
         """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""

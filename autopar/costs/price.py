@@ -348,6 +348,10 @@ class Pricer:
         """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""
         return extra_saved_bytes(node, inputs, num_local)
 
+    def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(kept beside inputs and results, temporaries of the forward) of a fused call; see kernels.py."""
+        return 0.0, 0.0
+
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:
         """Under which kinds the seconds of a call's forward and backward are told."""
         return "forward compute", "backward compute"

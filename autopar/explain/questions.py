@@ -18,7 +18,7 @@ from autopar.planning.pipelines import PipelineSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
 from autopar.planning.request import Candidate, Request, pricer_for, unequal_of
-from autopar.planning.unequal import UnequalSearch
+from autopar.planning.unequal.search import UnequalSearch
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.units import bytes_text, seconds_text

@@ -13,14 +13,13 @@ from autopar.costs.price import DEFERRABLE
 from autopar.graph import Graph, LayerRun, Node, Ref, base_name
 from autopar.placement import R
 from autopar.rules.localize import LocalCall, local_call
+from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from autopar.sharding.strategies import Operator, Option
 from codegen.program import Call, Raw, Reshard, Statement, Var
 
 if TYPE_CHECKING:
     from autopar.lowering.scope_lowering import Lowering
-
-_MEAN = 1
 
 
 def lower_call(
@@ -31,7 +30,7 @@ def lower_call(
     if not option.axes:
         lowering = _on_one_rank(node, operator)
     name = base_name(node.op)
-    if name == "cross_entropy_loss" and _is_plain_cross_entropy(operator):
+    if is_plain_cross_entropy(node, operator.inputs):
         return _cross_entropy(
             scope, node, operator, option, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call
         )
@@ -74,29 +73,11 @@ def _on_one_rank(node: Node, operator: Operator) -> Any:
     return None if lowering is None else replace(lowering, layout=())
 
 
-def _is_plain_cross_entropy(operator: Operator) -> bool:
-    """Class-number targets, no class weights, [N, C] logits, averaged or summed."""
-    arguments = _cross_entropy_arguments(operator.node)
-    targets = operator.inputs[1]
-    return (
-        arguments["weight"] is None
-        and not targets.dtype.is_floating_point
-        and len(operator.inputs[0].shape) == 2
-        and arguments["reduction"] in (1, 2)
-    )
-
-
-def _cross_entropy_arguments(node: Node) -> dict[str, Any]:
-    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    defaults = {"weight": None, "reduction": _MEAN, "ignore_index": -100, "label_smoothing": 0.0}
-    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
 def _cross_entropy(
     scope: Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
 ) -> Call:
-    arguments = _cross_entropy_arguments(node)
-    is_mean = arguments["reduction"] == _MEAN
+    arguments = cross_entropy_arguments(node)
+    is_mean = arguments["reduction"] == MEAN
     divisor = _count(scope, node, option, arguments["ignore_index"], call) if is_mean else Raw("1.0")
     kwargs: list[tuple[str, Any]] = []
     if arguments["ignore_index"] != -100:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from autopar.costs.block_costs import BlockCost, activity_costs, activity_seconds
+from autopar.costs.activity_costs import activity_costs, activity_seconds
+from autopar.costs.block_costs import BlockCost
 from autopar.costs.price import Pricer
 from autopar.graph import Graph
 from autopar.mesh import Mesh
@@ -89,14 +90,22 @@ class Base:
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
         """The stored parameters with a ZeRO stage wherever one is possible."""
-        source = axis_sources(self.solved_axes, self.mesh.axes)
-        on_dp = self.mesh.axes.index("dp") if "dp" in self.mesh.axes else None
-        found = {}
-        for key, stored in self.solved.parameters.items():
-            placements = tuple(stored.placements[i] for i in source)
-            can = on_dp is not None and placements[on_dp] == Rp
-            found[key] = Stored(placements, zero if can else 0)
-        return found
+        return stored_parameters(self.solved, self.solved_axes, self.mesh.axes, zero)
+
+
+def stored_parameters(
+    choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...], zero: int
+) -> dict[tuple[str, str], Stored]:
+    """The parameters of decisions on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO stage wherever
+    one is possible: where every rank of `dp` reads all of a parameter, and has a partial sum of its gradient."""
+    source = axis_sources(axes, wanted)
+    on_dp = wanted.index("dp") if "dp" in wanted else None
+    found = {}
+    for key, stored in choices.parameters.items():
+        placements = tuple(stored.placements[i] for i in source)
+        can = on_dp is not None and placements[on_dp] == Rp
+        found[key] = Stored(placements, zero if can else 0)
+    return found
 
 
 Key = tuple[int, bool, int, float]

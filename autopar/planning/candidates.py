@@ -10,7 +10,7 @@ from autopar.planning.pipelines import Found
 from autopar.planning.predict import predict
 from autopar.planning.request import Candidate, Request, operators_at, pricer_for, unequal_of
 from autopar.planning.stage_points import pipeline_of
-from autopar.planning.unequal import FoundUnequal
+from autopar.planning.unequal.problem import FoundUnequal
 from autopar.seats import Seat, envelope
 from autopar.sharding.choices import Choices, compress, on_axes
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.block_costs import block_costs, chain
+from autopar.costs.block_costs import chain
+from autopar.costs.cost_table import block_costs
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
@@ -66,10 +67,11 @@ def search_one_stage(request: Request, limit_seconds: float = math.inf) -> OneSt
     for bound, mesh in sorted(
         ((lower_bound(mesh, request), mesh) for mesh in meshes(request)), key=lambda pair: (pair[0], str(pair[1]))
     ):
-        if bound >= min((c.plan.prediction.step_seconds for c in found), default=limit_seconds):
+        limit = min((c.plan.prediction.step_seconds for c in found), default=limit_seconds)
+        if bound >= limit:
             skipped.append((bound, mesh))
             continue
-        candidate = _best_on(mesh, request, failures)
+        candidate = _best_on(mesh, request, failures, limit)
         if candidate is not None:
             found.append(candidate)
     return OneStage(tuple(found), tuple(skipped), tuple(failures))
@@ -127,12 +129,13 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
     return [n for n in divisors(rows) if n & (n - 1) == 0]
 
 
-def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate | None:
-    """The fastest plan on `mesh` over all micro-batch counts, or None.
+def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_seconds: float) -> Candidate | None:
+    """The fastest plan on `mesh` over all micro-batch counts, or None where none takes less than `limit_seconds`.
 
     More micro-batches need less memory, which can buy a faster plan (less ZeRO), so from the first count that fits the
-    counts are tried until even free memory would not make the next one faster. That first count is found by bisection;
-    only a single micro-batch, whose gradients are not summed, can need less than the next count.
+    counts are tried until even free memory would not make the next one faster. That first count is found by bisection
+    among those that are fast enough with free memory, if the last of them fits; only a single micro-batch, whose
+    gradients are not summed, can need less than the next count.
     """
     tried: dict[int, Candidate | Failure] = {}
 
@@ -143,9 +146,14 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure]) -> Candidate
         return tried[count]
 
     counts = micro_batch_counts(request, mesh)
+    if limit_seconds < math.inf:
+        slow = bisect.bisect_left(counts, True, key=lambda count: free_optimum(mesh, request, count) >= limit_seconds)
+        counts = counts[:slow]
     first = 0
-    if isinstance(at(counts[0]), Failure):
-        first = bisect.bisect_left(counts, True, lo=1, key=lambda count: isinstance(at(count), Candidate))
+    if counts and isinstance(at(counts[0]), Failure):
+        first = len(counts)
+        if isinstance(at(counts[-1]), Candidate):
+            first = bisect.bisect_left(counts, True, lo=1, key=lambda count: isinstance(at(count), Candidate))
     best: Candidate | None = None
     for count in counts[first:]:
         if best is not None and free_optimum(mesh, request, count) >= best.plan.prediction.step_seconds:

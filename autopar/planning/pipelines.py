@@ -15,17 +15,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.costs.block_costs import BlockCost, Mode, StoredCost, chain, combined, exposed, homes_of, stored_costs
+from autopar.costs.block_costs import BlockCost, Mode, chain, exposed, homes_of
 from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
-from autopar.costs.memory_bound import least_seconds
+from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import position_bytes as bytes_of_positions
 from autopar.costs.stage_costs import shared_costs, stage_costs
+from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.mesh import Mesh
 from autopar.placement import Stored
 from autopar.plan import StagePlan
 from autopar.planning.bases import Base, Bases
 from autopar.planning.layouts import Layout, layouts
+from autopar.planning.memory_fit import least_recompute, solve_in_rounds
 from autopar.planning.one_stage import Failure
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of, stretched
@@ -42,12 +44,11 @@ from search.pipeline_problem import (
 SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
 """Of these the closed form is minimised; schedules with several stages per position refine the best (chunked.py)."""
 
-EXACT_BASES = 32
+EXACT_BASES = 16
 """Up to this many (tp, rows) every base is solved for its own rows; beyond, for TYPICAL_ROWS and reused."""
 
 TYPICAL_ROWS = 2
 GROUP = "devices"
-MAX_MEMORY_ROUNDS = 8
 
 
 Bounded = tuple[float, int, Layout, str, bool]
@@ -218,20 +219,14 @@ class PipelineSearch:
         return fill + repeats * stretch * max(busy / positions, longest) + step / positions
 
     def least_recompute(self, layout: Layout, schedule: str) -> float:
-        """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one; inf where
-        the layout does not fit even so. Every layer is counted where its mode keeps least."""
+        """Seconds per micro-batch that recomputation takes at least; inf where the layout does not fit."""
         base = self.base(layout)
         assert base is not None
         p, stored = layout.num_positions, self.stored(layout)
         fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
+        blocks = ((count, self.modes(base.costs[name]).values()) for name, count in self.counts.items())
         holding = HOLDING[schedule](layout.num_micro_batches)
-        room = p * usable_bytes(self.request) * (1 + 1e-6) - fixed
-        if room < 0:
-            return math.inf
-        positions = [(p, i) for i in range(p)]
-        modes = {name: self.modes(cost).values() for name, cost in base.costs.items()}
-        least = {name: [(mode.seconds, holding.least(positions, mode)) for mode in own] for name, own in modes.items()}
-        return least_seconds([(number, least[name]) for name, number in self.counts.items()], room)
+        return least_recompute(blocks, holding, [(p, i) for i in range(p)], p * usable_bytes(self.request), fixed)
 
     def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
         """The modes of a block that the constraints and the device leave."""
@@ -281,22 +276,15 @@ class PipelineSearch:
 
     def solve(self, layout: Layout, schedule: str, memory_bytes: float, cutoff: float = math.inf) -> Found:
         """The best stages of a layout in `memory_bytes` per rank. Raises PipelineInfeasibleError; with a cutoff
-        NothingBelowCutoffError where none is faster.
-
-        Where what the search counts as a maximum adds up to more than that, and does not fit, it is solved again with
-        less.
-        """
-        base, costs = self.base(layout), self.costs(layout)
+        NothingBelowCutoffError where none is faster."""
+        base, costs, name = self.base(layout), self.costs(layout), str(layout.mesh)
         assert base is not None
-        limit = memory_bytes
-        for _ in range(MAX_MEMORY_ROUNDS):
-            solution = solve_pipeline(self.problem(layout, schedule, costs, limit), cutoff=cutoff, diagnose=False)
-            excess = self._peak_bytes(layout, schedule, costs, solution) - memory_bytes
-            if excess <= 0:
-                break
-            limit -= excess
-        else:
-            raise PipelineInfeasibleError(())
+        solution = solve_in_rounds(
+            lambda limits: self.problem(layout, schedule, costs, limits[name]),
+            lambda solution: {name: self._peak_bytes(layout, schedule, costs, solution)},
+            {name: memory_bytes},
+            cutoff,
+        )
         return Found(solution.objective, layout, schedule, solution, base, costs)
 
     def _smallest(self, missing: list[tuple[float, int, Layout, str]]) -> tuple[Failure, ...]:

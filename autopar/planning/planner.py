@@ -23,7 +23,7 @@ from autopar.planning.pipelines import PipelineSearch
 from autopar.planning.predict import predict
 from autopar.planning.request import Candidate, Request, divisors, pricer_for, unequal_of
 from autopar.planning.stage_points import HOLDING
-from autopar.planning.unequal import UnequalSearch
+from autopar.planning.unequal.search import UnequalSearch
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator
 from autopar.tracing.uncollected import uncollected
@@ -32,7 +32,7 @@ from autopar.units import bytes_text
 ONE_STAGE_DEVICES = 32
 """On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
 UNEQUAL_DEVICES = 16
-"""On larger clusters of equal nodes all positions of a pipeline have equal meshes."""
+"""On more devices, and on a power of two of them, all positions of a pipeline over equal nodes have equal meshes."""
 UNEQUAL_GAIN = 0.01
 """Share of the step by which positions with meshes of several sizes have to be faster than equal ones."""
 MOST_CANDIDATES = 4
@@ -126,7 +126,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
         "no pipeline uses all devices of all groups of nodes",
         values={
             "groups": ", ".join(capacities),
-            "blocks of the model": len(search.blocks),
+            "blocks of the model": len(search.costs.blocks),
             "global batch": request.global_batch_size,
         },
         alternatives=[
@@ -141,7 +141,8 @@ def _unequal(request: Request, fastest: float) -> Iterator[Candidate]:
     """A pipeline whose positions have meshes of several sizes, where that is faster; on few GPUs only."""
     limits = request.constraints
     is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
-    is_small = not is_cpu(request.cluster) and 2 < request.cluster.num_devices <= UNEQUAL_DEVICES
+    devices = request.cluster.num_devices
+    is_small = not is_cpu(request.cluster) and devices <= UNEQUAL_DEVICES and not math.log2(devices).is_integer()
     if not is_open or not is_small or limits.degrees.get("pp") == 1:
         return
     found = UnequalSearch(request).run(fastest * (1 - UNEQUAL_GAIN))

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.block_costs import BlockCost, block_costs, chain
+from autopar.costs.block_costs import BlockCost, chain
 from autopar.costs.borders import (
     border_bytes,
     hop_seconds,
@@ -19,6 +19,7 @@ from autopar.costs.borders import (
     tie_costs,
     transfer_seconds,
 )
+from autopar.costs.cost_table import block_costs
 from autopar.costs.peak import Life, peaks
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import Copy, Simulated, shared_costs, simulated, stage_cost, stage_costs

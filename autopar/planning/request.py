@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.constraints import Constraints
+from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer, Training, is_cpu
 from autopar.graph import Graph, Ref
 from autopar.mesh import Mesh
@@ -28,7 +29,7 @@ class Request:
     """What is to be planned.
 
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
-    of them, the first.
+    of them, the first. kernels: whether the program will have fused kernels, which then are what is priced.
     """
 
     trace: BatchedTrace
@@ -38,6 +39,7 @@ class Request:
     training: Training
     constraints: Constraints
     mixed: MixedCluster | None = None
+    kernels: bool = False
 
     @property
     def whole(self) -> AnyCluster:
@@ -68,7 +70,8 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
     """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
-    return Pricer(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
+    kind = KernelPricer if request.kernels else Pricer
+    return kind(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
 
 
 @dataclass(frozen=True, slots=True)

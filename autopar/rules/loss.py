@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.graph import Node, TensorMeta, base_name
 from autopar.placement import R
 from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Lowering, Rule
@@ -75,6 +79,22 @@ def nll(call: Call) -> Rule:
     return make_rule(
         call, [groups[i] for i in range(len(groups))], [out], sizes, blocked=blocked, linear=("self",)
     )
+
+
+def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta]) -> bool:
+    """Class-number targets, no class weights, [N, C] logits, averaged or summed: what the run time's own does."""
+    if base_name(node.op) != "cross_entropy_loss":
+        return False
+    arguments = cross_entropy_arguments(node)
+    by_class = not inputs[1].dtype.is_floating_point and len(inputs[0].shape) == 2
+    return by_class and arguments["weight"] is None and arguments["reduction"] in (MEAN, SUM)
+
+
+def cross_entropy_arguments(node: Node) -> dict[str, Any]:
+    """By name, with the defaults of those that are left out."""
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    defaults = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 TABLE = {

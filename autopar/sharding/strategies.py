@@ -19,6 +19,7 @@ from autopar.placement import Placement, Placements, R, Rp, S, divides
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options, find_factor
+from autopar.sharding.fused import Fusion, fusions_in
 
 Sections = dict[str, tuple[int, ...]]
 
@@ -41,7 +42,7 @@ class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
     batch: the factor (and sections) that runs over the batch. starts_with_batch: whether dim 0 of the result is the
-    batch, or merged from it and more.
+    batch, or merged from it and more. fusions: runs of calls that one kernel may do, with this call among them.
     """
 
     scope: str
@@ -52,6 +53,7 @@ class Operator:
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     starts_with_batch: bool = False
+    fusions: tuple[Fusion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
     sections = _follow_sections(graph, scopes, rules)
     found = {}
     for scope in scopes:
+        fusions = fusions_in(scope.nodes, scope.metas, _leaving(graph, scope))
         for node in scope.nodes:
             key = (scope.name, node.name)
             rule, is_known = rules[key]
@@ -115,9 +118,24 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
             starts = key in twins and twins[key].starts_with_batch
             starts = starts or _starts_with_batch(rule, batch.get(key))
             found[key] = Operator(
-                scope.name, node, metas, rule, is_known, batch.get(key), sections.get(key, {}), starts
+                scope.name,
+                node,
+                metas,
+                rule,
+                is_known,
+                batch.get(key),
+                sections.get(key, {}),
+                starts,
+                fusions.get(node.name, ()),
             )
     return found
+
+
+def _leaving(graph: Graph, scope: Scope) -> set[Ref]:
+    """What is read of a scope outside of its calls."""
+    if scope.layer:
+        return set(scope.layer.outputs)
+    return {graph.loss} | {ref for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args}
 
 
 def _starts_with_batch(rule: Rule, batch: tuple[str, int] | None) -> bool:

@@ -11,8 +11,9 @@ from torch import nn
 
 from autopar.cluster import as_cluster
 from autopar.constraints import Constraints
-from autopar.costs.block_costs import BlockCost, combined
+from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import border_bytes, second_copies, tie_costs, transfer_seconds
+from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer, Training, is_cpu
 from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_cost
 from autopar.errors import ConstraintError

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.costs.block_costs import StoredCost, stored_costs
 from autopar.costs.price import Pricer
+from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.placement import Stored
 from autopar.simulate.experts import Key, expert_mesh, expert_stored
 from autopar.simulate.share import Share

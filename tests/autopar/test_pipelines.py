@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from autopar.constraints import Constraints
-from autopar.costs.block_costs import BlockCost, activity_costs
+from autopar.costs.activity_costs import activity_costs
+from autopar.costs.block_costs import BlockCost
 from autopar.costs.price import Training
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh

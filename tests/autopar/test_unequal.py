@@ -5,7 +5,7 @@ Programs of such plans are run in test_unequal_verify.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,11 +25,16 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph, LayerRun
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning import unequal
+from autopar.planning import memory_fit
 from autopar.planning.candidates import unequal_candidate
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
-from autopar.planning.unequal import Terms, UnequalSearch
+from autopar.planning.unequal.bounds import bound
+from autopar.planning.unequal.decisions import Decisions
+from autopar.planning.unequal.problem import solve
+from autopar.planning.unequal.search import UnequalSearch
+from autopar.planning.unequal.seat_costs import SeatCosts
+from autopar.planning.unequal.terms import Terms, all_terms, shapes
 from autopar.seats import Seat
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import trace
@@ -86,28 +91,38 @@ def by_enumeration(problem: PipelineProblem, **_: Any) -> PipelineSolution:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def texts(shapes: Any) -> set[tuple[str, ...]]:
-    return {tuple(map(str, seats)) for seats in shapes}
+def costs_of(request: Request) -> SeatCosts:
+    return SeatCosts(Decisions(request))
+
+
+def terms_of(costs: SeatCosts) -> list[Terms]:
+    """All that are tried."""
+    return list(all_terms(costs.decisions, len(costs.blocks)))
+
+
+def texts(sets: Iterable[tuple[Seat, ...]]) -> set[tuple[str, ...]]:
+    return {tuple(map(str, seats)) for seats in sets}
 
 
 @pytest.mark.slow
 def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
     """Two shapes of one group, or one of each; they fill it, divide the micro-batch, and have one tp or its parts."""
-    search = UnequalSearch(request_for(TWO_AND_ONE))
+
+    def found(cluster: str, rows: int) -> set[tuple[str, ...]]:
+        return texts(shapes(Decisions(request_for(cluster)), num_blocks=5, rows=rows))
+
     other = "single of group 1"
-    assert texts(search.shapes(8)) == {("single", other), ("dp2", other), ("tp2", other)}
-    assert texts(search.shapes(1)) == {("single", other), ("tp2", other)}  # one row has no half
-    equal = UnequalSearch(request_for("3 a100-80g"))
+    assert found(TWO_AND_ONE, 8) == {("single", other), ("dp2", other), ("tp2", other)}
+    assert found(TWO_AND_ONE, 1) == {("single", other), ("tp2", other)}  # one row has no half
     # tp3 and dp3 fill the cluster alone; 3 does not divide 8 rows; one shape twice is a pipeline of the usual kind.
-    assert texts(equal.shapes(8)) == {("single", "dp2"), ("single", "tp2")}
+    assert found("3 a100-80g", 8) == {("single", "dp2"), ("single", "tp2")}
 
 
 def test_pins_bear_on_what_is_tried() -> None:
-    pinned = UnequalSearch(request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b"))
-    found = list(pinned.terms())
+    found = terms_of(costs_of(request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b")))
     assert {(t.num_micro_batches, t.zero, t.schedule) for t in found} == {(4, 2, "1f1b")}
     assert texts(t.seats for t in found) == {("dp2", "dp2 of group 1")}
-    free = list(UnequalSearch(request_for(UNLIKE)).terms())
+    free = terms_of(costs_of(request_for(UNLIKE)))
     assert {t.num_micro_batches for t in free} == {1, 2, 4, 8} and {t.zero for t in free} == {0, 1, 2, 3}
 
 
@@ -141,8 +156,8 @@ def test_the_best_of_all_terms_equals_brute_force(
     search = UnequalSearch(request)
     found = search.run()
     with monkeypatch.context() as patched:
-        patched.setattr(unequal, "solve_pipeline", by_enumeration)
-        solved, lacking = all_solved(search)
+        patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
+        solved, lacking = all_solved(search.costs)
     assert (found is None) == (not solved)
     if found is None:
         assert share < 1 and search.smallest_excess == pytest.approx(min(lacking), rel=1e-9) and min(lacking) > 0
@@ -150,18 +165,18 @@ def test_the_best_of_all_terms_equals_brute_force(
     assert share > 0.2
     assert found.objective == pytest.approx(min(solved.values()), rel=1e-9)
     assert found.objective >= free.objective * (1 - 1e-9)
-    assert all(search.bound(terms) <= objective * (1 + 1e-9) for terms, objective in solved.items())
+    assert all(bound(search.costs, terms) <= objective * (1 + 1e-9) for terms, objective in solved.items())
     plan = unequal_candidate(found, request).plan
     for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
         assert sum(kinds.values()) <= request.capacity_bytes(seat.group)
 
 
-def all_solved(search: UnequalSearch) -> tuple[dict[Terms, float], list[float]]:
+def all_solved(costs: SeatCosts) -> tuple[dict[Terms, float], list[float]]:
     """The objective of all terms that fit, and the bytes that the others lack."""
     solved, lacking = {}, []
-    for terms in search.terms():
+    for terms in terms_of(costs):
         try:
-            solved[terms] = search.solve(terms).objective
+            solved[terms] = solve(costs, terms).objective
         except PipelineInfeasibleError as error:
             lacking += [error.smallest_excess] if error.needs else []
     return solved, lacking
@@ -318,12 +333,12 @@ def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
     """Exact with one micro-batch; with several the closed form adds the bottleneck to the whole fill, also where the
     bottleneck's neighbours could have waited meanwhile (too much), and does not see zero bubble's ramps."""
     request = deep(cluster)
-    search, bounds = UnequalSearch(request), {"1f1b": (0.88, 1.02), "zero-bubble": (0.88, 1.1)}
+    costs, bounds = costs_of(request), {"1f1b": (0.88, 1.02), "zero-bubble": (0.88, 1.1)}
     seen = 0
-    for terms in search.terms():
+    for terms in terms_of(costs):
         if terms.num_micro_batches == ROWS:
             continue
-        found = search.solve(terms)
+        found = solve(costs, terms)
         ratio = unequal_candidate(found, request).plan.prediction.step_seconds / found.objective
         low, high = bounds[terms.schedule] if terms.num_micro_batches > 1 else (1 - 1e-9, 1 + 1e-9)
         assert low <= ratio <= high, f"{ratio} for {terms}"
@@ -356,8 +371,8 @@ def mixed_plan() -> Plan:
     """dp2 and a single GPU of the other group, two micro-batches."""
     pinned = {"micro_batches": 2, "schedule": "1f1b", "zero": 1, "pp": 2}
     request = request_for(TWO_AND_ONE, **pinned)
-    search = UnequalSearch(request)
-    solved = [search.solve(terms) for terms in search.terms() if str(terms.seats[0]) == "dp2"]
+    costs = costs_of(request)
+    solved = [solve(costs, terms) for terms in terms_of(costs) if str(terms.seats[0]) == "dp2"]
     return unequal_candidate(min(solved, key=lambda found: found.objective), request).plan
 
 
@@ -436,17 +451,17 @@ def test_a_plan_that_outgrows_one_groups_memory_names_what_it_needs() -> None:
 def test_unequal_positions_win_where_equal_ones_leave_devices_idle() -> None:
     """Eight rows on three GPUs, which divide neither the rows nor the heads: one stage cannot use all of them."""
     best, *others = (candidate.plan for candidate in search_plans(request_for("3 a100-80g")).candidates)
-    assert sorted(map(str, best.pipeline.seats)) == ["dp2", "single"]
+    assert sorted(seat.mesh.num_ranks for seat in best.pipeline.seats) == [1, 2]
     assert [plan.layout for plan in others] == ["pp3"]
     assert best.prediction.step_seconds < others[0].prediction.step_seconds
 
 
 def test_equal_seats_of_one_group_are_a_plan_of_the_usual_kind() -> None:
     """Two shapes may be used; where a solution uses one, its positions are not written out."""
-    search, seen = UnequalSearch(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
-    for terms in search.terms():
-        found = search.solve(terms)
-        plan = unequal_candidate(found, search.request).plan
+    costs, seen = costs_of(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
+    for terms in terms_of(costs):
+        found = solve(costs, terms)
+        plan = unequal_candidate(found, costs.request).plan
         is_unlike = len(set(found.pipeline.seats)) > 1
         assert bool(plan.pipeline.seats) == is_unlike and plan.num_ranks == 4
         assert plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.15)

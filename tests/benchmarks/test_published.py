@@ -13,8 +13,14 @@ import torch
 
 from autopar.plan import Prediction
 from autopar.tracing.trace import trace
-from benchmarks import published
-from benchmarks.published import Outcome
+from benchmarks.published import __main__ as command
+from benchmarks.published import models, tables
+from benchmarks.published.accuracy import measured_bytes, predicted_bytes, tau
+from benchmarks.published.machines import cluster_of, device_of, precision_of
+from benchmarks.published.predictions import Outcome, predict_rows
+from benchmarks.published.rates import fit_rates, left_out_seconds
+from benchmarks.published.rows import SkippedError
+from benchmarks.published.strategies import assumptions, strategy_of
 
 ROW: dict[str, Any] = {
     "id": "r1", "source": "a", "framework": "Megatron-LM v2", "model": "GPT-small", "arch_family": "GPT", "layers": 6,
@@ -27,8 +33,8 @@ ROW: dict[str, Any] = {
 
 
 def test_a_model_built_shallow_traces_as_the_whole() -> None:
-    model, batch = published.build(ROW)
-    assert published.graph_of(ROW, 2) == trace(model, batch, batch_size=2, param_dtype=torch.bfloat16)
+    model, batch = models.build(ROW)
+    assert models.graph_of(ROW, 2) == trace(model, batch, batch_size=2, param_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_a_model_built_shallow_traces_as_the_whole() -> None:
 )
 def test_rows_that_lack_something_are_skipped_with_the_reason(changed: dict[str, Any], words: str) -> None:
     row = {key: value for key, value in {**ROW, **changed}.items() if value is not None}
-    outcomes, skipped, _ = published.predict_rows([row])
+    outcomes, skipped, _ = predict_rows([row])
     assert not outcomes
     ((_, reason),) = skipped
     assert re.search(words, reason)
@@ -62,7 +68,7 @@ def test_rows_that_lack_something_are_skipped_with_the_reason(changed: dict[str,
 def test_a_row_with_context_parallelism_is_predicted_at_its_part_of_the_tokens() -> None:
     flash = {**ROW, "pp": 1, "zero_stage": 1, "attention_impl": "flash 2"}
     rows = [{**flash, "dp": 4}, {**flash, "dp": 2, "cp": 2, "global_batch": 8}]
-    outcomes, skipped, _ = published.predict_rows(rows)
+    outcomes, skipped, _ = predict_rows(rows)
     assert not skipped
     first, second = (o.prediction for o in outcomes)  # as many rows on each rank, with half of the tokens
     assert second.num_bytes["activations"] == pytest.approx(first.num_bytes["activations"] / 2, rel=0.01)
@@ -73,35 +79,35 @@ def test_a_row_with_context_parallelism_is_predicted_at_its_part_of_the_tokens()
 def test_a_row_becomes_a_strategy_and_a_cluster() -> None:
     row = {**ROW, "dp": 8, "tp": 2, "pp": 1, "gpus_total": 16, "zero_stage": 1, "zero_group": 4, "global_batch": 64}
     row |= {"inter_node": "4x100Gb RoCE per node", "inter_bw_gbps_per_node": 400, "sp": True}
-    strategy = published.strategy_of(row)
+    strategy = strategy_of(row)
     wanted = {"pp": 1, "ddp": 2, "dp": 4, "tp": 2, "zero": 1, "micro_batches": 4, "recompute": "none", "sp": True}
     assert strategy == wanted
-    cluster = published.cluster_of(row)
+    cluster = cluster_of(row)
     assert (cluster.num_nodes, cluster.devices_per_node) == (2, 8)
     assert cluster.inter_node.bytes_per_second == pytest.approx(400e9 / 8 / 8)
 
 
 def test_what_is_assumed_is_told() -> None:
-    assert set(published.assumptions(ROW)) == {
+    assert set(assumptions(ROW)) == {
         "sp absent, taken as false",
         "attention_impl absent, taken as unfused",
     }
-    strange = set(published.assumptions({**ROW, "framework": "unheard of", "tp": 1}))
+    strange = set(assumptions({**ROW, "framework": "unheard of", "tp": 1}))
     assert "framework unheard of under the profile megatron-2021" in strange
 
 
 def test_devices_by_name_or_by_memory() -> None:
     def of(gpu: str, size: str) -> str:
-        return published.device_of({**ROW, "gpu": gpu, "gpu_mem_gb": size}).name
+        return device_of({**ROW, "gpu": gpu, "gpu_mem_gb": size}).name
 
     assert of("A100-80GB-PCIe", "80") == "a100-80g-pcie" and of("A100-SXM4", "40") == "a100-40g"
-    with pytest.raises(published.SkippedError, match="not in the catalogue"):
+    with pytest.raises(SkippedError, match="not in the catalogue"):
         of("A100-SXM4", "20")
 
 
 def test_precisions() -> None:
     def of(text: str, gpu: str = "A100-80GB") -> str:
-        return published.precision_of({**ROW, "precision": text, "gpu": gpu})
+        return precision_of({**ROW, "precision": text, "gpu": gpu})
 
     tf32 = "fp32 (TF32 on Ampere+ default)"
     assert [of("amp_bf16/DEFAULT"), of("fp16-mixed"), of("tf32"), of("fp32")] == ["bf16", "fp16", "tf32", "fp32"]
@@ -111,8 +117,8 @@ def test_precisions() -> None:
 def test_tau_counts_pairs_of_one_group_and_leaves_ties_out() -> None:
     rows = [("a", 1.0, 10.0), ("a", 2.0, 30.0), ("a", 3.0, 20.0), ("a", 3.0, 5.0), ("b", 9.0, 1.0)]
     # 1-2 agree, 1-3 agree, 2-3 not, 1-4 not, 2-4 not; 3-4 are measured equal.
-    assert published.tau(rows) == (pytest.approx(-1 / 5), 5)
-    assert math.isnan(published.tau([("a", 1.0, 1.0)])[0])
+    assert tau(rows) == (pytest.approx(-1 / 5), 5)
+    assert math.isnan(tau([("a", 1.0, 1.0)])[0])
 
 
 def outcome(source: str, number: int, measured: float, matmuls: float, memory: float) -> Outcome:
@@ -131,7 +137,7 @@ def test_fitted_rates_find_what_measurements_were_made_with() -> None:
         for source in "abc"
         for i, (matmuls, memory) in enumerate([(1.0, 0.1), (0.2, 1.0), (1.0, 1.0)])
     ]
-    rates = published.fit_rates(rows)
+    rates = fit_rates(rows)
     assert rates["ampere", "matmuls"] == pytest.approx(1.3, rel=0.05)
     assert rates["ampere", "memory-bound kernels"] == pytest.approx(0.8, rel=0.05)
 
@@ -140,8 +146,9 @@ def test_a_source_that_is_left_out_does_not_fit_itself(capsys: pytest.CaptureFix
     own = [outcome("odd", i, 2.0, 1.0, 0.0) for i in range(3)]
     others = [outcome(source, i, 1.0, 1.0, 0.0) for source in ("b", "c") for i in range(3)]
     rows = own + others
-    found = published.leave_one_out(rows, published.fit_rates(rows))
+    found = left_out_seconds(rows)
     assert found["odd0"] == pytest.approx(1.0)
+    tables.show_left_out(rows, fit_rates(rows), found)
     assert "odd" in capsys.readouterr().out
 
 
@@ -151,9 +158,9 @@ def test_memory_is_compared_by_what_was_measured() -> None:
     smi = Outcome({**row, "mem_kind": "nvidia-smi, rounded up"}, Prediction({}, bytes_by_kind), "ampere")
     both = {**row, "mem_unit": "GiB", "mem_kind": "peak reserved (max allocated 5.5 GiB)"}
     allocated = Outcome(both, Prediction({}, bytes_by_kind), "ampere")
-    assert published.predicted_bytes(smi) == 6.5e9 and published.measured_bytes(smi.row) == 6e9
-    assert published.predicted_bytes(allocated) == 5e9
-    assert published.measured_bytes(allocated.row) == 5.5 * 2**30
+    assert predicted_bytes(smi) == 6.5e9 and measured_bytes(smi.row) == 6e9
+    assert predicted_bytes(allocated) == 5e9
+    assert measured_bytes(allocated.row) == 5.5 * 2**30
 
 
 def test_the_command_prints_every_source_and_writes_every_row(
@@ -162,9 +169,9 @@ def test_the_command_prints_every_source_and_writes_every_row(
     rows = [ROW, {**ROW, "id": "r2", "recompute": "full"}, {**ROW, "id": "r3", "source": "b", "status": "OOM"}]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    monkeypatch.setattr(published, "RESULTS", tmp_path / "out.csv")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "out.csv")
     monkeypatch.setattr("sys.argv", ["published", "--rows", str(file), "--csv"])
-    assert published.main() == 0
+    assert command.main() == 0
     printed = capsys.readouterr().out
     assert "skipped 1: status OOM" in printed and "1 models traced" in printed
     written = (tmp_path / "out.csv").read_text().splitlines()

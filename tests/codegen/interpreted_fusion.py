@@ -23,7 +23,7 @@ def kernels_run(compiled, batch) -> list[str]:
         if node is not None:
             names.add(type(node).__name__)
             open_nodes += [following for following, _ in node.next_functions]
-    return sorted(names & {"_RmsNormBackward", "_SwiGluBackward", "_CrossEntropyBackward"})
+    return sorted(names & {"_LinearCrossEntropyBackward", "_RmsNormBackward", "_SwiGluBackward"})
 
 
 def main() -> int:
@@ -33,8 +33,8 @@ def main() -> int:
     names = run_ranks(kernels_run, (compiled, example.inputs), 2)
     report = verify_program(compiled, example.inputs, steps=1)
     print(names, report)
-    all_ran = names == [["_CrossEntropyBackward", "_RmsNormBackward", "_SwiGluBackward"]] * 2
-    return 0 if all_ran and "token_losses(" in compiled.source and report.ok(1e-5) else 1
+    all_ran = names == [["_LinearCrossEntropyBackward", "_RmsNormBackward", "_SwiGluBackward"]] * 2
+    return 0 if all_ran and "linear_cross_entropy(" in compiled.source and report.ok(1e-5) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Fused programs: what is fused, what must not be, and that the numbers stay those of the model.
 
-Small handmade programs are run as they would be written (`expression`), before and after fusing; real ones by
-`autopar.verify` against the eager model.
+Small handmade programs (bodies.py) are run before and after fusing; real ones by `autopar.verify` against the eager
+model. The linear layer with its loss has a file of its own, test_fused_head.py.
 """
 
 from __future__ import annotations
@@ -21,86 +21,14 @@ import torch.nn.functional as F
 import autopar
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from codegen import kernels
 from codegen.emit import emit_model
-from codegen.expressions import KERNELS, expression
 from codegen.fusion import fuse
-from codegen.program import Call, LayerLoop, ModuleClass, Operand, Program, Raw, Reshard, Var
-from codegen.runtime.cross_entropy import cross_entropy
+from codegen.program import Call, LayerLoop, Raw, Reshard, Var
 from examples.models import EXAMPLES
+from tests.codegen.bodies import Body, assert_same_numbers, execute, is_left_alone, targets
 
 ROOT = Path(__file__).resolve().parents[2]
 IDEAL = str(ROOT / "examples" / "clusters" / "ideal.toml")
-WIDTH = 6
-SHAPES = {"x": (3, 4, WIDTH), "a": (3, 4, WIDTH), "b": (3, 4, WIDTH), "row": (WIDTH,), "self.weight": (WIDTH,)}
-
-
-class Body:
-    """Statements in a row, with the operands' types read off the values that the calls really get."""
-
-    def __init__(self, dtypes: dict[str, torch.dtype] | None = None, **shapes: tuple[int, ...]) -> None:
-        dtypes = dtypes or {}
-        self.values = {
-            name: torch.randn(shape, dtype=torch.float32).to(dtypes.get(name, torch.float32))
-            for name, shape in (SHAPES | shapes).items()
-        }
-        self.known = dict(self.values)
-        self.statements: list = []
-
-    def call(self, result: str, target: str, *args: object, divisor: int = 1, **kwargs: object) -> Body:
-        named = tuple(Var(a) if isinstance(a, str) else a for a in args)
-        held = {a.name: self.known[a.name] for a in named if isinstance(a, Var)}
-        operands = tuple((n, Operand(tuple(v.shape), str(v.dtype).removeprefix("torch."))) for n, v in held.items())
-        statement = Call(target, named, tuple(kwargs.items()), (result,), "", divisor, operands)
-        self.known = execute([statement], self.known)
-        self.statements.append(statement)
-        return self
-
-    def rms_norm(
-        self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1
-    ) -> Body:
-        self.call("power", "aten.pow.Tensor_Scalar", x, 2).call(
-            "mean", "aten.mean.dim", "power", dims, True, divisor=by
-        )
-        self.call("shifted", "aten.add.Tensor", "mean", eps).call("rsqrt", "aten.rsqrt.default", "shifted")
-        return self.call("mul", "aten.mul.Tensor", x, "rsqrt").call("y", "aten.mul.Tensor", weight, "mul")
-
-    def swiglu(self, gate: str = "a", up: str = "b") -> Body:
-        return self.call("act", "aten.silu.default", gate).call("y", "aten.mul.Tensor", "act", up)
-
-    def program(self, *outputs: str, num_micro_batches: int = 1) -> Program:
-        cls = ModuleClass("M", "", {}, {}, ("x",), tuple(self.statements), outputs or ("y",))
-        return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, num_micro_batches, {}, (), cls, ())
-
-
-def execute(statements: list, values: dict) -> dict:
-    """The statements as they are written in a generated file; `self.weight` stands for any stored tensor."""
-    scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy}
-    scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}
-    scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
-    for statement in statements:
-        exec(f"{statement.results[0]} = {expression(statement)}".replace("self.", "self_"), scope)
-    return {name.replace("self_", "self."): value for name, value in scope.items() if name not in ("F", "torch")}
-
-
-def targets(program: Program) -> list[str]:
-    return [s.target if isinstance(s, Call) else type(s).__name__ for s in program.root.body]
-
-
-def assert_same_numbers(body: Body, fused: Program, tolerance: float = 1e-6) -> None:
-    """Value and gradients of y, before and after fusing."""
-    found = []
-    for statements in (body.statements, fused.root.body):
-        leaves = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in body.values.items()}
-        y = execute(list(statements), leaves)["y"]
-        torch.manual_seed(1)
-        y.backward(torch.randn(y.shape).to(y.dtype))
-        found.append((y.detach(), {n: v.grad for n, v in leaves.items() if v.grad is not None}))
-    (y, gradients), (fused_y, fused_gradients) = found
-    assert y.dtype == fused_y.dtype and gradients.keys() == fused_gradients.keys()
-    torch.testing.assert_close(fused_y, y, rtol=tolerance, atol=tolerance)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(fused_gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
 
 
 # --- what is fused ----------------------------------------------------------------------------------------------------
@@ -149,11 +77,6 @@ def test_swiglu_in_either_order(order):
 
 
 # --- what must not be -------------------------------------------------------------------------------------------------
-
-
-def is_left_alone(body: Body, *outputs: str) -> bool:
-    program = body.program(*outputs)
-    return fuse(program) == program
 
 
 @pytest.mark.parametrize("name", ["power", "mean", "shifted", "rsqrt", "mul"])
@@ -286,9 +209,10 @@ def compiled(name: str, cluster: str = "1 cpu", **options: object):
 @pytest.mark.parametrize(
     ("name", "in_layer", "in_root"),
     [
-        ("llama", {"rms_norm": 2, "swiglu": 1}, {"rms_norm": 1, "cross_entropy": 1}),
-        ("qwen3", {"rms_norm": 4, "swiglu": 1}, {"rms_norm": 1, "cross_entropy": 1}),  # also queries' and keys' norms
-        ("gpt2", {}, {"cross_entropy": 1}),
+        ("llama", {"rms_norm": 2, "swiglu": 1}, {"rms_norm": 1, "linear_cross_entropy": 1}),
+        # Also queries' and keys' norms.
+        ("qwen3", {"rms_norm": 4, "swiglu": 1}, {"rms_norm": 1, "linear_cross_entropy": 1}),
+        ("gpt2", {}, {"linear_cross_entropy": 1}),
     ],
 )
 def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precision):

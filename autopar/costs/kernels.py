@@ -1,0 +1,311 @@
+"""Prices where fused kernels run (`kernels=` of autopar.compile): what each saves of the calls that it stands for.
+
+A fused call reads what enters its run and writes what leaves it, once; backward it reads the result's gradient and what
+it kept, and writes the gradients of what entered. With r and w the bytes of what enters and leaves, and g those of what
+enters and needs a gradient, all on one rank,
+
+    forward = time(r + w) + launches,    backward = time(w + r + g) + launches
+
+are shared by the calls of the run: what enters is charged to the first that reads it, what leaves to the last. Only
+what entered is kept. A call is priced by itself where its own decision parts the run: a normalised dim or a vocabulary
+that is cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once all is
+decided: `as_run` then replaces the runs that are whole, so bytes are those of the program. The search's seconds are
+those of runs that no reshard parts; as each call is charged its own share, parting a run never seems to pay.
+
+The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) makes no whole logits: its forward has all
+three products, chunk by chunk, and keeps the gradients but for a factor. It costs more time than the loss's kernel
+alone (the sum over chunks is fp32) and is put where it needs less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.costs.price import Pricer, is_cpu, num_local_dim
+from autopar.costs.saved import KEEPS_INPUTS
+from autopar.graph import Node, Ref, TensorMeta, base_name
+from autopar.placement import Placements
+from autopar.sharding.choices import Choices
+from autopar.sharding.fused import Fusion
+from autopar.sharding.strategies import Operator, Option, Scope, num_local
+from codegen.fusion.losses import ACCUMULATOR_BYTES
+from cost_models import compute
+
+HEAD = "linear and cross-entropy"
+HEAD_CALL = "kernels.linear_cross_entropy"
+
+Key = tuple[str, str]
+"""(scope, call)"""
+
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "gpu": 1 << 28}
+CHUNK_GRANULE = 128
+"""Logits of one chunk, and what its rows are rounded up to (codegen/kernels/linear_cross_entropy.py `_even_chunk`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How one kernel is priced.
+
+    needs_whole: whether the last dim of its tensors may not be cut. launches: more than one kernel, forward and
+    backward. on_cpu: whether what runs on a CPU, in torch operations, is fused too; references of the others are the
+    calls that they stand for.
+    """
+
+    needs_whole: bool = False
+    launches: tuple[int, int] = (1, 1)
+    on_cpu: bool = False
+
+
+TERMS: Mapping[str, Terms] = {
+    "RMSNorm": Terms(needs_whole=True, launches=(1, 2)),
+    "SwiGLU": Terms(),
+    "cross-entropy": Terms(needs_whole=True, launches=(3, 1)),
+    HEAD: Terms(on_cpu=True),
+}
+"""By pattern. RMSNorm's backward adds up partial sums of the weight's gradient; cross-entropy's forward adds up the
+losses and divides."""
+
+
+@dataclass
+class KernelPricer(Pricer):
+    """Prices of a program with fused kernels."""
+
+    def fusion(self, operator: Operator) -> Fusion | None:
+        """The run that programs for this mesh and device make one call of."""
+        return next((fusion for fusion in operator.fusions if self.runs(fusion)), None)
+
+    def runs(self, fusion: Fusion) -> bool:
+        """Whether programs for this mesh have it, and this device runs it as one call."""
+        is_one = TERMS[fusion.name].on_cpu or not is_cpu(self.cluster)
+        return is_one and fusion.pays(self.mesh.num_data_ranks)
+
+    def fused(self, operator: Operator, option: Option) -> Fusion | None:
+        """The same, if this decision leaves the run whole."""
+        fusion = self.fusion(operator)
+        return fusion if fusion is not None and is_whole(fusion, operator, option) else None
+
+    # --- compute ------------------------------------------------------------------------------------------------------
+
+    def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(forward, backward) of one call, or of the run that it is charged for."""
+        fusion = self.fused(operator, option)
+        if fusion is None:
+            return super().operator_seconds(operator, option)
+        is_last = operator.node.name == fusion.node.name
+        if fusion.name != HEAD:
+            return self._traffic_seconds(fusion, operator, option)
+        if is_last:
+            return self._loss_seconds(fusion, operator, option)
+        return self._head_seconds(operator, option) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
+
+    def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
+        """None of a head whose weight gradient is made in its forward."""
+        if self.fused(operator, option) is not None:
+            return 0.0
+        return super().weight_seconds(operator, option, whole_seconds)
+
+    def _traffic_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
+        """The call's share of the run's seconds: of all that the run moves, what enters it here, and what leaves it."""
+        own = [*zip(operator.inputs, option.inputs, strict=True)]
+        own += zip(operator.node.outputs, option.outputs, strict=True)
+        largest, lies = max(own, key=lambda pair: pair[0].numel)
+        local = num_local(largest, lies, self.mesh) / largest.numel
+        name, entering = operator.node.name, [*zip(fusion.node.inputs, fusion.metas, strict=True)]
+        is_last, written = name == fusion.node.name, sum(meta.num_bytes for meta in fusion.node.outputs)
+
+        def moved(here: bool) -> tuple[int, int]:
+            """Bytes forward and backward: of the whole run, or of this call."""
+            sizes = [(m.num_bytes, m.requires_grad) for r, m in entering if not here or fusion.readers[r] == name]
+            leaving = written if is_last or not here else 0
+            read = sum(size for size, _ in sizes)
+            return read + leaving, read + leaving + sum(size for size, has_gradient in sizes if has_gradient)
+
+        launch, has_gradient = self.cluster.device.kernel_launch_seconds, any(m.requires_grad for _, m in entering)
+        seconds = []
+        for whole, here, launches in zip(moved(False), moved(True), TERMS[fusion.name].launches, strict=True):
+            more = (launches - 1) * launch if is_last else 0.0
+            seconds.append(self.memory_seconds(local * whole) * here / whole + more)
+        return seconds[0], seconds[1] if has_gradient else 0.0
+
+    def _head_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """The layer: per chunk three products, with the sum of weight gradients; backward both gradients times a
+        factor."""
+        head = self._head(operator.inputs[:2], option.inputs[:2])
+        c, h, v, e, a = head.chunk_rows, head.width, head.classes, head.element_bytes, head.sum_bytes
+        operands = (c * h + v * h + c * v) * e
+        products = [((c, v, h), operands)]
+        products += [((c, h, v), operands)] if head.needs_x else []
+        products += [((v, h, c), (c * h + c * v) * e + 2 * v * h * a)] if head.needs_weight else []
+        dtype, device = self.dtype_name(operator.node.outputs[0]), self.cluster.device
+        works = (compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape) for shape, moved in products)
+        chunk = sum(compute.seconds(work, device) for work in works)
+        if len(products) == 1:
+            return head.num_chunks * chunk, 0.0
+        cleared = self.memory_seconds(v * h * a) if head.needs_weight else 0.0
+        scaled = self.memory_seconds(2 * head.x_bytes) + self.memory_seconds(head.sums_bytes / a * (a + e))
+        return head.num_chunks * chunk + cleared, scaled
+
+    def _loss_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
+        """The loss: per chunk its logits are read, and read and written as their gradient. Ranks that share the
+        vocabulary gather three fp32 numbers per row."""
+        logits, lies = operator.inputs[0], option.inputs[0]
+        rows, classes = num_local_dim(logits, lies, self.mesh, -2), num_local_dim(logits, lies, self.mesh)
+        count, chunk_rows = self._chunks(rows, classes)
+        size = chunk_rows * classes * fusion.metas[0].dtype.itemsize
+        chunk = self.memory_seconds(size) + self.memory_seconds(2 * size)
+        for axis, placement in enumerate(lies):
+            if placement.is_shard and placement.dim == 1:
+                num_bytes = 12.0 * chunk_rows * self.mesh.sizes[axis]
+                chunk += self.collective_seconds("all_gather", axis, num_bytes)
+        return count * chunk, 0.0
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def saved_bytes(self, operator: Operator, option: Option, kept: tuple[Ref, ...]) -> float:
+        """Activations that this call is first to keep: those that enter its run here."""
+        fusion = self.fused(operator, option)
+        if fusion is None:
+            return super().saved_bytes(operator, option, kept)
+        scale = 1.0 + self.fragmentation
+        if fusion.name == HEAD:
+            is_layer = base_name(operator.node.op) == "linear"
+            return self._head(operator.inputs[:2], option.inputs[:2]).kept_bytes * scale if is_layer else 0.0
+        held = kept_by(fusion)
+        own = zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)
+        sizes = {ref: num_local(meta, lies, self.mesh) * meta.dtype.itemsize for ref, meta, lies in own}
+        return scale * sum(
+            size for ref, size in sizes.items() if ref in held and fusion.readers[ref] == operator.node.name
+        )
+
+    def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(kept beside inputs and results, temporaries of the forward) of a fused call."""
+        if operator.node.op != HEAD_CALL:
+            return 0.0, 0.0
+        head = self._head(operator.inputs[:2], option.inputs[:2])
+        # On a CPU softmax's numerator is made beside the logits, in two fp32 temporaries.
+        width = head.element_bytes + (8 if is_cpu(self.cluster) else 0)
+        return head.kept_bytes, float(head.chunk_rows * head.classes * width)
+
+    def _head(self, metas: tuple[TensorMeta, ...], lie: tuple[Placements, ...]) -> _Head:
+        (x, weight), (x_lies, weight_lies) = metas, lie
+        classes, width = num_local_dim(weight, weight_lies, self.mesh, 0 - len(weight.shape)), x.shape[-1]
+        x_elements = num_local(x, x_lies, self.mesh)
+        count, chunk_rows = self._chunks(x_elements // width, classes)
+        size = x.dtype.itemsize
+        wide = ACCUMULATOR_BYTES[str(x.dtype).removeprefix("torch.")]
+        own = count, chunk_rows, width, classes, size, wide, x.requires_grad, weight.requires_grad
+        return _Head(*own, float(x_elements * size), float(classes * width * wide))
+
+    def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
+        """(how many chunks, rows of one) as the kernel cuts them."""
+        most = max(1, CHUNK_ELEMENTS["cpu" if is_cpu(self.cluster) else "gpu"] // max(1, classes))
+        even = -(-rows // max(1, -(-rows // most)))
+        height = max(1, min(most, -(-even // CHUNK_GRANULE) * CHUNK_GRANULE))
+        return -(-rows // height), min(height, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Sizes of a linear layer with its loss on one rank. element_bytes, sum_bytes: of an element of x and weight, and
+    of the summed weight gradient; x_bytes, sums_bytes: of all of them."""
+
+    num_chunks: int
+    chunk_rows: int
+    width: int
+    classes: int
+    element_bytes: int
+    sum_bytes: int
+    needs_x: bool
+    needs_weight: bool
+    x_bytes: float
+    sums_bytes: float
+
+    @property
+    def kept_bytes(self) -> float:
+        """Both gradients, made in the forward."""
+        return self.x_bytes * self.needs_x + self.sums_bytes * self.needs_weight
+
+
+def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
+    """Whether a call's own decision leaves its run one kernel call."""
+    is_last = operator.node.name == fusion.node.name
+    if not is_last and any(p.kind == "P" for lies in option.outputs for p in lies):
+        return False
+    if not TERMS[fusion.name].needs_whole:
+        return True
+    tensors = [*zip(operator.inputs, option.inputs, strict=True)]
+    tensors += zip(operator.node.outputs, option.outputs, strict=True)
+    matrices = [(len(meta.shape) - 1, lies) for meta, lies in tensors if len(meta.shape) > 1]
+    return not any(p.is_shard and p.dim == last for last, lies in matrices for p in lies)
+
+
+def kept_by(fusion: Fusion) -> frozenset[Ref]:
+    """What enters a run and is kept for its backward."""
+    positions = KEEPS_INPUTS.get(base_name(fusion.node.op)) or ()
+    return frozenset(fusion.node.inputs[i] for i in positions)
+
+
+# --- under all decisions ----------------------------------------------------------------------------------------------
+
+
+def as_run(
+    scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: Pricer
+) -> tuple[Scope, Mapping[Key, Operator], Choices]:
+    """The scope's calls as programs have them, with the fused ones and how what they read lies."""
+    found = _runs(scope, operators, choices, pricer) if isinstance(pricer, KernelPricer) else {}
+    if not found:
+        return scope, operators, choices
+    gone = {member.name for fusion in found.values() for member in fusion.members}
+    nodes: list[Node] = []
+    calls, options = dict(operators), dict(choices.operators)
+    for node in scope.nodes:
+        fusion = found.get(node.name)
+        if fusion is None:
+            nodes += [] if node.name in gone else [node]
+            continue
+        key, lies = (scope.name, node.name), _entering(fusion, scope.name, choices)
+        metas = tuple(scope.metas[ref] for ref in fusion.node.inputs)
+        nodes.append(fusion.node)
+        calls[key] = replace(operators[key], node=fusion.node, inputs=metas, fusions=())
+        options[key] = replace(options[key], inputs=tuple(lies[ref] for ref in fusion.node.inputs))
+    return replace(scope, nodes=tuple(nodes)), calls, replace(choices, operators=options)
+
+
+def _runs(scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: KernelPricer) -> dict[str, Fusion]:
+    """Last call -> its run, of all that no decision parts."""
+    found: dict[str, Fusion] = {}
+    taken: set[str] = set()
+    for node in scope.nodes:
+        for fusion in operators[scope.name, node.name].fusions:
+            names = {member.name for member in fusion.members}
+            if not names & taken and pricer.runs(fusion) and _holds(fusion, scope.name, operators, choices):
+                found[fusion.node.name] = fusion
+                taken |= names
+    return found
+
+
+def _holds(fusion: Fusion, scope: str, operators: Mapping[Key, Operator], choices: Choices) -> bool:
+    """Whether every call leaves the run whole, and every tensor lies for its readers as it was made."""
+    lies: dict[Ref, Placements] = {}
+    for member in fusion.members:
+        option = choices.operators[scope, member.name]
+        if not is_whole(fusion, operators[scope, member.name], option):
+            return False
+        if any(lies.setdefault(r, p) != p for r, p in zip(member.inputs, option.inputs, strict=True)):
+            return False
+        made = Ref(member.name)
+        lies[made] = option.outputs[0]
+        kept = choices.tensors.get((scope, made))
+        if kept not in (None, lies[made]) and member.name != fusion.node.name:
+            return False
+    return True
+
+
+def _entering(fusion: Fusion, scope: str, choices: Choices) -> dict[Ref, Placements]:
+    """How what enters a run lies there."""
+    members = {member.name: member for member in fusion.members}
+    found = {}
+    for ref, name in fusion.readers.items():
+        found[ref] = choices.operators[scope, name].inputs[members[name].inputs.index(ref)]
+    return found

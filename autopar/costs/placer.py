@@ -1,0 +1,34 @@
+"""Where every tensor of a graph lies under given choices."""
+
+from __future__ import annotations
+
+from autopar.graph import Graph, LayerRun, Ref
+from autopar.placement import Placements
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Scope, scopes_of
+
+
+class Placer:
+    """Where every tensor of a graph lies under given choices."""
+
+    def __init__(self, graph: Graph, choices: Choices) -> None:
+        self.choices = choices
+        self.scopes = {scope.name: scope for scope in scopes_of(graph)}
+        self.runs = {piece.name: piece for piece in graph.body if isinstance(piece, LayerRun)}
+
+    def where(self, scope: Scope, ref: Ref) -> Placements:
+        """How `ref` lies when it is read."""
+        kept = self.choices.tensors.get((scope.name, ref))
+        if kept is not None:
+            return kept
+        stored = self.choices.parameters.get((scope.name, ref.node))
+        if stored is not None:
+            return stored.placements
+        option = self.choices.operators.get((scope.name, ref.node))
+        if option is not None:
+            return option.outputs[ref.index]
+        run = self.runs[ref.node]
+        for position, output in run.carried:
+            if output == ref.index:
+                return self.choices.tensors[run.layer.name, Ref(run.layer.inputs[position][0])]
+        return self.where(self.scopes[run.layer.name], run.layer.outputs[ref.index])

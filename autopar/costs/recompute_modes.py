@@ -1,0 +1,110 @@
+"""What a layer keeps for its backward under each recompute mode, and what that costs.
+
+With f and b the seconds of a layer's forward and backward, and s those of its matmuls and attention in f, a mode adds
+so many seconds to the backward of a micro-batch, which keeps
+
+    none        0                              everything
+    selective   f - s                          inputs, results of matmuls and attention
+    full        f                              inputs
+    offload     max(c - f, 0) + max(c - b, 0)  nothing on the device
+
+where c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
+copies back beside the backward. What is not kept is made again by a second forward just before the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.costs.block_costs import BlockCost, Mode
+from autopar.costs.liveness import Liveness
+from autopar.costs.price import ATTENTION, MATMULS, Pricer
+from autopar.graph import Graph, LayerRun, Ref, TensorMeta, base_name
+from autopar.placement import Placements
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator, Scope, num_local
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, and the forward seconds of
+    these."""
+
+    inputs: float
+    results: float
+    costly_seconds: float
+
+
+def recompute_modes(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    pricer: Pricer,
+    choices: Choices,
+    scope: Scope,
+    block: BlockCost,
+) -> dict[str, Mode]:
+    """The modes of a class of layers that keep less than everything, and "none". block: with all but its modes."""
+    kept, live = _kept(graph, operators, pricer, choices, scope), block.live
+    again = _repeated(live)
+    fetched = _fetched(again, live.kept)
+    # The host holds everything; while a layer runs backward, its own and the next one's are back.
+    copied = live.kept / pricer.cluster.device.host_link_bytes_per_second
+    late = max(copied - block.forward_seconds, 0.0) + max(copied - block.backward_seconds, 0.0)
+    modes = {
+        "none": Mode(0.0, live.kept, block.transient_bytes, live),
+        "offload": Mode(late, 0.0, max(fetched.forward, fetched.waiting), fetched),
+    }
+    for name, num_bytes, seconds in (
+        ("selective", kept.inputs + kept.results, block.forward_seconds - kept.costly_seconds),
+        ("full", kept.inputs, block.forward_seconds),
+    ):
+        if num_bytes < live.kept:
+            transient = max(again.forward, again.waiting) - num_bytes
+            modes[name] = Mode(seconds, num_bytes, transient, again)
+    return modes
+
+
+def _kept(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices, scope: Scope
+) -> _Kept:
+    runs = [piece for piece in graph.body if isinstance(piece, LayerRun) and piece.layer.name == scope.name]
+    carried = {position for run in runs for position, _ in run.carried}
+    inputs = sum(
+        _local_bytes(pricer, meta, choices.tensors[scope.name, Ref(name)])
+        for position, (name, meta) in enumerate(scope.layer.inputs if scope.layer else ())
+        if position in carried
+    )
+    results, costly = 0.0, 0.0
+    for node in scope.nodes:
+        if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
+            option = choices.operators[scope.name, node.name]
+            results += _local_bytes(pricer, node.outputs[0], option.outputs[0])
+            costly += pricer.operator_seconds(operators[scope.name, node.name], option)[0]
+    return _Kept(inputs, results, costly)
+
+
+def _repeated(live: Liveness) -> Liveness:
+    """With the forward once more before the backward."""
+    repeated = live.again + live.leaving
+    return replace(
+        live,
+        backward=max(live.backward, repeated),
+        waiting=max(live.waiting, repeated),
+        split=max(live.split, repeated),
+    )
+
+
+def _fetched(live: Liveness, num_bytes: float) -> Liveness:
+    """With `num_bytes` on the device again while the backward runs."""
+    return replace(
+        live,
+        backward=live.backward + num_bytes,
+        waiting=live.waiting + num_bytes,
+        split=live.split + num_bytes,
+    )
+
+
+def _local_bytes(pricer: Pricer, meta: TensorMeta, placements: Placements) -> float:
+    size = num_local(meta, placements, pricer.mesh) * meta.dtype.itemsize
+    return size * (1.0 + pricer.fragmentation)

@@ -1,0 +1,64 @@
+"""How pipelines are made to fit their memory: a bound on recomputation, and cuts that fit as the prediction counts.
+
+The closed form of memory by which a pipeline is cut (`search.inter_op`) is less than what the prediction counts where
+several things are alive at once that it takes one by one. A solution that so exceeds the memory of a rank is solved
+again with as much less, until it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from autopar.costs.block_costs import Mode
+from autopar.costs.memory_bound import least_seconds
+from autopar.planning.stage_points import Holding
+from search.inter_op import solve_pipeline
+from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
+
+MAX_ROUNDS = 8
+
+ROUNDING = 1e-6
+"""Share of the memory by which a bound is loosened."""
+
+
+def least_recompute(
+    blocks: Iterable[tuple[int, Iterable[Mode]]],
+    holding: Holding,
+    positions: Sequence[tuple[int, int]],
+    memory_bytes: float,
+    fixed_bytes: float,
+) -> float:
+    """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one and every
+    block kept what it keeps on the position where that is least; inf where even so nothing fits.
+
+    blocks: how many there are of a kind, and all modes that they may take. positions: (p, i), as in `Holding`.
+    memory_bytes: of one rank of every position, added up; fixed_bytes: what of it is taken whatever is recomputed.
+    """
+    room_bytes = memory_bytes * (1 + ROUNDING) - fixed_bytes
+    if room_bytes < 0:
+        return math.inf
+    classes = [(count, [(mode.seconds, holding.least(positions, mode)) for mode in modes]) for count, modes in blocks]
+    return least_seconds(classes, room_bytes)
+
+
+def solve_in_rounds(
+    problem: Callable[[Mapping[str, float]], PipelineProblem],
+    held: Callable[[PipelineSolution], Mapping[str, float]],
+    memory_bytes: Mapping[str, float],
+    cutoff: float = math.inf,
+) -> PipelineSolution:
+    """The best pipeline whose ranks hold no more than `memory_bytes`, by name of their submesh.
+
+    problem: with limits of memory by submesh. held: bytes on the fullest rank of every submesh that is used, as the
+    prediction will count them. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is
+    faster.
+    """
+    limits = dict(memory_bytes)
+    for _ in range(MAX_ROUNDS):
+        solution = solve_pipeline(problem(limits), cutoff=cutoff, diagnose=False)
+        excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in held(solution).items()}
+        if max(excess.values()) <= 0:
+            return solution
+        limits |= {name: limits[name] - max(lacking, 0.0) for name, lacking in excess.items()}
+    raise PipelineInfeasibleError(())

@@ -1,0 +1,55 @@
+"""Predictions against published training runs.
+
+    python -m benchmarks.published --rows FILE [--source NAME] [--leave-one-source-out] [--csv]
+
+FILE has one run per line, in the form of shared/data/measured_runs.jsonl. The model of each row is built on meta, its
+strategy is scored under the profile of its framework, and printed are, per source: rows, skipped rows with the reason,
+median and 90th-percentile absolute relative error of step time, signed bias, the same for memory by kind of
+measurement, and Kendall's tau of the ranking among rows that share model and GPUs. A row that lacks what a prediction
+needs is skipped and says so. What had to be assumed for rows that are used is printed, too.
+
+--leave-one-source-out: rates of kernels by architecture are fitted to the rows (rates.py) once with all sources, and
+once without each source, which is then predicted; sources weigh the same whatever their number of rows. Predictions
+have no such rates: they only show what kernels seem to take in training steps.
+--csv writes every row to benchmarks/results/published.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import transformers
+
+from benchmarks.published.predictions import predict_rows
+from benchmarks.published.rates import fit_rates, left_out_seconds
+from benchmarks.published.rows import read
+from benchmarks.published.tables import show, show_left_out, write
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        "benchmarks.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", required=True, help="a file of runs, one JSON object per line")
+    parser.add_argument("--source", help="only rows whose source contains this text")
+    parser.add_argument("--leave-one-source-out", action="store_true")
+    parser.add_argument("--csv", action="store_true")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    outcomes, skipped, predictions = predict_rows(read(options.rows, options.source))
+    show(outcomes, skipped)
+    print(
+        f"\n{len(predictions.predictors)} models traced in {predictions.trace_seconds:.0f} s, "
+        f"{len(outcomes)} rows predicted in {predictions.score_seconds:.1f} s"
+    )
+    left_out = left_out_seconds(outcomes) if options.leave_one_source_out else {}
+    if left_out:
+        show_left_out(outcomes, fit_rates(outcomes), left_out)
+    if options.csv:
+        write(outcomes, skipped, left_out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Runs of calls that one kernel does: patterns by family, and the one place that finds and replaces them.
+
+A pattern (template.py) is a small tree of calls over the lowered program. What it replaces are calls of one rank on
+local tensors by one call with the same local result, so fusing never changes which ranks hold what; a reshard is no
+call, hence never inside a pattern. It is done (match.py, rewrite.py) where
+
+- every intermediate is read inside the pattern only (not by other statements, not returned, not carried on by a loop),
+- what the pattern reads still has the same value where its last call stands, which is where the fused call goes,
+- no call of the pattern is corrected for sharding (`divisor` 1: the normalised dim of a mean is whole),
+- shapes and dtypes (`Call.operands`) are those that the kernel is for,
+- it pays for the rows that a rank has.
+
+All other statements keep their order.
+
+losses.py, norms.py, activations.py    the patterns; an earlier one goes before a later one that shares calls with it
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from codegen.fusion import activations, losses, norms
+from codegen.fusion.match import Match, matches
+from codegen.fusion.rewrite import fused
+from codegen.fusion.template import Pattern
+from codegen.program import Program
+
+PATTERNS: Final[tuple[Pattern, ...]] = (*norms.PATTERNS, *activations.PATTERNS, *losses.PATTERNS)
+
+__all__ = ["PATTERNS", "Match", "Pattern", "fuse", "matches"]
+
+
+def fuse(program: Program) -> Program:
+    """The program with every run of calls that a pattern matches replaced, in all classes."""
+    return fused(program, PATTERNS)

@@ -1,0 +1,162 @@
+"""Cross-entropy, alone and with the linear layer that makes its logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+from codegen.expressions import expression, literal
+from codegen.fusion.template import Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
+from codegen.program import Call, Program, Raw, Var
+
+ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ACCUMULATOR_BYTES: Final = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}
+"""Per element of the weight's gradient while it is summed over chunks (kernels/linear_cross_entropy.py)."""
+
+
+# --- cross-entropy ----------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy_template() -> Op:
+    """Logits that are widened before the loss are taken as they were: the kernel computes in fp32 anyway."""
+    x = Leaf("logits")
+    wide = Op("aten.to.dtype", (x, Value("wide")))
+    viewed = Op("aten.view.default", (wide, Value("sizes")), name="view")
+    args = (Either((viewed, wide, x)), Leaf("target"), Value("num_targets"))
+    return Op("runtime.cross_entropy", args, keywords=("ignore_index",))
+
+
+def _cross_entropy_fits(bound: Bindings) -> bool:
+    """Without vocab_axis and label_smoothing, which are keywords that the template does not have."""
+    logits, target = bound["logits"].operand, bound["target"].operand
+    if logits is None or target is None or not isinstance(bound["num_targets"].value, Raw):
+        return False
+    widens = "wide" not in bound or (is_dtype(bound["wide"], "float32") and logits.dtype in ("bfloat16", "float16"))
+    return widens and target.dtype == "int64" and logits.dtype in ("float32", "bfloat16", "float16")
+
+
+def _cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    """Losses per token, their sum, and the division by the count of targets on all ranks.
+
+    Without any target the sum is 0 and so must the loss be, but the count is 0 too. Counts are multiples of
+    1 / num_micro_batches, so the clamp changes no other.
+    """
+    logits = bound["logits"].value
+    before: tuple[Call, ...] = ()
+    if "view" in bound:
+        view: Call = bound["view"].value
+        logits = Var(view.results[0])
+        before = (replace(view, args=(bound["logits"].value, *view.args[1:]), operands=()),)
+    ignored = (bound["ignore_index"].value,) if "ignore_index" in bound else ()
+    plain = replace(last, kwargs=(), operands=())
+    losses = replace(plain, target="kernels.cross_entropy", args=(logits, bound["target"].value, *ignored))
+    loss = Var(last.results[0])
+    total = replace(plain, target="aten.sum.default", args=(loss,))
+    divisor = bound["num_targets"].value.text
+    if divisor == "1.0":
+        return (*before, losses, total)
+    smallest = 1 if program.num_micro_batches == 1 else 1 / program.num_micro_batches
+    mean = replace(plain, target="aten.div.Tensor", args=(loss, Raw(f"{divisor}.clamp(min={smallest})")))
+    return (*before, losses, total, mean)
+
+
+# --- linear layer and cross-entropy -----------------------------------------------------------------------------------
+
+
+def _linear_cross_entropy_template() -> Op:
+    """Logits may be cast, lose rows (models that shift them against the labels), and be viewed as rows of tokens.
+
+    The layer's weight gradient is summed up in the forward pass, so one that a zero-bubble schedule would put off is
+    there with the input's: nothing is left for W.
+    """
+    x, weight, bias = Leaf("x"), Leaf("weight"), Leaf("bias")
+    operands = (x, weight), (x, weight, bias)
+    linear = Either(tuple(Op(target, args, name="linear") for target in _LINEARS for args in operands))
+    made = Either((_wide(linear), linear))
+    part = Op("aten.slice.Tensor", (made, Value("dim"), Value("start"), Value("stop")), name="slice")
+    rows = Either((made, part, Op("aten.contiguous.default", (part,))))
+    viewed = Either(tuple(Op(target, (rows, Value("sizes"))) for target in _VIEWS))
+    args = (Either((viewed, _wide(viewed), rows)), Leaf("target"), Value("num_targets"))
+    return Op("runtime.cross_entropy", args, keywords=("ignore_index", "vocab_axis"), name="loss")
+
+
+_LINEARS: Final = ("aten.linear.default", "deferred.linear")
+_VIEWS: Final = ("aten.view.default", "aten.reshape.default")
+
+
+def _wide(x: Template) -> Op:
+    return Op("aten.to.dtype", (x, Value("wide")))
+
+
+def _linear_cross_entropy_fits(bound: Bindings) -> bool:
+    """One dtype of x, weight and bias; logits of the whole layer in rows; no label smoothing (not in the template)."""
+    names = ("x", "weight", "target", *(("bias",) if "bias" in bound else ()))
+    held = {name: operand for name in names if (operand := bound[name].operand) is not None}
+    loss: Call = bound["loss"].value
+    logits = dict(loss.operands).get(loss.args[0].name)
+    if len(held) < len(names) or logits is None:
+        return False
+    x, weight, target = held["x"], held["weight"], held.pop("target")
+    same = x.dtype in ITEM_BYTES and all(operand.dtype == x.dtype for operand in held.values())
+    wide = "float64" if x.dtype == "float64" else "float32"
+    widens = "wide" not in bound or is_dtype(bound["wide"], wide)
+    # A slice of the rows' own dim would cut classes off.
+    slices_rows = "slice" not in bound or bound["dim"].value in range(len(x.shape) - 1)
+    is_rows = len(logits.shape) == 2 and logits.shape[1] == weight.shape[0]
+    return same and widens and slices_rows and is_rows and target.dtype == "int64"
+
+
+def _linear_cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    """One call on rows of tokens, which divides by the count of targets on all ranks (with none, the loss is 0)."""
+    x, held = bound["x"].value, bound["x"].operand
+    assert held is not None
+    rows: Var | Raw = x
+    if "slice" in bound:
+        rows = Raw(expression(replace(bound["slice"].value, args=(rows, *bound["slice"].value.args[1:]))))
+    if len(held.shape) > 2:
+        rows = Raw(f"{literal(rows)}.reshape(-1, {held.shape[-1]})")
+    names = ("weight", "target", *(("bias",) if "bias" in bound else ()))
+    args = (rows, *(bound[name].value for name in names))
+    kwargs: list[tuple[str, Any]] = [("ignore_index", bound["ignore_index"].value)] if "ignore_index" in bound else []
+    kwargs.append(("num_targets", bound["num_targets"].value))
+    kwargs += [("vocab_axis", bound["vocab_axis"].value)] if "vocab_axis" in bound else []
+    operands = tuple((bound[n].value.name, o) for n in ("x", *names) if (o := bound[n].operand) is not None)
+    section = bound["linear"].value.section
+    call = replace(last, target="kernels.linear_cross_entropy", args=args, kwargs=tuple(kwargs), section=section)
+    return (replace(call, operands=operands),)
+
+
+def _linear_cross_entropy_pays(bound: Bindings, num_data_ranks: int) -> bool:
+    """Whether the peak is lower than with logits and their gradient beside each other.
+
+    Per column of the vocabulary, with N rows on a rank of which C <= N are a chunk, H the layer's width, e bytes per
+    element and a >= e per element of the summed weight gradient, that is 2 N e without the fused call, and with it
+    C e + H a forward and H (a + e) backward. Both are less where H a <= N e. The products are the same and the sum has
+    traffic of its own, so there is no gain in time that would make up for more memory.
+    """
+    x = bound["x"].operand
+    assert x is not None
+    rows = math.prod(x.shape[:-1]) / num_data_ranks
+    return rows * ITEM_BYTES[x.dtype] >= x.shape[-1] * ACCUMULATOR_BYTES[x.dtype]
+
+
+PATTERNS: Final[tuple[Pattern, ...]] = (
+    Pattern(
+        "linear and cross-entropy",
+        "kernels.linear_cross_entropy",
+        ("x", "weight", "target", "bias"),
+        _linear_cross_entropy_template(),
+        _linear_cross_entropy_fits,
+        _linear_cross_entropy,
+        _linear_cross_entropy_pays,
+    ),
+    Pattern(
+        "cross-entropy",
+        "kernels.cross_entropy",
+        ("logits", "target"),
+        _cross_entropy_template(),
+        _cross_entropy_fits,
+        _cross_entropy,
+    ),
+)

@@ -1,0 +1,46 @@
+"""A program with matches replaced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from codegen.fusion.match import Match, matches
+from codegen.fusion.template import Pattern
+from codegen.program import Call, ModuleClass, Program, Statement
+
+DATA_AXES = frozenset({"ddp", "dp"})
+"""Axes whose ranks share the rows of a micro-batch."""
+
+
+def fused(program: Program, patterns: tuple[Pattern, ...]) -> Program:
+    """With every match of the patterns replaced in all classes; where two share calls, the earlier pattern's."""
+    layers = tuple(_fuse_class(cls, program, patterns) for cls in program.layers)
+    return replace(program, layers=layers, root=_fuse_class(program.root, program, patterns))
+
+
+def chosen(found: Iterable[Match], num_data_ranks: int) -> tuple[Match, ...]:
+    """Those that pay, without any that shares calls with one before it."""
+    kept: list[Match] = []
+    taken: set[int] = set()
+    for match in found:
+        if match.pattern.pays(match.bound, num_data_ranks) and not match.statements & taken:
+            kept.append(match)
+            taken |= match.statements
+    return tuple(kept)
+
+
+def _fuse_class(cls: ModuleClass, program: Program, patterns: tuple[Pattern, ...]) -> ModuleClass:
+    sizes = zip(program.axes, program.axis_sizes, strict=True)
+    num_data_ranks = math.prod(size for axis, size in sizes if axis in DATA_AXES)
+    found = {match.last: match for match in chosen(matches(patterns, cls.body, cls.outputs), num_data_ranks)}
+    gone = {index for match in found.values() for index in match.statements}
+    body: list[Statement] = []
+    for index, statement in enumerate(cls.body):
+        if index in found:
+            assert isinstance(statement, Call)
+            body += found[index].pattern.build(found[index].bound, statement, program)
+        elif index not in gone:
+            body.append(statement)
+    return replace(cls, body=tuple(body))

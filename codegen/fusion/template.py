@@ -1,0 +1,101 @@
+"""What a pattern is made of: a small tree of calls over the lowered program, and what to put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from codegen.program import Call, Operand, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that the pattern reads; under one name always the same one."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An argument that is no variable, whatever it is."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Is:
+    """An argument that equals `value`."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """The single result of a call of `target` on `args`; commutes: in either order.
+
+    keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself. Such a
+    name occurs once in a pattern.
+    """
+
+    target: str
+    args: tuple[Template, ...]
+    commutes: bool = False
+    keywords: tuple[str, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Any of the options; the first that leads to a match is taken."""
+
+    options: tuple[Template, ...]
+
+
+Template = Leaf | Value | Is | Op | Either
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a name of a pattern stands for. operand: of a Leaf; origin: the statement that made it (-1: none here)."""
+
+    value: Any
+    operand: Operand | None = None
+    origin: int = -1
+
+
+Bindings = Mapping[str, Bound]
+
+
+def _always(bound: Bindings, num_data_ranks: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What to find and what to put there.
+
+    target: the kernel. leaves: what it reads, in its order; a match may lack the last. fits: whether it is for these
+    shapes and dtypes. build: (bindings, the pattern's last call, the program) -> the calls that take its place, of
+    which the last makes the same result. pays: whether it is worth it, where so many ranks share the rows of a
+    micro-batch; if not, another pattern may have some of the calls.
+    """
+
+    name: str
+    target: str
+    leaves: tuple[str, ...]
+    template: Op
+    fits: Callable[[Bindings], bool]
+    build: Callable[[Bindings, Call, Program], tuple[Call, ...]]
+    pays: Callable[[Bindings, int], bool] = _always
+
+
+def is_dtype(bound: Bound, name: str) -> bool:
+    """Whether a bound argument is torch's dtype of that name."""
+    return str(bound.value) == f"torch.{name}"
+
+
+def fused(target: str, bound: Bindings, names: tuple[str, ...], last: Call) -> Call:
+    """A call of `target` on what `names` stand for, with the result of `last`."""
+    operands = tuple((b.value.name, b.operand) for n in names if (b := bound[n]).operand is not None)
+    return Call(target, tuple(bound[n].value for n in names), (), last.results, last.section, operands=operands)

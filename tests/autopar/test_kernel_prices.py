@@ -1,0 +1,270 @@
+"""What the planner knows of fused kernels: which calls are one, what that takes and keeps, and that programs agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+
+import pytest
+import torch
+
+import autopar
+from autopar.costs.cost_table import block_costs
+from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer, as_run
+from autopar.launch import run_ranks
+from autopar.lowering.lower import lower
+from autopar.mesh import Mesh
+from autopar.placement import P
+from autopar.plan import Plan
+from autopar.planning.planner import search_plans
+from autopar.planning.predict import predict
+from autopar.planning.request import Request, pricer_for
+from autopar.planning.space import build_space
+from autopar.sharding.strategies import Operator, Option, operators_of, options_of, scopes_of
+from benchmarks.memory import IDEAL, OVER, UNDER, _peaks
+from codegen.fusion import PATTERNS, fuse
+from codegen.program import Call
+from cost_models import compute
+from cost_models.machine import Cluster
+from examples.models import EXAMPLES
+from search.problem import evaluate
+from tests.autopar.planning import BATCH, Setting, graph_of, request_for
+
+NARROW = 128
+"""So narrow that the rows of a batch pay for a head without logits."""
+
+
+@cache
+def fused_setting(name: str, mesh: str, width: int = NARROW, cluster: str = "4 a100-80g") -> Setting:
+    request: Request = replace(request_for(name, cluster), kernels=True)
+    graph = graph_of(name, BATCH, width)
+    operators = operators_of(graph)
+    pricer = pricer_for(request, Mesh.parse(mesh), 1)
+    return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
+
+
+def operator_of(it: Setting, op: str, scope: str) -> Operator:
+    """The last call of that operator in a scope that is part of a run."""
+    own = [o for (where, _), o in it.operators.items() if where == scope and o.node.op.startswith(op) and o.fusions]
+    return own[-1]
+
+
+def whole(it: Setting, operator: Operator) -> Option:
+    """The option that shards nothing."""
+    return next(o for o in options_of(operator, it.pricer.mesh) if all(p.is_replicated for p in sum(o.inputs, ())))
+
+
+# --- which calls are one ----------------------------------------------------------------------------------------------
+
+
+def test_every_pattern_has_a_price() -> None:
+    assert {pattern.name for pattern in PATTERNS} == TERMS.keys() >= {HEAD}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("qwen3", "tp4"), ("gpt2", "dp4"), ("t5", "tp2")])
+def test_the_calls_that_are_counted_as_one_are_one_in_the_program(name: str, mesh: str, seed: int) -> None:
+    """Also under random decisions, of which some part a run by a reshard or cut what a kernel needs whole."""
+    it = fused_setting(name, mesh)
+    _, choices = it.choices(seed)
+    plan = Plan(name, "", it.pricer.mesh, BATCH, 1, "fp32", {})
+    program = fuse(lower(it.graph, it.operators, plan, choices))
+    bodies = {"": program.root.body} | {layer.name: layer.body for layer in program.layers}
+    for scope in scopes_of(it.graph):
+        counted = as_run(scope, it.operators, choices, it.pricer)[0].nodes
+        written = Counter(s.target for s in bodies[scope.name] if isinstance(s, Call))
+        found = Counter(node.op for node in counted if node.op.startswith("kernels."))
+        assert found == {target: n for target, n in written.items() if target.startswith("kernels.")}
+        assert seed or scope.name or any("cross_entropy" in op for op in found)
+
+
+def test_few_rows_leave_the_head_to_the_losss_own_kernel() -> None:
+    it = fused_setting("llama", "single", width=512)
+    _, choices = it.choices(0)
+    ops = [node.op for node in as_run(scopes_of(it.graph)[0], it.operators, choices, it.pricer)[0].nodes]
+    assert "kernels.cross_entropy" in ops and "kernels.linear_cross_entropy" not in ops
+
+
+def test_references_on_a_cpu_are_the_calls_that_they_stand_for() -> None:
+    it = fused_setting("llama", "single", cluster="1 cpu")
+    _, choices = it.choices(0)
+    nodes = [n for s in scopes_of(it.graph) for n in as_run(s, it.operators, choices, it.pricer)[0].nodes]
+    assert [n.op for n in nodes if n.op.startswith("kernels.")] == ["kernels.linear_cross_entropy"]
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("gpt2", "tp4"), ("t5", "dp4")])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int) -> None:
+    it = fused_setting(name, mesh)
+    chosen, choices = it.choices(seed)
+    seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
+    prediction = predict(it.graph, it.operators, it.pricer, choices)
+    assert prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
+    kept = {kind: value for kind, value in prediction.num_bytes.items() if kind not in ("transient", "workspace")}
+    assert sum(kept.values()) == pytest.approx(num_bytes, rel=1e-9)
+
+
+def test_swiglu_reads_two_tensors_and_writes_one() -> None:
+    """Each call is charged for what enters the run there: the gate at SiLU, the rest at the product."""
+    it = fused_setting("llama", "single")
+    device, found = it.pricer.cluster.device, []
+    for op, forward, backward in (("aten.silu", 1 / 3, 2 / 5), ("aten.mul", 2 / 3, 3 / 5)):
+        operator = operator_of(it, op, "LlamaDecoderLayer")
+        size = operator.node.outputs[0].num_bytes
+        whole_run = [compute.seconds(compute.Work("memory", 0.0, n * size), device) for n in (3, 5)]
+        found.append(it.pricer.operator_seconds(operator, whole(it, operator)))
+        assert found[-1] == pytest.approx((forward * whole_run[0], backward * whole_run[1]))
+
+
+def test_rms_norm_reads_x_and_writes_y() -> None:
+    """Backward two kernels: dy, x and dx of all rows, and the weight and its gradient."""
+    it = fused_setting("llama", "single")
+    scope = "LlamaDecoderLayer"
+    runs = {id(f): f for (s, _), o in it.operators.items() if s == scope for f in o.fusions if f.name == "RMSNorm"}
+    fusion = next(iter(runs.values()))
+    own = [it.operators[scope, member.name] for member in fusion.members]
+    seconds = [it.pricer.operator_seconds(operator, whole(it, operator)) for operator in own]
+    device, x = it.pricer.cluster.device, fusion.metas[0].num_bytes
+    weight = fusion.metas[1].num_bytes
+    moved = 2 * x + weight, 3 * x + 2 * weight
+    expected = [compute.seconds(compute.Work("memory", 0.0, size), device) for size in moved]
+    assert sum(f for f, _ in seconds) == pytest.approx(expected[0])
+    assert sum(b for _, b in seconds) == pytest.approx(expected[1] + device.kernel_launch_seconds)
+    assert len(runs) == 2 and len(own) >= 6
+
+
+def test_a_cut_normalised_dim_is_priced_as_the_program_runs_it() -> None:
+    it = fused_setting("llama", "tp2")
+    plain = pricer_for(request_for("llama"), Mesh.parse("tp2"), 1)
+    operator = operator_of(it, "aten.mean", "LlamaDecoderLayer")
+    options = options_of(operator, it.pricer.mesh)
+    cut = [
+        o for o in options if any(p == P for p in o.outputs[0]) or o.inputs[0][0].is_shard and o.inputs[0][0].dim == 2
+    ]
+    assert cut
+    for option in cut:
+        assert it.pricer.operator_seconds(operator, option) == plain.operator_seconds(operator, option) != (0.0, 0.0)
+
+
+def test_a_heads_products_are_all_in_its_forward() -> None:
+    """In one chunk: three products and clearing the sum, three passes over the logits; backward both gradients are
+    read and written once more."""
+    it = fused_setting("llama", "single")
+    head = next(o for (s, _), o in it.operators.items() if not s and o.node.op.startswith("aten.linear"))
+    loss = operator_of(it, "aten.cross_entropy_loss", "")
+    forward, backward = it.pricer.operator_seconds(head, whole(it, head))
+    n, h, v = BATCH * 32, NARROW, 1024
+    device = it.pricer.cluster.device
+
+    def memory(elements: float) -> float:
+        return compute.seconds(compute.Work("memory", 0.0, 4.0 * elements), device)
+
+    moved = 4.0 * (n * h + v * h + n * v)
+    shapes = {(n, v, h): moved, (n, h, v): moved, (v, h, n): moved + 4.0 * v * h}
+    works = [compute.Work("matmul", 2.0 * n * h * v, b, "fp32", shape) for shape, b in shapes.items()]
+    products = sum(compute.seconds(work, device) for work in works)
+    assert (forward, backward) == pytest.approx((products + memory(v * h), memory(2 * n * h) + memory(2 * v * h)))
+    passes = memory(n * v) + memory(2 * n * v), 0.0
+    assert it.pricer.operator_seconds(loss, whole(it, loss)) == pytest.approx(passes)
+    assert it.pricer.weight_seconds(head, whole(it, head), forward + backward) == 0.0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "t5"])
+@pytest.mark.parametrize("mesh", ["dp2 x tp2", "tp4"])
+def test_the_search_parts_no_run_for_a_price_that_the_program_would_not_have(name: str, mesh: str) -> None:
+    """Every normalisation and the loss of the cheapest plan is a kernel in the program too."""
+    it = fused_setting(name, mesh)
+    _, choices = it.choices(0)
+    for scope in scopes_of(it.graph):
+        ops = Counter(node.op for node in as_run(scope, it.operators, choices, it.pricer)[0].nodes)
+        own = [it.operators[scope.name, node.name] for node in scope.nodes]
+        runs = {id(f) for o in own for f in o.fusions if f.name == "RMSNorm"}
+        assert ops["kernels.rms_norm"] == len(runs)
+        if not scope.name and name != "t5":
+            assert ops["kernels.linear_cross_entropy"] == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_chunks_are_those_of_the_kernel(device: str) -> None:
+    kernel = import_module("codegen.kernels.linear_cross_entropy")
+    pricer = fused_setting("llama", "single", cluster="1 cpu" if device == "cpu" else "4 a100-80g").pricer
+    assert isinstance(pricer, KernelPricer)
+    assert CHUNK_ELEMENTS == {"cpu": kernel._ELEMENTS_PER_CHUNK_CPU, "gpu": kernel._ELEMENTS_PER_CHUNK_GPU}
+    for rows, classes in ((1, 7), (130, 50257), (8192, 128256), (4096, 32000), (100000, 32000), (3, 1 << 29)):
+        height = kernel._even_chunk(rows, classes, torch.device("cpu" if device == "cpu" else "cuda"))
+        assert pricer._chunks(rows, classes) == (-(-rows // height), min(height, rows))
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_keeps_less() -> None:
+    """Per SwiGLU the activation of the gate, per RMSNorm the normalised x (the weight's factor): one tensor each."""
+    it = fused_setting("llama", "single")
+    _, choices = it.choices(0)
+    plain = pricer_for(request_for("llama"), it.pricer.mesh, 1)
+    kept = [block_costs(it.graph, it.operators, p, choices)["LlamaDecoderLayer"].live.kept for p in (plain, it.pricer)]
+    gate = next(o.node.outputs[0] for (s, _), o in it.operators.items() if s and o.node.op.startswith("aten.silu"))
+    hidden = BATCH * 32 * NARROW * 4
+    per_row = BATCH * 32 * 4
+    saved = gate.num_bytes + 2 * (hidden + per_row)
+    assert kept[0] - kept[1] == pytest.approx(saved * (1 + plain.fragmentation))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "constraints", "sizes"),
+    [
+        ("llama", {"dp": 2, "zero": 2}, {}),
+        ("gpt2", {"tp": 2, "parameters": {"transformer.wte.weight": {"tp": "S(0)"}}}, {}),
+        pytest.param(
+            "llama",
+            {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4},
+            {"seq_len": 256},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["dp", "vocabulary over tp", "zero bubble"],
+)
+def test_predicted_peaks_with_a_fused_head_are_close_to_measured_ones(name, constraints, sizes) -> None:
+    """On CPUs the head is the one kernel whose reference is fused too."""
+    small = {"layers": 2, "width": 64, "seq_len": 64, "vocab_size": 4096, "batch_size": 8}
+    example = EXAMPLES[name](**(small | sizes))
+    cluster = replace(Cluster.from_toml(IDEAL), devices_per_node=2)
+    options = {"example_inputs": example.inputs, "constraints": constraints, "kernels": "on"}
+    compiled = autopar.compile(example.model, cluster, **options)
+    assert "linear_cross_entropy(" in compiled.source
+    prediction = compiled.plan.prediction
+    positions = prediction.positions or (prediction.num_bytes,) * 2
+    for predicted, (measured, _) in zip(positions, run_ranks(_peaks, (compiled, example.inputs), 2), strict=True):
+        assert 1 - UNDER <= sum(predicted.values()) / measured <= 1 + OVER
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_plans_on_gpus_are_priced_with_kernels() -> None:
+    example = EXAMPLES["llama"]()
+    found = {
+        (cluster, choice): autopar.compile(
+            example.model, cluster, example_inputs=example.inputs, constraints={"dp": 2}, kernels=choice
+        ).plan.prediction
+        for cluster, choice in (("2 h100-sxm", "auto"), ("2 h100-sxm", "off"), ("2 cpu", "auto"), ("2 cpu", "off"))
+    }
+    assert found["2 cpu", "auto"] == found["2 cpu", "off"]
+    assert found["2 h100-sxm", "auto"].step_seconds < 0.9 * found["2 h100-sxm", "off"].step_seconds
+
+
+def test_a_limit_that_fits_with_kernels_only() -> None:
+    """The planner needs less recomputation, or none, where less is kept."""
+    free = replace(request_for("llama", "2 a100-80g", dp=2, micro_batches=1), kernels=True)
+    least = search_plans(free).best.plan.prediction.peak_bytes
+    tight = request_for("llama", "2 a100-80g", dp=2, micro_batches=1, memory=int(least * 1.001))
+    with_kernels = search_plans(replace(tight, kernels=True)).best.plan
+    assert with_kernels.prediction.peak_bytes <= least * 1.001
+    assert with_kernels.prediction.step_seconds < search_plans(tight).best.plan.prediction.step_seconds

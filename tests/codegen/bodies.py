@@ -1,0 +1,89 @@
+"""Small handmade programs, run as they would be written (`expression`), before and after fusing."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from codegen import kernels
+from codegen.expressions import KERNELS, expression
+from codegen.fusion import fuse
+from codegen.program import Call, ModuleClass, Operand, Program, Var
+from codegen.runtime.cross_entropy import cross_entropy
+
+WIDTH = 6
+SHAPES = {"x": (3, 4, WIDTH), "a": (3, 4, WIDTH), "b": (3, 4, WIDTH), "row": (WIDTH,), "self.weight": (WIDTH,)}
+
+
+class Body:
+    """Statements in a row, with the operands' types read off the values that the calls really get."""
+
+    def __init__(self, dtypes: dict[str, torch.dtype] | None = None, **shapes: tuple[int, ...]) -> None:
+        dtypes = dtypes or {}
+        self.values = {
+            name: torch.randn(shape, dtype=torch.float32).to(dtypes.get(name, torch.float32))
+            for name, shape in (SHAPES | shapes).items()
+        }
+        self.known = dict(self.values)
+        self.statements: list = []
+
+    def call(self, result: str, target: str, *args: object, divisor: int = 1, **kwargs: object) -> Body:
+        named = tuple(Var(a) if isinstance(a, str) else a for a in args)
+        held = {a.name: self.known[a.name] for a in named if isinstance(a, Var)}
+        operands = tuple((n, Operand(tuple(v.shape), str(v.dtype).removeprefix("torch."))) for n, v in held.items())
+        statement = Call(target, named, tuple(kwargs.items()), (result,), "", divisor, operands)
+        self.known = execute([statement], self.known)
+        self.statements.append(statement)
+        return self
+
+    def rms_norm(
+        self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1
+    ) -> Body:
+        self.call("power", "aten.pow.Tensor_Scalar", x, 2).call(
+            "mean", "aten.mean.dim", "power", dims, True, divisor=by
+        )
+        self.call("shifted", "aten.add.Tensor", "mean", eps).call("rsqrt", "aten.rsqrt.default", "shifted")
+        return self.call("mul", "aten.mul.Tensor", x, "rsqrt").call("y", "aten.mul.Tensor", weight, "mul")
+
+    def swiglu(self, gate: str = "a", up: str = "b") -> Body:
+        return self.call("act", "aten.silu.default", gate).call("y", "aten.mul.Tensor", "act", up)
+
+    def program(self, *outputs: str, num_micro_batches: int = 1) -> Program:
+        cls = ModuleClass("M", "", {}, {}, ("x",), tuple(self.statements), outputs or ("y",))
+        return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, num_micro_batches, {}, (), cls, ())
+
+
+def execute(statements: list, values: dict) -> dict:
+    """The statements as they are written in a generated file; `self.weight` stands for any stored tensor."""
+    scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy}
+    scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}
+    scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
+    for statement in statements:
+        exec(f"{statement.results[0]} = {expression(statement)}".replace("self.", "self_"), scope)
+    return {name.replace("self_", "self."): value for name, value in scope.items() if name not in ("F", "torch")}
+
+
+def targets(program: Program) -> list[str]:
+    return [s.target if isinstance(s, Call) else type(s).__name__ for s in program.root.body]
+
+
+def assert_same_numbers(body: Body, fused: Program, tolerance: float = 1e-6) -> None:
+    """Value and gradients of y, before and after fusing."""
+    found = []
+    for statements in (body.statements, fused.root.body):
+        leaves = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in body.values.items()}
+        y = execute(list(statements), leaves)["y"]
+        torch.manual_seed(1)
+        y.backward(torch.randn(y.shape).to(y.dtype))
+        found.append((y.detach(), {n: v.grad for n, v in leaves.items() if v.grad is not None}))
+    (y, gradients), (fused_y, fused_gradients) = found
+    assert y.dtype == fused_y.dtype and gradients.keys() == fused_gradients.keys()
+    torch.testing.assert_close(fused_y, y, rtol=tolerance, atol=tolerance)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fused_gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def is_left_alone(body: Body, *outputs: str) -> bool:
+    """Whether fusing changes nothing."""
+    program = body.program(*outputs)
+    return fuse(program) == program
