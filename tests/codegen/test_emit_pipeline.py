@@ -274,9 +274,9 @@ CHAINS = [
     ("gpt2", (0, 1, 2, 4), 4, 0.1),
     ("llama", (0, 2, 3, 4), 4, 0.0),
     ("bert", (0, 2, 4), 4, 0.1),
-    ("vit", (0, 3), 4, 0.0),
-    ("t5", (0, 2, 3, 4, 5), 3, 0.1),
-    ("t5", (0, 3, 4), 3, 0.1),
+    pytest.param("vit", (0, 3), 4, 0.0, marks=pytest.mark.slow),
+    pytest.param("t5", (0, 2, 3, 4, 5), 3, 0.1, marks=pytest.mark.slow),  # t5 whole: test_verify.py
+    pytest.param("t5", (0, 3, 4), 3, 0.1, marks=pytest.mark.slow),
     ("skips", (0,), 5, 0.2),
     ("skips", (0, 2, 3, 5), 5, 0.2),
 ]

@@ -37,7 +37,7 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
         pytest.param("linear_cross_entropy", True, "", marks=pytest.mark.slow),
         pytest.param("adamw", True, "", marks=pytest.mark.slow),
         pytest.param("fp8", True, "", marks=pytest.mark.slow),
-        ("quantize", True, ""),
+        pytest.param("quantize", True, "", marks=pytest.mark.slow),
         pytest.param("rms_norm layer_norm", True, "slow", marks=pytest.mark.slow),
         pytest.param("rotary gelu", True, "slow", marks=pytest.mark.slow),
         ("", False, "not slow"),
