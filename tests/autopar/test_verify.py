@@ -39,8 +39,8 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
     return report
 
 
-# llama also runs in the tests of free choice and of uneven targets, qwen2 in test_pipeline_verify.py; opt and nanogpt are
-# much like gpt2.
+# llama also runs in the tests of free choice and of uneven targets, qwen2 in test_pipeline_verify.py; opt and nanogpt
+# are much like gpt2.
 ELSEWHERE = ("llama", "qwen2", "opt", "nanogpt")
 
 

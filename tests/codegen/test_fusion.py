@@ -264,7 +264,8 @@ def test_fused_programs_train_like_the_model(name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.slow)])  # plans with sharded means, of which some patterns are left whole
+# Plans with sharded means, of which some patterns are left whole.
+@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fused_random_plans_train_like_the_model(seed, monkeypatch):
     """Operators priced at random: also plans that shard the normalised dim or reshard within a pattern."""
 
