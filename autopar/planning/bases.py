@@ -27,7 +27,7 @@ from autopar.sharding.strategies import Operator, operators_of
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
-PRICES = (0.0, 1.0)
+PRICES = (0.0, 0.1, 1.0)
 """Of one device's memory, in times of the step's compute: 0 asks for speed alone."""
 
 TYPICAL_MICRO_BATCHES = 4
