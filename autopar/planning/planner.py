@@ -29,7 +29,7 @@ from autopar.sharding.strategies import Operator
 from autopar.tracing.uncollected import uncollected
 from autopar.units import bytes_text
 
-ONE_STAGE_DEVICES = 32
+ONE_STAGE_DEVICES = 8
 """On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all positions of a pipeline over equal nodes have equal meshes."""
