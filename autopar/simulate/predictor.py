@@ -15,7 +15,7 @@ from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import border_bytes, second_copies, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer, Training, is_cpu
-from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_cost
+from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_costs
 from autopar.errors import ConstraintError
 from autopar.placement import R, S
 from autopar.plan import Pipeline, StagePlan
@@ -199,7 +199,7 @@ class Predictor:
         borders = (*_borders(share, setting, base, wanted.rows), 0.0)
         stages = pipeline.stages
         copies = second_copies(share.graph, pricer, base.parameters(wanted.zero))
-        staged = [stage_cost(costs, share.blocks, stage, borders[stage.last], copies) for stage in stages]
+        staged = stage_costs(costs, share.blocks, stages, borders, copies)
         staged = [
             profiled(
                 cost,
