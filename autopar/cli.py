@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli_options import (
+    Backend,
     Batch,
     ClusterText,
+    Compress,
     ConstraintFile,
     GivenCluster,
     GivenModel,
@@ -34,6 +36,7 @@ from autopar.cli_options import (
     is_plan_file,
     program_of_source,
     read_cluster,
+    read_compression,
     read_constraints,
     read_job,
     without_traceback,
@@ -67,10 +70,12 @@ def plan(
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "fp32",
+    compress: Compress = None,
     settings: Settings = None,
     memory: Memory = None,
     constraints: ConstraintFile = None,
     option: Options = None,
+    backend: Backend = None,
     out: Annotated[str | None, typer.Option(help="write the plan to this YAML file", metavar="FILE")] = None,
     code: Annotated[
         str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
@@ -80,7 +85,8 @@ def plan(
     """Choose the fastest plan that fits, and report what it does."""
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=code is None)
-    compiled = compile_job(job, spec, batch, precision, read_constraints(settings, memory, constraints))
+    limits = read_constraints(settings, memory, constraints)
+    compiled = compile_job(job, spec, batch, precision, limits, compress=compress, backend=backend)
     _print_report(compiled)
     if out:
         Path(out).write_text(compiled.plan.to_yaml(), encoding="utf-8")
@@ -100,6 +106,7 @@ def report(
     batch: Batch = None,
     seq: Seq = None,
     precision: GivenPrecision = None,
+    compress: Compress = None,
     settings: Settings = None,
     memory: Memory = None,
     constraints: ConstraintFile = None,
@@ -116,7 +123,7 @@ def report(
             console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
-    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option)
+    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option, compress)
     _print_report(compiled)
     _write_timeline(compiled, timeline)
 
@@ -188,6 +195,7 @@ def explain(
     batch: Batch = None,
     seq: Seq = None,
     precision: GivenPrecision = None,
+    compress: Compress = None,
     settings: Settings = None,
     memory: Memory = None,
     constraints: ConstraintFile = None,
@@ -200,7 +208,7 @@ def explain(
     from autopar.explain.render import explanation_panels
 
     limits = read_constraints(settings, memory, constraints)
-    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option)
+    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option, compress)
     for panel in explanation_panels(ask(compiled, seconds=seconds)):
         console().print(panel)
     _write_timeline(compiled, timeline)
@@ -247,6 +255,7 @@ def verify(
     memory: Memory = None,
     constraints: ConstraintFile = None,
     option: Options = None,
+    backend: Backend = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to verify instead of searching", metavar="FILE")] = None,
     steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
@@ -258,7 +267,7 @@ def verify(
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=False)
     limits = read_constraints(settings, memory, constraints)
-    compiled = compile_job(job, spec, batch, precision, limits, plan, sgd_with_momentum)
+    compiled = compile_job(job, spec, batch, precision, limits, plan, sgd_with_momentum, backend=backend)
     found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
     print(found)
     is_ok = found.ok(tolerance)
@@ -302,10 +311,12 @@ def train(
     batch: Batch = None,
     seq: Seq = None,
     precision: Annotated[str | None, typer.Option(help="fp32 or bf16 [default: fp32]")] = None,
+    compress: Compress = None,
     settings: Settings = None,
     memory: Memory = None,
     constraints: ConstraintFile = None,
     option: Options = None,
+    backend: Backend = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
     data: Annotated[
         str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")
@@ -326,6 +337,8 @@ def train(
         "num_processes": processes,
         "global_batch_size": batch,
         "precision": precision,
+        "compression": read_compression(compress),
+        "backend": backend,
         "plan": plan,
         "steps": steps,
         "learning_rate": learning_rate,

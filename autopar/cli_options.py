@@ -30,6 +30,17 @@ Batch = Annotated[
 ]
 Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
 Precision = Annotated[str, typer.Option(help="fp32 or bf16")]
+Backend = Annotated[
+    str | None, typer.Option(help="eager or inductor, which compiles the layers with torch.compile [default: eager]")
+]
+Compress = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compress",
+        help="round what ZeRO sends (lossy); may be repeated. gather=int8 or fp8: parameters; reduce=int8: gradients",
+        metavar="NAME=VALUE",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -114,6 +125,8 @@ def compile_job(
     constraints: dict[str, Any],
     plan: Any = None,
     optimizer: Any = None,
+    compress: list[str] | None = None,
+    backend: str | None = None,
 ) -> CompiledProgram:
     """autopar.compile of a job."""
     import autopar
@@ -128,7 +141,16 @@ def compile_job(
         constraints=constraints,
         plan=plan,
         optimizer=optimizer,
+        compression=read_compression(compress),
+        backend=backend or "eager",
     )
+
+
+def read_compression(compress: list[str] | None) -> dict[str, Any] | None:
+    """What --compress says; None where it is not given."""
+    from autopar.integrations.job import parse_settings
+
+    return parse_settings(compress, "--compress") if compress else None
 
 
 def program_of_source(
@@ -141,12 +163,13 @@ def program_of_source(
     precision: str | None,
     constraints: dict[str, Any],
     option: list[str] | None,
+    compress: list[str] | None = None,
 ) -> CompiledProgram:
     """The program of a plan file and its model, or of the plan that is chosen for a model."""
     if not is_plan_file(source):
         spec = read_cluster(cluster or "detect", processes)
         job = read_job(source, spec.num_devices, batch, seq, option, meta=True)
-        return compile_job(job, spec, batch, precision or "fp32", constraints)
+        return compile_job(job, spec, batch, precision or "fp32", constraints, compress=compress)
     from autopar.errors import PlanError
     from autopar.plan import Plan
 
@@ -156,7 +179,7 @@ def program_of_source(
     name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
     spec = read_cluster(name, processes or given.num_ranks)
     job = read_job(model, spec.num_devices, batch or given.global_batch_size, seq, option, meta=True)
-    return compile_job(job, spec, None, precision or given.precision, constraints, given)
+    return compile_job(job, spec, None, precision or given.precision, constraints, given, compress=compress)
 
 
 def is_plan_file(source: str) -> bool:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.backend import parse_backend, with_backend
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
+from autopar.compression import Compression
 from autopar.constraints import Constraints
 from autopar.costs.block_costs import chain
-from autopar.costs.live_bytes import LiveBytes
-from autopar.costs.price import Training, is_cpu
+from autopar.costs.price import is_cpu
+from autopar.costs.updates import OptimizerFactory, adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.graph import Graph
 from autopar.lowering.assembly import program_of, source_of
@@ -25,13 +29,14 @@ from autopar.planning.request import Candidate, Request, operators_at
 from autopar.sharding.choices import expand
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import common_batch, find_cuts, name_inputs, trace
-from cost_models import memory
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES, placement
 
 KERNEL_CHOICES = ("auto", "on", "off")
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+NOTHING_COMPRESSED = (
+    "compression changes nothing: the plan shards no parameter with ZeRO over several ranks (the constraints zero=1, 2 "
+    "or 3 with dp=2 or more ask for that)"
+)
 
 
 def compile(  # noqa: A001
@@ -45,6 +50,8 @@ def compile(  # noqa: A001
     precision: str = "fp32",
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
+    compression: Mapping[str, str] | None = None,
+    backend: str = "eager",
     plan: Plan | str | None = None,
 ) -> CompiledProgram:
     """Plan and generate the distributed program of `model` on `cluster_spec`.
@@ -56,18 +63,24 @@ def compile(  # noqa: A001
             model's output. Shapes and dtypes matter, values do not.
         loss_fn: `loss_fn(output, *targets) -> scalar` for models that do not return their loss.
         global_batch_size: rows of one optimiser step over all ranks; the example's by default.
-        optimizer: `params -> torch.optim.Optimizer` with elementwise updates; AdamW by default.
+        optimizer: `params -> torch.optim.Optimizer` with elementwise updates; fused AdamW by default.
         precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
         constraints: see autopar.constraints.
         kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion), "off" never does, "auto"
             does on GPUs. Plans are chosen and priced accordingly. On a CPU the kernels run their torch reference,
             which only for the linear layer with its loss is another computation, and is priced so.
+        compression: None, or what ZeRO's collectives of parameters are rounded to on the wire: {"gather": "int8" or
+            "fp8", "reduce": "int8"}, or one of them. Lossy, with the bounds of codegen/runtime/compressed.py; plans are
+            chosen and priced accordingly. Warns where nothing is left to compress. A plan's own by default.
+        backend: "eager", or "inductor": what layers compute between collectives is compiled by torch.compile, once per
+            layer class, in the first step. Plans are neither chosen nor priced for it.
         plan: a plan (or its file) to use instead of searching; it is validated and priced again.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
     """
-    factory = optimizer or torch.optim.AdamW
+    parse_backend(backend, Constraints.parse(constraints).recompute)
+    factory = optimizer or adamw
     request = request_of(
         model,
         cluster_spec,
@@ -78,15 +91,22 @@ def compile(  # noqa: A001
         precision=precision,
         constraints=constraints,
         kernels=kernels,
+        compression=compression,
     )
     if plan is not None:
-        result = reprice(request, Plan.from_file(plan) if isinstance(plan, str) else plan)
+        given = Plan.from_file(plan) if isinstance(plan, str) else plan
+        if compression is not None:
+            given = replace(given, compression=request.training.compression)
+        request = request.compressed(given.compression)
+        result = reprice(request, given)
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         result = _plan_on_rank_0(request)
     else:
         result = advised_search(request)
     best = result.best
-    program = program_of(best, fused=request.kernels)
+    if best.plan.compression and not best.plan.compresses:
+        warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
+    program = with_backend(program_of(best, fused=request.kernels), backend)
     return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)
 
 
@@ -101,12 +121,14 @@ def request_of(
     precision: str = "fp32",
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
+    compression: Mapping[str, str] | None = None,
 ) -> Request:
     """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
     if kernels not in KERNEL_CHOICES:
         raise ConstraintError("kernels is not supported", values=repr(kernels), alternatives="auto, on or off")
     if precision not in ("fp32", "bf16"):
         raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
+    coding = Compression.parse(compression)
     cluster = as_cluster(cluster_spec)
     batch = name_inputs(model, example_inputs, loss_fn)
     rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
@@ -121,7 +143,8 @@ def request_of(
     limits = Constraints.parse(constraints)
     limits.check(traced(rows))
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
-    training = training_of(optimizer or torch.optim.AdamW, precision, not is_cpu(first))
+    training = training_of(optimizer or adamw, precision, not is_cpu(first))
+    training = replace(training, compression=coding)
     fused = kernels == "on" or (kernels == "auto" and not is_cpu(first))
     return Request(traced, first, rows, precision, training, limits, mixed, fused)
 
@@ -137,7 +160,8 @@ def advised_search(request: Request) -> SearchResult:
 
 
 def reprice(request: Request, plan: Plan) -> SearchResult:
-    """Validate a given plan against the model and predict it anew. Raises PlanError."""
+    """Validate a given plan against the model and predict it anew, with its own compression. Raises PlanError."""
+    request = request.compressed(plan.compression)
     _check_devices(plan, request.whole)
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
         raise PlanError(
@@ -244,48 +268,3 @@ def _plan_on_rank_0(request: Request) -> SearchResult:
     if isinstance(message[0], Exception):
         raise message[0]
     return reprice(request, Plan.from_yaml(message[0], "the broadcast plan"))
-
-
-def training_of(factory: OptimizerFactory, precision: str, on_gpu: bool = False) -> Training:
-    """How the optimiser and the precision bear on memory: state is counted by one step on a small parameter."""
-    probe = nn.Parameter(torch.zeros(64))
-    probe.grad = torch.zeros(64)
-    optimizer = factory([probe])
-    optimizer.step()
-    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    state_bytes = sum(v.numel() * v.element_size() for v in tensors if v.numel() > 1) / probe.numel()
-    widths = memory.precision(precision)
-    update_bytes, updates_together = _update_temporaries(factory, on_gpu)
-    return Training(
-        state_bytes=state_bytes,
-        compute_bytes=widths.compute_bytes,
-        master_bytes=widths.master_bytes,
-        gradient_bytes=widths.gradient_bytes,
-        update_bytes=update_bytes,
-        updates_together=updates_together,
-    )
-
-
-def _update_temporaries(factory: OptimizerFactory, on_gpu: bool) -> tuple[float, bool]:
-    """(bytes of temporaries per element, whether of all parameters at once) of an update, counted with one and eight.
-
-    On a GPU torch's optimisers update all parameters with one call per operation (foreach) unless told otherwise.
-    """
-    size = 1024
-
-    def peak_bytes(count: int) -> int:
-        parameters = [nn.Parameter(torch.zeros(size)) for _ in range(count)]
-        for parameter in parameters:
-            parameter.grad = torch.zeros(size)
-        optimizer = factory(parameters)
-        for group in optimizer.param_groups:
-            if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
-        optimizer.step()
-        live = LiveBytes()
-        with live:
-            optimizer.step()
-        return live.peak_bytes
-
-    one, eight = peak_bytes(1), peak_bytes(8)
-    return one / size, eight >= 4 * one > 0

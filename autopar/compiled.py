@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.backend import backend_of, require_backend
 from autopar.costs.price import is_cpu
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
@@ -60,6 +61,15 @@ class CompiledProgram:
         """What was decided."""
         return self.best.plan
 
+    @property
+    def backend(self) -> str:
+        """Who runs what layers compute between collectives: "eager" or "inductor"."""
+        return backend_of(self.program)
+
+    def require_backend(self) -> None:
+        """Raises ConstraintError if this machine cannot run the program's backend."""
+        require_backend(self.program, self.cluster)
+
     def report(self) -> str:
         """The plan in words: mesh, sharding by layer, predicted time and memory by kind, runner-ups."""
         from autopar.report import render_report
@@ -97,6 +107,7 @@ class CompiledProgram:
         with equal results on every rank. Raises WorldSizeError, and AutoparError for meta values without init.
         """
         check_world_size(self.plan)
+        self.require_backend()
         package = self.load_package()
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
         where = device or ("cuda" if torch.cuda.is_available() and not is_cpu(self.cluster.groups[0]) else "cpu")
@@ -112,6 +123,8 @@ class CompiledProgram:
             seed=seed,
             offload_optimizer=home_of(self.plan.pipeline),
             offload_parameters=self.plan.pipeline.offload == "parameters",
+            compression=self.plan.compression.names,
+            backend=self.backend,
         )
         step.load(value_source(self.model, init))
         return step
@@ -156,6 +169,7 @@ class CompiledProgram:
         """
         from autopar.launch import launch_program
 
+        self.require_backend()
         return launch_program(self, function, args, max_restarts)
 
     def __repr__(self) -> str:

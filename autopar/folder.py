@@ -33,7 +33,7 @@ def write_folder(compiled: CompiledProgram, directory: Path, weights: bool) -> P
     (fresh / "main.py").write_text(emit_main(compiled.program))
     (fresh / "plan.yaml").write_text(compiled.plan.to_yaml())
     copy_package("codegen.runtime", fresh / "runtime")
-    if any(_IMPORTED.search(text) for text in sources.values()):
+    if compiled.plan.compression or any(_IMPORTED.search(text) for text in sources.values()):
         copy_package("codegen.kernels", fresh / "kernels")
     has_values = all(p.device.type != "meta" for p in compiled.model.parameters())
     if weights and has_values:

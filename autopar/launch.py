@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from autopar.backend import patience_seconds
 from autopar.costs.price import is_cpu
 from autopar.errors import AutoparError
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
 
 TIMEOUT_SECONDS = 600.0
+GROUP_SECONDS = 120.0
+"""How long ranks wait for one another in a collective."""
 
 
 class RankError(RuntimeError):
@@ -35,20 +38,24 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, timeout_seconds: float = TIMEOUT_SECONDS
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_ranks: int,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    group_seconds: float = GROUP_SECONDS,
 ) -> list[Any]:
     """Call `function(*args)` in num_ranks processes joined by a process group; results by rank.
 
     Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word or
-    does not answer in time. No process is left behind.
+    does not answer in time, all in timeout_seconds and within a collective in group_seconds. No process is left behind.
     """
     context: Any = mp.get_context("fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="autopar_ranks_") as folder:
         store = str(Path(folder) / "store")
+        common = (num_ranks, store, group_seconds, results, function, args)
         processes = [
-            context.Process(target=_rank_main, args=(rank, num_ranks, store, results, function, args), daemon=True)
-            for rank in range(num_ranks)
+            context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(num_ranks)
         ]
         for process in processes:
             process.start()
@@ -62,6 +69,11 @@ def run_ranks(
                 process.join(5)
                 if process.is_alive():
                     process.kill()
+
+
+def group_seconds(compiled: CompiledProgram) -> float:
+    """GROUP_SECONDS, or more where ranks compile."""
+    return max(GROUP_SECONDS, patience_seconds(compiled.program))
 
 
 def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list[Any]:
@@ -93,15 +105,22 @@ def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list
 
 
 def _rank_main(
-    rank: int, num_ranks: int, store: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    store: str,
+    group_seconds: float,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
         backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
         if backend == "nccl":
             torch.cuda.set_device(rank)
+        timeout = timedelta(seconds=group_seconds)
         dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
+            backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout
         )
         value = function(*args)
         dist.barrier()

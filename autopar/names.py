@@ -47,6 +47,7 @@ RESERVED = frozenset(
         "num_targets",
         "dropout",
         "attention",
+        "context_attention",
         "vocab_embedding",
         "cross_entropy",
         "count_valid",

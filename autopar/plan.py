@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopar.compression import Compression
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.placement import Placements, Stored
@@ -116,6 +117,7 @@ class Plan:
     prediction: Prediction = Prediction()
     runner_ups: tuple[tuple[str, float, str], ...] = ()
     pipeline: Pipeline = Pipeline()
+    compression: Compression = Compression()
     source: str = field(default="", compare=False, repr=False)
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -135,6 +137,12 @@ class Plan:
         if self.pipeline.seats:
             return seats_text(self.pipeline.seats)
         return layout_text(self.pipeline.num_positions, self.mesh)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether ZeRO's collectives over several ranks are there to be compressed, and are."""
+        is_sharded = any(s.zero for scope in self.scopes.values() for s in scope.parameters.values())
+        return bool(self.compression) and is_sharded and self.mesh.size("dp") > 1
 
     @property
     def fullest_group(self) -> int:

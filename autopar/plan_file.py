@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from autopar.errors import PlanError
+from autopar.compression import Compression
+from autopar.errors import ConstraintError, PlanError
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, R, Stored
 from autopar.plan import (
@@ -56,6 +57,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "global_batch_size": plan.global_batch_size,
         "micro_batches": plan.num_micro_batches,
         "precision": plan.precision,
+        **({"compression": plan.compression.names} if plan.compression else {}),
         **_pipeline_data(plan.pipeline),
         "top": scope_data(plan.scopes[""]),
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
@@ -149,6 +151,7 @@ class _Reader:
             ),
             tuple((r["plan"], float(r["seconds"]), r["why"]) for r in self.data.get("runner_ups") or ()),
             self._pipeline(num_positions, seats),
+            self._compression(),
             self.source,
             self.lines,
         )
@@ -191,6 +194,14 @@ class _Reader:
             raise self.fail(("pipeline", "offload"), f"{offload!r} is unknown", legal)
         offload = "" if offload == "none" else offload
         return Pipeline(num_positions, str(data.get("schedule", "")), tuple(stages), offload, seats)
+
+    def _compression(self) -> Compression:
+        try:
+            return Compression.parse(self.data.get("compression"))
+        except ConstraintError as error:
+            values = error.values if isinstance(error.values, str) else ""
+            alternatives = error.alternatives if isinstance(error.alternatives, str) else ""
+            raise self.fail(("compression",), f"{error.constraint}: {values}", alternatives) from None
 
     def _modes(self, path: tuple[str, ...], text: str) -> tuple[tuple[str, int], ...]:
         found = []

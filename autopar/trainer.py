@@ -39,6 +39,8 @@ class TrainerConfig:
     cluster: a cluster, its text, a TOML file, or "detect" (what this machine has, shared by `num_processes` if that is
     given). steps: optimiser steps in all, those before a resumption included. global_batch_size: rows of a batch, the
     first batch's by default. plan: a plan file to use instead of searching. constraints: see autopar.constraints.
+    compression: of ZeRO's collectives, as in autopar.compile (a plan file's own by default).
+    backend: "eager", or "inductor", which compiles the layers, as in autopar.compile.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
     log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
     measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
@@ -52,6 +54,8 @@ class TrainerConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     precision: str = "fp32"
+    compression: Mapping[str, str] | None = None
+    backend: str = "eager"
     max_grad_norm: float | None = None
     seed: int = 0
     constraints: Mapping[str, Any] | None = None
@@ -166,7 +170,7 @@ class Trainer:
         import torch
 
         rate, decay = self.config.learning_rate, self.config.weight_decay
-        return self.optimizer or functools.partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
+        return self.optimizer or functools.partial(torch.optim.AdamW, lr=rate, weight_decay=decay, fused=True)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from autopar.cluster import ClusterSpec, as_cluster
 from autopar.compile import compile
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
+from autopar.costs.price import is_cpu
 from autopar.errors import ConstraintError
-from autopar.launch import run_ranks
+from autopar.launch import group_seconds, run_ranks
 from autopar.progress import TrainingProgress
 from autopar.tracing.trace import _LossModule, name_inputs
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
@@ -83,14 +84,23 @@ def compile_program(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> CompiledProgram:
     """autopar.compile with what the configuration says; under a launcher on all ranks together."""
+    cluster = resolve_cluster(config.cluster, config.num_processes)
+    if config.measure_memory and config.backend == "inductor" and is_cpu(cluster.groups[0]):
+        raise ConstraintError(
+            "on a CPU measure_memory follows every tensor, and those of compiled layers cannot be seen",
+            values="measure_memory with backend='inductor'",
+            alternatives=["backend='eager'", "measure_memory=False"],
+        )
     return compile(
         model,
-        resolve_cluster(config.cluster, config.num_processes),
+        cluster,
         example_inputs=next(batches_from(batches, 0, 1)),
         loss_fn=loss_fn,
         global_batch_size=config.global_batch_size,
         optimizer=optimizer,
         precision=config.precision,
+        compression=config.compression,
+        backend=config.backend,
         constraints=config.constraints,
         plan=config.plan,
     )
@@ -110,7 +120,9 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train."""
-    results: list[TrainResult] = run_ranks(fit_rank, (program, config, batches), program.plan.num_ranks, math.inf)
+    program.require_backend()
+    ranks, patience = program.plan.num_ranks, group_seconds(program)
+    results: list[TrainResult] = run_ranks(fit_rank, (program, config, batches), ranks, math.inf, patience)
     peaks = tuple(peak for result in results for peak in result.peak_bytes)
     return replace(results[0], peak_bytes=peaks, program=program)
 
@@ -297,6 +309,12 @@ class _Plain:
     def __post_init__(self) -> None:
         if self.config.precision != "fp32":
             raise ConstraintError("a plain run is in fp32", values=self.config.precision, alternatives="auto_parallel")
+        if self.config.compression:
+            raise ConstraintError(
+                "a plain run has nothing to compress", values=f"{self.config.compression}", alternatives="auto_parallel"
+            )
+        if self.config.backend != "eager":
+            raise ConstraintError("a plain run is eager", values=self.config.backend, alternatives="auto_parallel")
         self.model.train()
         self.optimizer = self.factory([p for p in self.model.parameters() if p.requires_grad])
 

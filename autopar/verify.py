@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.compile import OptimizerFactory, compile
+from autopar.compile import compile
 from autopar.compiled import CompiledProgram
-from autopar.launch import run_ranks
+from autopar.costs.updates import OptimizerFactory
+from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
 from autopar.tracing.trace import _LossModule, name_inputs
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
@@ -113,6 +114,7 @@ def verify(
     precision: str = "fp32",
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
+    backend: str = "eager",
     steps: int = 3,
     max_grad_norm: float | None = None,
     seed: int = 0,
@@ -133,6 +135,7 @@ def verify(
         precision=precision,
         constraints=constraints,
         kernels=kernels,
+        backend=backend,
     )
     return verify_program(compiled, example_inputs, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
 
@@ -149,7 +152,9 @@ def verify_program(
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
     args = (compiled, batches, max_grad_norm, seed)
-    reports = run_ranks(_compare, args, compiled.plan.num_ranks)
+    compiled.require_backend()
+    patience = group_seconds(compiled)
+    reports = run_ranks(_compare, args, compiled.plan.num_ranks, max(TIMEOUT_SECONDS, patience), patience)
     report: VerifyReport = next(r for r in reports if r is not None)
     return report
 

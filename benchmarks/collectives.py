@@ -3,9 +3,10 @@
     python -m benchmarks.collectives [--rows] [--csv] [--leave-one-out]
 
 Tables: ../shared/data/measured_links.json (H100 of 1 to 64 nodes with EFA, Jean Zay, Mist's pairs of bandwidth and
-latency, Mist's raw L4 times) and ../shared/data/galvatron_hardware. Errors are |predicted / measured - 1| of seconds;
-bias is the median of predicted / measured - 1. `--leave-one-out` refits the constants of FITTED without each table in
-turn and reports the error on the table left out; a constant that no other table informs is then its family's (EFA's
+latency, Mist's raw L4 times), ../shared/data/galvatron_hardware, and collectives.toml (H100 of 2 to 32 quiet nodes with
+EFA). Errors are |predicted / measured - 1| of seconds; bias is the median of predicted / measured - 1; rows measured
+with a band say how many predictions lie inside it. `--leave-one-out` refits the constants of FITTED without each table
+in turn and reports the error on the table left out; a constant that no other table informs is then its family's (EFA's
 from InfiniBand, a later NVLink's from an earlier one's). `--csv` rewrites benchmarks/results/collectives.csv.
 """
 
@@ -18,6 +19,7 @@ import math
 import re
 import statistics
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from cost_models.machine import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
+FACTS = Path(__file__).resolve().parent / "collectives.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "collectives.csv"
 MB = 2**20
 GIB = 2**30
@@ -50,30 +53,35 @@ Setting = tuple[str, str]
 """A link and one of its fields; "rate_factors.p2p" is written with the dot."""
 
 FITTED: Mapping[Setting, Setting | float] = {
-    ("nvlink2", "efficiency"): ("nvlink3", "efficiency"),
-    ("nvlink2-mesh", "efficiency"): ("nvlink2", "efficiency"),
-    ("nvlink3", "efficiency"): ("nvlink2", "efficiency"),
+    ("nvlink2-mesh", "efficiency"): ("nvlink3", "efficiency"),
+    ("nvlink3", "efficiency"): ("nvlink2-mesh", "efficiency"),
     ("nvlink3", "rate_factors.p2p"): 1.0,
     ("nvlink4", "efficiency"): ("nvlink3", "efficiency"),
     ("efa-400g", "latency_seconds"): ("ib-400g", "latency_seconds"),
     ("efa-400g", "contention_per_doubling"): ("ib-400g", "contention_per_doubling"),
-    ("ethernet-100g", "efficiency"): ("ethernet-32g", "efficiency"),
-    ("ethernet-32g", "efficiency"): ("ethernet-100g", "efficiency"),
+    ("ethernet-100g", "efficiency"): ("ib-100g", "efficiency"),
     ("pcie4", "efficiency"): ("pcie4-x8", "efficiency"),
     ("pcie4-x8", "efficiency"): ("pcie4", "efficiency"),
 }
 """Constants of links.toml that the tables inform, each with what stands for it when none does."""
 
 SHARED: Mapping[Setting, Setting] = {
+    ("nvlink2-quad", "efficiency"): ("nvlink2-mesh", "efficiency"),
     ("nvlink3-a800", "efficiency"): ("nvlink3", "efficiency"),
     ("nvlink3-a800", "rate_factors.p2p"): ("nvlink3", "rate_factors.p2p"),
+    ("efa-400g-quiet", "latency_seconds"): ("efa-400g", "latency_seconds"),
+    ("ethernet-32g", "efficiency"): ("ethernet-100g", "efficiency"),
 }
 """Constants that are another link's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured collective; seconds include host_seconds that the device does not spend."""
+    """One measured collective.
+
+    seconds: with host_seconds, which the device does not spend. band: from the least to the most seconds of the bulk of
+    its runs, where that is published.
+    """
 
     table: str
     kind: Kind
@@ -82,6 +90,7 @@ class Row:
     cluster: str
     seconds: float
     host_seconds: float = 0.0
+    band: tuple[float, float] | None = None
 
     @property
     def size(self) -> str:
@@ -101,6 +110,7 @@ def read_rows() -> list[Row]:
         *_mist_raw(links["mist_l4_bandwidth_raw"]["data"]),
         *_galvatron_times(),
         *_galvatron_bandwidths(),
+        *_p5(tomllib.loads(FACTS.read_text(encoding="utf-8"))["p5"]),
     ]
 
 
@@ -112,20 +122,34 @@ def _at_bus_bandwidth(
 
 
 def _playbook(table: Mapping[str, Any]) -> Iterator[Row]:
-    """256 MB over whole clusters; the mean of many runs, read as bus bandwidth."""
+    """256 MB over whole clusters; the mean bandwidth of many runs, read as bus bandwidth, and the band drawn around it:
+    its upper edge from the first number of nodes to the last, then its lower edge back."""
     names: dict[str, Kind]
     names = {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
-    for name, rates in table["mean"].items():
-        for nodes, rate in zip(map(int, table["nodes"]), rates, strict=True):
+    bands = table["bands(upper..lower mirrored)"]
+    for (name, rates), band in zip(table["mean"].items(), bands, strict=True):
+        edges = zip(band[: len(rates)], reversed(band[len(rates) :]), strict=True)
+        for nodes, rate, (upper, lower) in zip(map(int, table["nodes"]), rates, edges, strict=True):
             cluster = f"{nodes}x8 h100-sxm nvlink4 efa-400g"
-            yield _at_bus_bandwidth("playbook H100", names[name], 256 * MB, Group(8 * nodes, 1), cluster, rate * 1e9)
+            row = _at_bus_bandwidth("playbook H100", names[name], 256 * MB, Group(8 * nodes, 1), cluster, rate * 1e9)
+            yield replace(row, band=(row.seconds * rate / upper, row.seconds * rate / lower))
+
+
+def _p5(table: Mapping[str, Any]) -> Iterator[Row]:
+    kinds: tuple[Kind, ...] = ("all_gather", "all_reduce", "all_to_all")
+    for kind in kinds:
+        for nodes, rates in zip(table["nodes"], table[kind]["bandwidths"], strict=True):
+            cluster = f"{nodes}x8 h100-sxm nvlink4 efa-400g-quiet"
+            for megabytes, rate in zip(table[kind]["megabytes"], rates, strict=True):
+                num_bytes = megabytes * MB
+                yield Row("p5 H100", kind, num_bytes, Group(8 * nodes, 1), cluster, num_bytes / rate / 1e9)
 
 
 def _jean_zay(table: Mapping[str, Any]) -> Iterator[Row]:
     """all_reduce_bench of 4 GB counts every byte twice: half of the printed throughput is nccl-tests' algorithm's."""
     for memory in ("16", "32"):
         rate = table[f"v100_1node_4gpu_{memory}gb"] * 1e9 / 8 / 2 * 2 * 3 / 4
-        yield _at_bus_bandwidth("Jean Zay V100", "all_reduce", 4e9, Group(4, 1), f"4 v100-{memory}g", rate)
+        yield _at_bus_bandwidth("Jean Zay V100", "all_reduce", 4e9, Group(4, 1), f"4 v100-{memory}g nvlink2-quad", rate)
 
 
 MIST_CLUSTERS = {
@@ -306,6 +330,13 @@ def _print(title: str, groups: Mapping[Any, Sequence[Row]]) -> None:
         print(f"{label:44} {s['rows']:4} {s['median']:7.1%}{s['p90']:7.1%}{s['worst']:7.1%}{s['bias']:+7.1%}")
 
 
+def _print_bands(rows: Sequence[Row]) -> None:
+    banded = [(predicted(row), row.band) for row in rows if row.band]
+    inside = sum(low <= time <= high for time, (low, high) in banded)
+    widest = max(high / low for _, (low, high) in banded)
+    print(f"inside the measured band: {inside} of {len(banded)}; from fast to slow up to a factor of {widest:.0f}")
+
+
 def _print_left_out(rows: Sequence[Row]) -> None:
     tables = _grouped(rows, lambda row: row.table)
     print("\nleft out                                     rows  median    p90   bias")
@@ -358,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"\nall {whole['rows']} rows: median {whole['median']:.1%}; mean over tables {statistics.fmean(by_table):.1%}; "
         f"{len(FITTED) + 1 + len(HOST_SECONDS)} fitted constants (with own_step and HOST_SECONDS)"
     )
+    _print_bands(rows)
     for what, why in SKIPPED.items():
         print(f"skipped: {what}: {why}")
     if options.leave_one_out:

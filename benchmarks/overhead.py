@@ -300,7 +300,7 @@ def _row(
 
 
 def division(compiled: Any) -> str:
-    """"7 S 2 Rp of 12": how many parameters (of one layer of each kind, and the root) are stored in parts, ZeRO
+    """ "7 S 2 Rp of 12": how many parameters (of one layer of each kind, and the root) are stored in parts, ZeRO
     included, and of how many the ranks compute with a whole copy on different data; the others' work is repeated."""
     specs = [s for cls in (*compiled.program.layers, compiled.program.root) for s in dict(cls.parameters).values()]
     kinds = [{text[0] for _, text in s.placements if text != "R"} | ({"S"} if s.zero else set()) for s in specs]

@@ -19,6 +19,7 @@ _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "cross_entropy": "cross_entropy",
     "count_valid": "cross_entropy",
+    "context_attention": "context_attention",
     "arange": "layout",
 }
 

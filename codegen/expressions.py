@@ -99,7 +99,9 @@ CREATION: Mapping[str, str] = {
 }  # fmt: skip
 
 KERNELS: Mapping[str, str] = {
-    "rms_norm": "rms_norm", "swiglu": "swiglu", "cross_entropy": "token_losses",
+    "rms_norm": "rms_norm", "layer_norm": "layer_norm", "add_rms_norm": "add_rms_norm",
+    "add_layer_norm": "add_layer_norm", "rotary": "rotary", "swiglu": "swiglu", "geglu": "geglu",
+    "bias_gelu": "bias_gelu", "dropout_add": "dropout_add", "cross_entropy": "token_losses",
     "linear_cross_entropy": "linear_cross_entropy",
 }  # fmt: skip
 """Fused kernel -> its name in generated code; the runtime has a cross_entropy too."""

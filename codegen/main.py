@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from codegen.program import PipelineProgram, Program
 
 _TEMPLATE = '''"""Trains {name} on {mesh_text}:  torchrun --nproc-per-node {ranks} main.py --steps 10
@@ -83,7 +85,7 @@ def main():
     step = Step(
         {model},
         mesh,
-        optimizer_factory=lambda params: torch.optim.AdamW(params, lr=options.lr),
+        optimizer_factory=lambda params: torch.optim.AdamW(params, lr=options.lr, fused=True),
         num_micro_batches=NUM_MICRO_BATCHES,
         precision="{precision}",
         max_grad_norm=options.max_grad_norm,
@@ -152,6 +154,10 @@ def _emit(whole: Program | PipelineProgram, any_program: Program, *, options: li
         options = [*options, f'offload_optimizer="{any_program.offload_optimizer}"']
     if any_program.offload_parameters:
         options = [*options, "offload_parameters=True"]
+    if any_program.compression:
+        options = [*options, f"compression={json.dumps(dict(any_program.compression))}"]
+    if any_program.backend != "eager":
+        options = [*options, f'backend="{any_program.backend}"']
     return _TEMPLATE.format(
         name=whole.name,
         mesh_text=whole.mesh_text,

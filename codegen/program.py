@@ -154,7 +154,8 @@ class Program:
     stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it
     receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers
     in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
-    offload_parameters: ZeRO-3's shards too.
+    offload_parameters: ZeRO-3's shards too. compression: of ZeRO's collectives, as `Step` takes it.
+    backend: "eager" or "inductor", as `Step` takes it.
     """
 
     name: str
@@ -178,6 +179,8 @@ class Program:
     offload: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     offload_optimizer: str = ""
     offload_parameters: bool = False
+    compression: Mapping[str, str] = field(default_factory=dict)
+    backend: str = "eager"
 
     @property
     def mesh_text(self) -> str:

@@ -6,16 +6,21 @@ factors as in ``doc/PERFORMANCE.md`` of nccl-tests). Every algorithm and protoco
 time is that of the lowest line. Notation:
 
     n ranks on N nodes, p = n / N ranks per node;  B bytes of the whole tensor (see `seconds`)
-    i      intra-node rate of one rank: achievable, times the share of its links that lead to its group
-    w      inter-node rate of one device:  achievable / (1 + c log2 N), over devices_per_node if the node shares a link
-    hi, he one hop inside and between nodes, of the Simple protocol on a ring
+    g      what others on the fabric cost: 1 + c log2 N, c the link's contention_per_doubling
+    i      intra-node rate of one rank: achievable, times the share of its links that lead to its group (`mesh`)
+    w      inter-node rate of one device:  achievable / g, over devices_per_node if the node shares a link
+    hi, he one hop inside and between nodes, of the Simple protocol on a ring; he is the link's latency times g
     s0     startup_seconds of the slowest link in use
-    e      the share of a ring step that a rank's own chunk takes (``machines/nccl.toml``, own_step)
+    e      the share of a ring step that a rank's own chunk takes (``machines/nccl.toml``, own_step; 0 for all_reduce)
 
 A protocol multiplies s0, hops and rates (`nccl.protocol`); links that NCCL does not drive have one, with factors of 1
 and e = 0. s0, hops and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind.
 All groups of a mesh axis communicate at the same time, so a group owns p / devices_per_node of its nodes' network
 interfaces: its ring leaves a node at p w.
+
+Ranks of a ring wait for one neighbour only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
+"Shape fluctuations and random matrices", 2000: last-passage times are linear in the number of steps); a fabric that all
+share slows with N. Hence hops and bytes between nodes share one factor g, and no term for the slowest of n steps.
 """
 
 from __future__ import annotations
@@ -166,6 +171,7 @@ class _Path:
     device_rate: float
     startup_seconds: float
     by_nccl: bool
+    own_step: float
 
     @property
     def group_rate(self) -> float:
@@ -197,16 +203,20 @@ def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, 
     intra, inter = _for_kind(intra, kind), _for_kind(inter, kind)
     sharers = per_node if inter.shared_by_node else 1
     contention = 1 + inter.contention_per_doubling * math.log2(layout.num_nodes)
-    links = [inter] if layout.ranks_per_node == 1 else [intra] if layout.num_nodes == 1 else [intra, inter]
+    alone = layout.ranks_per_node == 1
+    links = [inter] if alone else [intra] if layout.num_nodes == 1 else [intra, inter]
+    by_nccl = all(nccl.drives(link) for link in links)
+    share = 1.0 if alone else nccl.mesh_share(intra, kind, group.size, group.stride, per_node)
     return _Path(
         size=group.size,
         layout=layout,
         intra=intra,
-        inter=inter,
-        intra_rate=intra.achievable_bytes_per_second * nccl.mesh_share(intra, layout.ranks_per_node),
+        inter=replace(inter, latency_seconds=inter.latency_seconds * contention),
+        intra_rate=intra.achievable_bytes_per_second * share,
         device_rate=inter.achievable_bytes_per_second / sharers / contention,
         startup_seconds=max(link.startup_seconds for link in links),
-        by_nccl=all(nccl.drives(link) for link in links),
+        by_nccl=by_nccl,
+        own_step=nccl.own_step(kind) if by_nccl else 0.0,
     )
 
 
@@ -251,7 +261,7 @@ def _rings(passes: int, path: _Path) -> Iterator[Line]:
     layout, size = path.layout, path.size
     for inside, between in path.protocols("ring"):
         steps = passes * (size - 1)
-        inside_node = (steps + inside.own_step) / size / (path.intra_rate * inside.rate)
+        inside_node = (steps + path.own_step) / size / (path.intra_rate * inside.rate)
         leaving = steps / size / (path.group_rate * between.rate)
         per_byte = leaving if layout.ranks_per_node == 1 else inside_node
         if layout.num_nodes > 1:
@@ -261,40 +271,66 @@ def _rings(passes: int, path: _Path) -> Iterator[Line]:
 
 
 def _trees(path: _Path) -> Iterator[Line]:
-    """all_reduce, pipelined to the root and back (NCCL's double binary tree): s0 + 2 hops + 2 B / r."""
+    """all_reduce to the root and back (NCCL's double binary tree), q levels of nodes above a chain of p ranks:
+
+    s0 + 2 hops + 2 B / r + 2 C ((p-1) / i + q / (p w)),  C = min(B, chunk_bytes)
+
+    A rank passes on a chunk of C bytes, of all channels together, when it has all of it, so that the tree is filled
+    before bytes flow at the rate r. Not so with the protocols that pass on single words.
+    """
+    levels = _levels(path.layout.num_nodes)
     for inside, between in path.protocols("tree"):
         rate = path.ring_rate * min(inside.rate, between.rate)
         startup = path.startup_seconds * max(inside.startup, between.startup)
-        yield startup + 2 * _tree_hops(path, inside, between), 2 / rate
+        fixed = startup + 2 * _tree_hops(path, inside, between)
+        fill = 0.0
+        if path.by_nccl and not inside.streams:
+            chain = (path.layout.ranks_per_node - 1) / (path.intra_rate * inside.rate)
+            fill = 2 * (chain + levels / (path.group_rate * between.rate))
+        yield fixed, 2 / rate + fill
+        yield fixed + nccl.chunk_bytes() * fill, 2 / rate
 
 
 def _switch(path: _Path) -> Iterator[Line]:
-    """all_reduce where the switch sums, each byte once up and once down (NCCL's NVLS and NVLSTree):
+    """all_reduce where the switch sums, each byte once up and once down (NCCL's NVLS and NVLSTree), q levels of nodes:
 
-    s0 + 2 hi + 2 log2(N) he + B max(1 / i, 2 (N-1)/N / (p w)), hops of NVLS: one for both ways inside a node
+    s0 + 2 hi + 2 q he + max(B / i, x B / (p w)) + 2 q C / (p w),  C = min(B, chunk_bytes)
+
+    hops of NVLS: one for both ways inside a node, where it reaches ``switch_rate`` of i (``machines/nccl.toml``). x is
+    what the busiest node sends: every byte once where there are two, twice from three on, as a node inside one of the
+    two binary trees sends to its parent and two children, half of B each, and is a leaf of the other (NCCL allows two
+    nodes twice the bus bandwidth, and aws-ofi-nccl halves it beyond). Chunks as in `_trees`.
     """
     layout = path.layout
     if not path.intra.in_network_reduction or layout.ranks_per_node == 1:
         return
+    levels = _levels(layout.num_nodes)
     inside = nccl.switch_hop(path.intra) if path.by_nccl else 2.0
-    between = nccl.switch_hop(path.inter) if path.by_nccl and layout.num_nodes > 1 else 1.0
-    hops = path.intra.latency_seconds * inside + 2 * _levels(layout.num_nodes) * path.inter.latency_seconds * between
-    leaving = 2 * (layout.num_nodes - 1) / layout.num_nodes / path.group_rate
-    yield path.startup_seconds + hops, max(1 / path.intra_rate, leaving)
+    between = nccl.switch_hop(path.inter) if path.by_nccl and levels else 1.0
+    hops = path.intra.latency_seconds * inside + 2 * levels * path.inter.latency_seconds * between
+    within = 1 / (path.intra_rate * (nccl.switch_rate() if path.by_nccl else 1.0))
+    leaving = min(layout.num_nodes - 1, 2) / path.group_rate
+    fill = 2 * levels / path.group_rate if path.by_nccl else 0.0
+    yield path.startup_seconds + hops, max(within, leaving) + fill
+    yield path.startup_seconds + hops + nccl.chunk_bytes() * fill, max(within, leaving)
 
 
 def _all_to_all(path: _Path) -> Iterator[Line]:
-    """Pairwise exchange, and Bruck's algorithm where NCCL is not the library (Thakur et al., section 4.3).
+    """Every rank sends B/n to each other, over NVLink and network at once (Thakur et al., section 4.3, pairwise):
 
-    pairwise: (p-1) hi + (n-p) he + max((p-1+e)/n B / i, (n-p)/n B / w): every rank sends B/n to each other, over NVLink
-    and network at once. Bruck: log2(n) messages of B/2, for small tensors.
+    (p-1) hi + [he + (n-p) m] + max((p-1+e)/n B / i, (n-p)/n B / w)
+
+    m: the host hands messages to the network one by one, and NCCL lets all of them run (``machines/nccl.toml``,
+    message_microseconds). Other libraries wait for each, (n-p) he, and have Bruck's algorithm for small tensors:
+    log2(n) messages of B/2.
     """
     size, per_node = path.size, path.layout.ranks_per_node
-    own = next(path.protocols("ring"))[0].own_step if per_node > 1 else 0.0
-    inside = (per_node - 1 + own) / size / path.intra_rate
-    between = (size - per_node) / size / path.device_rate
-    hops = (per_node - 1) * path.intra.latency_seconds + (size - per_node) * path.inter.latency_seconds
-    yield path.startup_seconds + hops, max(inside, between)
+    remote = size - per_node
+    inside = (per_node - 1 + path.own_step) / size / path.intra_rate if per_node > 1 else 0.0
+    between = remote / size / path.device_rate
+    hop = path.inter.latency_seconds
+    waiting = hop + remote * nccl.message_seconds() if path.by_nccl and remote else remote * hop
+    yield path.startup_seconds + (per_node - 1) * path.intra.latency_seconds + waiting, max(inside, between)
     if not path.by_nccl:
         rate = path.intra_rate if path.layout.num_nodes == 1 else min(path.intra_rate, path.device_rate)
         yield path.startup_seconds + _levels(size) * path.slowest_latency, _levels(size) / 2 / rate

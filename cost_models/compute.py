@@ -7,6 +7,9 @@ usual kernel overheads added. With T the ideal time at the nominal peak, the ach
 
 so that one roof costs (T + r) / e, and the kernel  launch + max(arithmetic roof, memory roof).
 
+One core of a CPU does not multiply while it waits for a weight that its caches have lost: a matmul there costs the sum
+of its arithmetic roof and its bytes at the nominal bandwidth.
+
 Where the device says how many processors it has, the arithmetic roof of a matmul of known shape is that of its tiles.
 A product of m x n x k is cut into tiles of a x b, each made by one processor; P processors make P tiles in one wave:
 
@@ -65,6 +68,7 @@ class Work:
     flops: floating-point operations, a multiply-add counted as two; of attention with a causal mask only the half below
     the diagonal, and of its backward 2.5 times the forward's. num_bytes: read and written, each byte once.
     dtype: of the operands ("fp32", "bf16", ...; see Device.peak).
+    specials: of a memory-bound kernel, exponentials, error functions, square roots and the like.
     shape: (m, n, k) of a matmul, of which `flops` may hold several (a batch); of attention (batch x heads, queries,
     keys); () where unknown. variant, backward, causal: of attention, which kernel (Device.attention_variants), which
     pass, and whether it skips what a causal mask hides.
@@ -79,6 +83,7 @@ class Work:
     variant: str = ""
     backward: bool = False
     causal: bool = False
+    specials: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("matmul", "attention", "memory"):
@@ -98,7 +103,10 @@ def seconds(work: Work, device: Device) -> float:
     """
     if work.flops == 0 and work.num_bytes == 0:
         return 0.0
-    return device.kernel_launch_seconds + max(_arithmetic_seconds(work, device), _memory_seconds(work, device))
+    arithmetic = _arithmetic_seconds(work, device)
+    if work.kind == "matmul" and device.is_cpu:
+        return device.kernel_launch_seconds + arithmetic + work.num_bytes / device.memory_bytes_per_second
+    return device.kernel_launch_seconds + max(arithmetic, _memory_seconds(work, device))
 
 
 def _memory_seconds(work: Work, device: Device) -> float:
@@ -115,10 +123,10 @@ def _cached(num_bytes: float, device: Device) -> float:
 
 
 def _arithmetic_seconds(work: Work, device: Device) -> float:
+    if work.kind == "memory":
+        return work.flops / device.peak("fp32") + work.specials * device.special_seconds
     if work.flops == 0:
         return 0.0
-    if work.kind == "memory":
-        return work.flops / device.peak("fp32")
     peak = device.peak(work.dtype)
     if work.kind == "attention":
         return _attention_seconds(work, device, peak)
@@ -158,7 +166,9 @@ def _attention_seconds(work: Work, device: Device, peak: float) -> float:
     if work.backward:
         rate = variants.get(f"{variant}.backward", rate)
     if not (device.num_processors and work.shape):
-        return _roof(work.flops / peak, rate, device.matmul_ramp_seconds)
+        # torch's kernel for CPUs computes what a causal mask hides, too.
+        flops = work.flops * (2 if work.causal and device.is_cpu else 1)
+        return _roof(flops / peak, rate, device.matmul_ramp_seconds)
     heads, queries, keys = work.shape
     visited = keys / 2 if work.causal else keys
     excess = ATTENTION_RAMP[work.backward] / visited

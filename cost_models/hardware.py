@@ -60,6 +60,8 @@ class Device:
     num_processors: of a GPU (streaming multiprocessors), so that matmuls of known shape are priced as waves of tiles
     and attention as waves of blocks (compute.py), and matmul_tile and matmul_ramp_seconds only serve the others; 0: not
     modelled.
+    special_seconds: of one exponential, error function, square root or the like of one element, where they take longer
+    than its bytes (CPUs).
     output_exposed: the part of the time of writing a matmul's output in which its processors multiply nothing.
     attention_variants: the fraction of the peak that a named kernel reaches forward on long sequences without a mask
     ("fa2", "fa3", "cudnn", ...), and with ".backward" behind its name in its backward.
@@ -87,6 +89,7 @@ class Device:
     memory_ramp_seconds: float = 0.0
     matmul_tile: int = 1
     num_processors: int = 0
+    special_seconds: float = 0.0
     output_exposed: float = 0.0
     attention_variants: Mapping[str, float] = field(default_factory=dict, hash=False)
     cache_bytes: int = 0
@@ -120,6 +123,7 @@ class Device:
             matmul_ramp_seconds=self.matmul_ramp_seconds,
             memory_ramp_seconds=self.memory_ramp_seconds,
             num_processors=self.num_processors,
+            special_seconds=self.special_seconds,
             output_exposed=self.output_exposed,
             cache_bytes=self.cache_bytes,
             cache_bytes_per_second=self.cache_bytes_per_second,
@@ -136,6 +140,11 @@ class Device:
             raise ValueError(f"{owner}: cache_bytes and cache_bytes_per_second go together")
         if 0 < self.cache_bytes_per_second < self.memory_bytes_per_second:
             raise ValueError(f"{owner}: cache_bytes_per_second is less than memory_bytes_per_second")
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a process on a CPU: its name begins so."""
+        return self.name.startswith("cpu")
 
     def peak(self, dtype: str) -> float:
         """Nominal peak FLOP/s of contractions in `dtype`, by DTYPE_FALLBACKS where the device lacks the dtype.
@@ -156,7 +165,8 @@ class Link:
     bytes_per_second: nominal, one direction, per device; per node if `shared_by_node`.
     efficiency: the fraction that large messages reach. latency_seconds: of one hop of one message.
     startup_seconds: fixed cost of one collective.
-    contention_per_doubling: c in rate / (1 + c log2(nodes)), for fabrics that slow down as more nodes talk at once.
+    contention_per_doubling: c of g = 1 + c log2(nodes), which divides rates and multiplies hops, for fabrics that
+    slow down as more nodes talk at once.
     in_network_reduction: the switch sums, so that an all_reduce moves every byte once up and once down (NVLink SHARP).
     shared_by_node: the devices of a node share the link.
     latency_factors, rate_factors: by kind of collective ("all_reduce", ...; 1 if not listed), what its startup and

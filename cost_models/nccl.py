@@ -5,10 +5,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal
 
+from cost_models import mesh
 from cost_models.hardware import Link
 
 Algorithm = Literal["ring", "tree"]
@@ -18,13 +19,13 @@ Algorithm = Literal["ring", "tree"]
 class Protocol:
     """What one algorithm and protocol multiply a link's startup, hop and rate by.
 
-    own_step: share of a ring step that copying a rank's own chunk takes.
+    streams: a rank passes on every word as it comes, and not only whole chunks.
     """
 
     startup: float = 1.0
     hop: float = 1.0
     rate: float = 1.0
-    own_step: float = 0.0
+    streams: bool = False
 
 
 PLAIN = Protocol()
@@ -54,8 +55,28 @@ def protocol(algorithm: Algorithm, name: str, link: Link) -> Protocol:
         startup=startup[algorithm][name] / startup["ring"]["simple"],
         hop=hop[algorithm][name] / hop["ring"]["simple"],
         rate=rate,
-        own_step=table["own_step"],
+        streams=name != "simple",
     )
+
+
+def own_step(kind: str) -> float:
+    """The share of a ring step that copying a rank's own chunk takes, in the kinds of collective that copy it."""
+    return float(_table()["own_step"]) if kind in ("all_gather", "reduce_scatter", "all_to_all") else 0.0
+
+
+def message_seconds() -> float:
+    """What the host of a rank takes to hand one message to the network, one after the other."""
+    return float(_table()["message_microseconds"]) * 1e-6
+
+
+def chunk_bytes() -> float:
+    """What a tree passes on at once, of all channels together (Simple protocol and NVLSTree)."""
+    return float(_table()["chunk_bytes"])
+
+
+def switch_rate() -> float:
+    """The share of a ring's rate inside a node that all_reduce in the switch reaches."""
+    return float(_table()["switch_rate"])
 
 
 def switch_hop(link: Link) -> float:
@@ -64,9 +85,22 @@ def switch_hop(link: Link) -> float:
     return float(hop.get("nvls", hop["tree"]["simple"]) / hop["ring"]["simple"])
 
 
-def mesh_share(link: Link, ranks_per_node: int) -> float:
-    """The share of a device's links that lead to the other ranks of its group: 1 where there is a switch."""
-    return float(_table()["mesh"].get(link.name, {}).get(str(ranks_per_node), 1.0))
+def mesh_links(link: Link) -> mesh.Links | None:
+    """Links between every two devices of a node, or None where there is a switch."""
+    table = _table()["mesh"].get(link.name)
+    return table["links"] if table else None
+
+
+@lru_cache(maxsize=4096)
+def mesh_share(link: Link, kind: str, size: int, stride: int, num_devices: int) -> float:
+    """The share of a device's links that serve it in the worst group base + i * stride, i < size, of an axis with
+    several ranks in a node of `num_devices`: 1 where there is a switch. Raises ValueError for larger nodes than the
+    link joins."""
+    links = mesh_links(link)
+    if links is None:
+        return 1.0
+    count = {"p2p": mesh.message_links, "all_to_all": mesh.exchange_links}.get(kind, mesh.collective_links)
+    return count(links, size, stride, num_devices) / sum(links[0])
 
 
 @cache

@@ -20,6 +20,8 @@ from autopar.graph import Graph, LayerRun, Node, derived
 
 SYNCHRONISATION = "gradient and parameter synchronisation"
 HIDDEN = "hidden communication"
+ACCUMULATION = "gradient accumulation"
+CODING = "quantising for compressed collectives"
 RECOMPUTATION = "recomputation"
 FETCHING = "activations to and from the host"
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")

@@ -1,16 +1,16 @@
 """Prices where fused kernels run (`kernels=` of autopar.compile): what each saves of the calls that it stands for.
 
-A fused call reads what enters its run and writes what leaves it, once; backward it reads the result's gradient and what
-it kept, and writes the gradients of what entered. With r and w the bytes of what enters and leaves, and g those of what
-enters and needs a gradient, all on one rank,
+A fused call reads what enters its run and writes what leaves it, once; backward it reads the results' gradients and
+what it kept (`KEEPS_INPUTS`), and writes the gradients of what entered. With r and w the bytes of what enters and
+leaves, k of what is kept, and g of the gradients that are made, all on one rank,
 
-    forward = time(r + w) + launches,    backward = time(w + r + g) + launches
+    forward = time(r + w) + launches,    backward = time(w + k + g) + launches
 
-are shared by the calls of the run: what enters is charged to the first that reads it, what leaves to the last. Only
-what entered is kept. A call is priced by itself where its own decision parts the run: a normalised dim or a vocabulary
-that is cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once all is
-decided: `as_run` then replaces the runs that are whole, so bytes are those of the program. The search's seconds are
-those of runs that no reshard parts; as each call is charged its own share, parting a run never seems to pay.
+are shared by the calls of the run: what enters is charged to the first that reads it, what leaves to the call that made
+it. A call is priced by itself where its own decision parts the run: a normalised dim, a head or a vocabulary that is
+cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once all is decided:
+`as_run` then replaces the runs that are whole, so bytes are those of the program. The search's seconds are those of
+runs that no reshard parts; as each call is charged its own share, parting a run never seems to pay.
 
 The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) makes no whole logits: its forward has all
 three products, chunk by chunk, and keeps the gradients but for a factor. It costs more time than the loss's kernel
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.price import Pricer, is_cpu, num_local_dim
+from autopar.costs.price import SPECIALS, Pricer, is_cpu, num_local_dim
 from autopar.costs.saved import KEEPS_INPUTS
 from autopar.graph import Node, Ref, TensorMeta, base_name
 from autopar.placement import Placements
@@ -49,22 +49,35 @@ class Terms:
 
     needs_whole: whether the last dim of its tensors may not be cut. launches: more than one kernel, forward and
     backward. on_cpu: whether what runs on a CPU, in torch operations, is fused too; references of the others are the
-    calls that they stand for.
+    calls that they stand for. is_linear: in what may be a partial sum, so that intermediates may be one. no_gradient:
+    leaves whose gradient is another tensor's, handed on.
     """
 
     needs_whole: bool = False
     launches: tuple[int, int] = (1, 1)
     on_cpu: bool = False
+    is_linear: bool = False
+    no_gradient: frozenset[str] = frozenset()
 
+
+_RESIDUAL = frozenset({"residual"})
 
 TERMS: Mapping[str, Terms] = {
+    "dropout and sum": Terms(is_linear=True, no_gradient=_RESIDUAL),
+    "sum and RMSNorm": Terms(needs_whole=True, launches=(1, 2), no_gradient=_RESIDUAL),
+    "sum and LayerNorm": Terms(needs_whole=True, launches=(1, 3), no_gradient=_RESIDUAL),
     "RMSNorm": Terms(needs_whole=True, launches=(1, 2)),
+    "LayerNorm": Terms(needs_whole=True, launches=(1, 3)),
+    "rotary": Terms(needs_whole=True, is_linear=True),
     "SwiGLU": Terms(),
+    "GeGLU": Terms(),
+    "bias and GELU": Terms(launches=(1, 2)),
+    "GELU": Terms(on_cpu=True),
     "cross-entropy": Terms(needs_whole=True, launches=(3, 1)),
     HEAD: Terms(on_cpu=True),
 }
-"""By pattern. RMSNorm's backward adds up partial sums of the weight's gradient; cross-entropy's forward adds up the
-losses and divides."""
+"""By pattern. Backward, partial sums of a weight's and a bias' gradient are added up; cross-entropy's forward adds up
+the losses and divides. GELU is torch's own call. Dropout's backward draws its mask again, in the same kernel."""
 
 
 @dataclass
@@ -73,7 +86,11 @@ class KernelPricer(Pricer):
 
     def fusion(self, operator: Operator) -> Fusion | None:
         """The run that programs for this mesh and device make one call of."""
-        return next((fusion for fusion in operator.fusions if self.runs(fusion)), None)
+        return next((fusion for fusion in operator.fusions if self._is_preferred(fusion)), None)
+
+    def _is_preferred(self, fusion: Fusion) -> bool:
+        """Whether programs have it, and none of its calls in a run that they would rather have."""
+        return self.runs(fusion) and not any(self._is_preferred(rival) for rival in fusion.rivals)
 
     def runs(self, fusion: Fusion) -> bool:
         """Whether programs for this mesh have it, and this device runs it as one call."""
@@ -111,22 +128,21 @@ class KernelPricer(Pricer):
         own += zip(operator.node.outputs, option.outputs, strict=True)
         largest, lies = max(own, key=lambda pair: pair[0].numel)
         local = num_local(largest, lies, self.mesh) / largest.numel
-        name, entering = operator.node.name, [*zip(fusion.node.inputs, fusion.metas, strict=True)]
-        is_last, written = name == fusion.node.name, sum(meta.num_bytes for meta in fusion.node.outputs)
-
-        def moved(here: bool) -> tuple[int, int]:
-            """Bytes forward and backward: of the whole run, or of this call."""
-            sizes = [(m.num_bytes, m.requires_grad) for r, m in entering if not here or fusion.readers[r] == name]
-            leaving = written if is_last or not here else 0
-            read = sum(size for size, _ in sizes)
-            return read + leaving, read + leaving + sum(size for size, has_gradient in sizes if has_gradient)
-
-        launch, has_gradient = self.cluster.device.kernel_launch_seconds, any(m.requires_grad for _, m in entering)
-        seconds = []
-        for whole, here, launches in zip(moved(False), moved(True), TERMS[fusion.name].launches, strict=True):
-            more = (launches - 1) * launch if is_last else 0.0
-            seconds.append(self.memory_seconds(local * whole) * here / whole + more)
-        return seconds[0], seconds[1] if has_gradient else 0.0
+        name, terms = operator.node.name, TERMS[fusion.name]
+        metas, charged = fusion.tensors, fusion.charged
+        results = [Ref(node.name) for node in fusion.nodes]
+        handed_on = {fusion.leaves[leaf] for leaf in terms.no_gradient}
+        gradients = [ref for ref, meta in fusion.entering.items() if meta.requires_grad and ref not in handed_on]
+        launch, seconds = self.cluster.device.kernel_launch_seconds, []
+        moved = [*fusion.entering, *results], [*results, *kept_by(fusion), *gradients]
+        specials = SPECIALS.get(base_name(fusion.node.op), (0, 0))
+        for refs, launches, count in zip(moved, terms.launches, specials, strict=True):
+            whole = sum(metas[ref].num_bytes for ref in refs)
+            here = sum(metas[ref].num_bytes for ref in refs if charged[ref] == name)
+            work = compute.Work("memory", 0.0, local * whole, specials=count * local * fusion.node.meta.numel)
+            more = (launches - 1) * launch if name == fusion.node.name else 0.0
+            seconds.append(compute.seconds(work, self.cluster.device) * here / whole + more)
+        return seconds[0], seconds[1] if gradients else 0.0
 
     def _head_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """The layer: per chunk three products, with the sum of weight gradients; backward both gradients times a
@@ -152,7 +168,7 @@ class KernelPricer(Pricer):
         logits, lies = operator.inputs[0], option.inputs[0]
         rows, classes = num_local_dim(logits, lies, self.mesh, -2), num_local_dim(logits, lies, self.mesh)
         count, chunk_rows = self._chunks(rows, classes)
-        size = chunk_rows * classes * fusion.metas[0].dtype.itemsize
+        size = chunk_rows * classes * fusion.entering[fusion.node.inputs[0]].dtype.itemsize
         chunk = self.memory_seconds(size) + self.memory_seconds(2 * size)
         for axis, placement in enumerate(lies):
             if placement.is_shard and placement.dim == 1:
@@ -171,12 +187,12 @@ class KernelPricer(Pricer):
         if fusion.name == HEAD:
             is_layer = base_name(operator.node.op) == "linear"
             return self._head(operator.inputs[:2], option.inputs[:2]).kept_bytes * scale if is_layer else 0.0
-        held = kept_by(fusion)
-        own = zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)
+        held, name = kept_by(fusion), operator.node.name
+        own = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
+        results = (Ref(name, index) for index in range(len(operator.node.outputs)))
+        own += zip(results, operator.node.outputs, option.outputs, strict=True)
         sizes = {ref: num_local(meta, lies, self.mesh) * meta.dtype.itemsize for ref, meta, lies in own}
-        return scale * sum(
-            size for ref, size in sizes.items() if ref in held and fusion.readers[ref] == operator.node.name
-        )
+        return scale * sum(size for ref, size in sizes.items() if ref in held and fusion.charged[ref] == name)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a fused call."""
@@ -229,10 +245,10 @@ class _Head:
 
 def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
     """Whether a call's own decision leaves its run one kernel call."""
-    is_last = operator.node.name == fusion.node.name
-    if not is_last and any(p.kind == "P" for lies in option.outputs for p in lies):
+    terms, is_last = TERMS[fusion.name], operator.node.name == fusion.node.name
+    if not (is_last or terms.is_linear) and any(p.kind == "P" for lies in option.outputs for p in lies):
         return False
-    if not TERMS[fusion.name].needs_whole:
+    if not terms.needs_whole:
         return True
     tensors = [*zip(operator.inputs, option.inputs, strict=True)]
     tensors += zip(operator.node.outputs, option.outputs, strict=True)
@@ -241,9 +257,9 @@ def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
 
 
 def kept_by(fusion: Fusion) -> frozenset[Ref]:
-    """What enters a run and is kept for its backward."""
-    positions = KEEPS_INPUTS.get(base_name(fusion.node.op)) or ()
-    return frozenset(fusion.node.inputs[i] for i in positions)
+    """What a run keeps for its backward, of what enters it and of its results."""
+    held = ((node.inputs, KEEPS_INPUTS.get(base_name(node.op)) or ()) for node in fusion.nodes)
+    return frozenset(inputs[i] for inputs, positions in held for i in positions if i < len(inputs))
 
 
 # --- under all decisions ----------------------------------------------------------------------------------------------
@@ -253,35 +269,36 @@ def as_run(
     scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: Pricer
 ) -> tuple[Scope, Mapping[Key, Operator], Choices]:
     """The scope's calls as programs have them, with the fused ones and how what they read lies."""
-    found = _runs(scope, operators, choices, pricer) if isinstance(pricer, KernelPricer) else {}
+    found = _runs(scope, operators, choices, pricer) if isinstance(pricer, KernelPricer) else []
     if not found:
         return scope, operators, choices
-    gone = {member.name for fusion in found.values() for member in fusion.members}
+    gone = {member.name for fusion in found for member in fusion.members}
+    made = {node.name: (node, fusion) for fusion in found for node in fusion.nodes}
     nodes: list[Node] = []
     calls, options = dict(operators), dict(choices.operators)
     for node in scope.nodes:
-        fusion = found.get(node.name)
-        if fusion is None:
+        if node.name not in made:
             nodes += [] if node.name in gone else [node]
             continue
-        key, lies = (scope.name, node.name), _entering(fusion, scope.name, choices)
-        metas = tuple(scope.metas[ref] for ref in fusion.node.inputs)
-        nodes.append(fusion.node)
-        calls[key] = replace(operators[key], node=fusion.node, inputs=metas, fusions=())
-        options[key] = replace(options[key], inputs=tuple(lies[ref] for ref in fusion.node.inputs))
+        node, fusion = made[node.name]
+        key, lies = (scope.name, node.name), _lies(fusion, scope.name, choices)
+        metas = tuple(scope.metas[ref] for ref in node.inputs)
+        nodes.append(node)
+        calls[key] = replace(operators[key], node=node, inputs=metas, runs=None)
+        options[key] = replace(options[key], inputs=tuple(lies[ref] for ref in node.inputs))
     return replace(scope, nodes=tuple(nodes)), calls, replace(choices, operators=options)
 
 
-def _runs(scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: KernelPricer) -> dict[str, Fusion]:
-    """Last call -> its run, of all that no decision parts."""
-    found: dict[str, Fusion] = {}
+def _runs(scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: KernelPricer) -> list[Fusion]:
+    """Of all runs that no decision parts, those that programs have."""
+    found: list[Fusion] = []
     taken: set[str] = set()
-    for node in scope.nodes:
-        for fusion in operators[scope.name, node.name].fusions:
-            names = {member.name for member in fusion.members}
-            if not names & taken and pricer.runs(fusion) and _holds(fusion, scope.name, operators, choices):
-                found[fusion.node.name] = fusion
-                taken |= names
+    runs = operators[scope.name, scope.nodes[0].name].runs if scope.nodes else None
+    for fusion in runs.all if runs is not None else ():
+        names = {member.name for member in fusion.members}
+        if not names & taken and pricer.runs(fusion) and _holds(fusion, scope.name, operators, choices):
+            found.append(fusion)
+            taken |= names
     return found
 
 
@@ -302,10 +319,10 @@ def _holds(fusion: Fusion, scope: str, operators: Mapping[Key, Operator], choice
     return True
 
 
-def _entering(fusion: Fusion, scope: str, choices: Choices) -> dict[Ref, Placements]:
-    """How what enters a run lies there."""
+def _lies(fusion: Fusion, scope: str, choices: Choices) -> dict[Ref, Placements]:
+    """How what enters a run lies there, and how its results do."""
+    found = {Ref(node.name): choices.operators[scope, node.name].outputs[0] for node in fusion.nodes}
     members = {member.name: member for member in fusion.members}
-    found = {}
     for ref, name in fusion.readers.items():
         found[ref] = choices.operators[scope, name].inputs[members[name].inputs.index(ref)]
     return found

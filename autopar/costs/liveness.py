@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from autopar.costs.context import context_call
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.saved import PARTS
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
@@ -259,7 +260,14 @@ class Walk:
         if name == "cross_entropy_loss":
             return self._chunk(event)
         in_kernel = self.pricer.kernel_bytes(self.operators[self.scope.name, event.name], option)[1]
-        return self._probabilities(event) + in_kernel * self.scale
+        return self._probabilities(event) + self._exchanged(event)[0] + in_kernel * self.scale
+
+    def _exchanged(self, node: Node) -> tuple[float, float]:
+        """Keys and values of other ranks and what is merged of them, forward and backward (context_attention.py)."""
+        call = context_call(self.operators[self.scope.name, node.name], self.options[node.name], self.pricer.mesh)
+        if call is None:
+            return 0.0, 0.0
+        return call.forward_temporary() * self.scale, call.backward_temporary() * self.scale
 
     def _probabilities(self, node: Node) -> float:
         """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""
@@ -380,4 +388,4 @@ class Walk:
             return self._chunk(node)
         if name in BACKWARD_TEMPORARIES:
             return BACKWARD_TEMPORARIES[name] * self._bytes(self.scope.metas[node.inputs[0]], option.inputs[0])
-        return self._probabilities(node)
+        return self._probabilities(node) + self._exchanged(node)[1]

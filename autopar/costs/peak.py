@@ -28,7 +28,7 @@ class Slot:
     line: in the buffer that is then reduced; arriving: where the sum arrives, if it is added later; gathered: of the
     whole parameter under ZeRO-3.
     updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the block that
-    uses the parameter last.
+    uses the parameter last. sent: of the line while it is summed, if not the line itself.
     """
 
     key: tuple[object, ...]
@@ -41,6 +41,12 @@ class Slot:
     updated: float = 0.0
     is_updated_together: bool = False
     last_reader: str = ""
+    sent: float | None = None
+
+    @property
+    def under_way(self) -> float:
+        """What the reduction holds."""
+        return (self.line if self.sent is None else self.sent) + self.arriving
 
 
 def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) -> Slot:
@@ -53,18 +59,22 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
     line = local * training.gradient_bytes
     partial_sum = line / size if training.num_micro_batches > 1 else 0.0
     gradient = local * meta.dtype.itemsize * scale
+    wire = pricer.wire(meta, stored)
+    # A compressed message is made beside the line, which is then free; another one arrives.
+    message = local * wire.reduce * scale if wire.reduce_code else 0.0
     shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
     return Slot(
         (stored.zero, shards, meta.dtype),
         local * max(4, meta.dtype.itemsize),
         gradient,
         0.0 if is_moved_at_once else gradient,
-        0.0 if is_whole else line * scale,
+        message if is_whole else line * scale + message,
         0.0 if is_whole else partial_sum * scale,
         local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
         0.0 if training.offload else local / size * training.update_bytes,
         training.updates_together,
         last_reader,
+        2 * message if message else None,
     )
 
 
@@ -104,7 +114,7 @@ class _Bucket:
 
     waiting: dict[int, float] = field(default_factory=dict)
     line: float = 0.0
-    arriving: float = 0.0
+    under_way: float = 0.0
     num_bytes: float = 0.0
 
 
@@ -174,7 +184,7 @@ def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
             after = max(after, earlier + own + sum(lines) + bucket.line)
             earlier -= sum(size for block, size in bucket.waiting.items() if block > index)
             own -= bucket.waiting.get(index, 0.0)
-            lines = [*lines, bucket.line + bucket.arriving][-IN_FLIGHT:] if bucket.line else lines
+            lines = [*lines, bucket.under_way][-IN_FLIGHT:] if bucket.line else lines
             after = max(after, earlier + own + sum(lines))
             buckets.remove(bucket)
         found.append((during, after, any(slot.waiting for slot in blocks[index].slots)))
@@ -194,7 +204,7 @@ def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
             bucket = open_.setdefault(key, _Bucket())
             bucket.waiting[index] = bucket.waiting.get(index, 0.0) + slot.waiting
             bucket.line += slot.line
-            bucket.arriving += slot.arriving
+            bucket.under_way += slot.under_way
             bucket.num_bytes += slot.num_bytes
             if bucket.num_bytes >= BUCKET_BYTES and not is_unit:
                 done.append(open_.pop(key))

@@ -13,6 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.compression import Compression
+from autopar.costs.coding import Wire, can_compress, coding_bytes, wire_of
+from autopar.costs.context import context_call
 from autopar.costs.saved import extra_saved_bytes
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.mesh import Mesh
@@ -37,6 +40,14 @@ FLASH = "fa2"
 
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
 
+SPECIALS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("silu", "sigmoid", "tanh", "softmax", "log_softmax", "cross_entropy_loss"), (1, 1)),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (1, 1)),
+    **dict.fromkeys(("exp", "log", "sqrt", "rsqrt", "pow", "reciprocal"), (1, 0)),
+    **dict.fromkeys(("gelu", "sin", "cos", "erf"), (1, 2)),
+}
+"""Exponentials and the like that a call has per element, forward and backward; a norm's two passes count as one."""
+
 ADAM_BYTES = 28.0
 """Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
 
@@ -46,10 +57,11 @@ class Training:
     """How a step is run, as far as costs depend on it.
 
     state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
-    at once or (updates_together: no) of one after the other. compute_bytes, master_bytes: of a weight as computed with,
+    at once or (updates_together: no) of one after the other; update_traffic: bytes that it moves per
+    element. compute_bytes, master_bytes: of a weight as computed with,
     and of a separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
     "optimizer": state and separate masters live in host memory, and the host updates them; "parameters": under ZeRO-3
-    the shards of the parameters too.
+    the shards of the parameters too. compression: of ZeRO's collectives (coding.py).
     """
 
     num_micro_batches: int = 1
@@ -60,11 +72,13 @@ class Training:
     offload: str = ""
     update_bytes: float = 0.0
     updates_together: bool = False
+    update_traffic: float = ADAM_BYTES
+    compression: Compression = Compression()
 
 
 def is_cpu(cluster: Cluster) -> bool:
     """Whether ranks are processes on a CPU."""
-    return cluster.device.name.startswith("cpu")
+    return cluster.device.is_cpu
 
 
 @dataclass
@@ -165,17 +179,24 @@ class Pricer:
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
             return self._contraction_seconds(operator, option, bytes_in + bytes_out, num_grads)
-        forward = self.memory_seconds(bytes_in + bytes_out) + self._inner_seconds(operator, option)
-        backward = self.memory_seconds(bytes_in + bytes_out * (1 + num_grads)) if num_grads else 0.0
-        return forward, backward
+        forward, backward = bytes_in + bytes_out, bytes_in + bytes_out * (1 + num_grads)
+        inner = self._inner_seconds(operator, option)
+        if self.cluster.device.special_seconds and name in SPECIALS:
+            largest = max((*metas_in, *outputs), key=lambda meta: meta.numel)
+            lies = (*option.inputs, *option.outputs)[(*metas_in, *outputs).index(largest)]
+            elements = num_local(largest, lies, self.mesh)
+            one, two = (
+                compute.seconds(compute.Work("memory", 0.0, size, specials=count * elements), self.cluster.device)
+                for size, count in zip((forward, backward), SPECIALS[name], strict=True)
+            )
+            return one + inner, two if num_grads else 0.0
+        return self.memory_seconds(forward) + inner, self.memory_seconds(backward) if num_grads else 0.0
 
     def _contraction_seconds(
         self, operator: Operator, option: Option, num_bytes: float, num_grads: int
     ) -> tuple[float, float]:
         rule = operator.rule
-        ways = math.prod(
-            n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label.split("/")[0] in rule.sizes
-        )
+        ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label))
         flops = contraction_flops(operator) / ways
         dtype = self.dtype_name(operator.node.outputs[0])
         if base_name(operator.node.op) in ATTENTION:
@@ -193,11 +214,28 @@ class Pricer:
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float]:
-        """Forward and backward of torch's own flash kernel."""
+        """Forward and backward of torch's own flash kernel, or of several of them with exchanges between ranks."""
         query, key = operator.inputs[0], operator.inputs[1]
         queries, width = query.shape[-2], query.shape[-1]
+        call = context_call(operator, option, self.mesh)
+        if call is not None:
+            known = call
+
+            def part(keys: int, causal: bool) -> tuple[float, float]:
+                shape, moved = (known.heads, known.queries, keys), num_bytes + known.part * (keys / known.keys - 1)
+                work = 4.0 * math.prod(shape) * width * (0.5 if causal else 1.0)
+                return self._flash_seconds(work, moved, dtype, shape, causal)
+
+            return call.seconds(self.collective_seconds, self.memory_seconds, part)
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
-        shape, causal, device = (heads, queries, key.shape[-2]), _is_causal(operator.node), self.cluster.device
+        shape = (heads, queries, key.shape[-2])
+        return self._flash_seconds(flops, num_bytes, dtype, shape, _is_causal(operator.node))
+
+    def _flash_seconds(
+        self, flops: float, num_bytes: float, dtype: str, shape: tuple[int, int, int], causal: bool
+    ) -> tuple[float, float]:
+        """Forward and backward of one kernel; shape: heads, queries, keys."""
+        device = self.cluster.device
         forward = compute.Work("attention", flops, num_bytes, dtype, shape, FLASH, causal=causal)
         backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, FLASH, True, causal)
         return compute.seconds(forward, device), compute.seconds(backward, device)
@@ -247,13 +285,17 @@ class Pricer:
 
     # --- parameters -------------------------------------------------------------------------------------------
 
-    def sync_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
-        """Gradient synchronisation and ZeRO traffic of one parameter per step, not counting what is hidden."""
+    def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
+        """What one parameter takes per step beside the calls that use it: traffic that is not hidden, sums, update."""
         per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
-        return per_micro * self.training.num_micro_batches + per_step
+        coding_per_micro, coding_per_step = self.coding_parts(meta, stored, unit_bytes)
+        per_micro += self.accumulation_seconds(meta, stored) + coding_per_micro
+        per_step += coding_per_step
+        return per_micro * self.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
 
     def sync_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
-        """`sync_seconds` in two parts: seconds per micro-batch, and seconds once per step.
+        """Gradient synchronisation and ZeRO traffic of one parameter, not counting what is hidden: seconds per
+        micro-batch, and seconds once per step.
 
         unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
         """
@@ -271,8 +313,9 @@ class Pricer:
         if stored.zero:
             axis = self.mesh.axes.index("dp")
             size = self.mesh.sizes[axis]
-            reduces = shared("reduce_scatter", axis, local * training.gradient_bytes)
-            gathers = shared("all_gather", axis, local * training.compute_bytes)
+            wire = self.wire(meta, stored)
+            reduces = shared("all_to_all" if wire.reduce_code else "reduce_scatter", axis, local * wire.reduce)
+            gathers = shared("all_gather", axis, local * wire.gather)
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
@@ -283,6 +326,28 @@ class Pricer:
         exposed = 1.0 - self.hidden_fraction
         return per_micro * exposed, per_step * exposed
 
+    def wire(self, meta: TensorMeta, stored: Stored) -> Wire:
+        """Bytes per element that ZeRO's collectives of one parameter move."""
+        training = self.training
+        size = self.zero_size(stored)
+        return wire_of(training.compression, meta, size, training.compute_bytes, training.gradient_bytes)
+
+    def coding_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
+        """Quantising and dequantising of compressed collectives, which nothing hides, in the parts of `sync_parts`."""
+        training, size = self.training, self.zero_size(stored)
+        if not (training.compression and stored.zero and meta.requires_grad):
+            return 0.0, 0.0
+        widths = (training.compute_bytes, training.gradient_bytes)
+        share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
+        elements = num_local(meta, stored.placements, self.mesh) * share
+        gathers, reduces = (
+            self.memory_seconds(elements * moved) / share
+            for moved in coding_bytes(self.wire(meta, stored), size, *widths, self.cluster.device)
+        )
+        if stored.zero == 3:
+            return reduces + 2 * gathers, 0.0
+        return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
+
     def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
         """The update of one parameter's stored part, bandwidth only (kernels are shared by many parameters)."""
         if not meta.requires_grad:
@@ -292,12 +357,30 @@ class Pricer:
         if training.offload:
             # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
-            updated = elements * ADAM_BYTES / device.host_memory_bytes_per_second
+            updated = elements * training.update_traffic / device.host_memory_bytes_per_second
             if training.offload.startswith("nvme:"):
                 moved = 2 * elements * (training.state_bytes + training.master_bytes)
                 updated += moved / device.disk_bytes_per_second
             return max(updated, copied / device.host_link_bytes_per_second)
-        return elements * ADAM_BYTES / device.memory_bytes_per_second
+        if is_cpu(self.cluster):
+            return elements * training.update_traffic / device.host_memory_bytes_per_second
+        return elements * training.update_traffic / (device.memory_bytes_per_second * device.memory_efficiency)
+
+    def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """Per micro-batch: a parameter's gradient moved into the line that is reduced, and added up there.
+
+        With c and g the bytes of an element as computed and as reduced, and m micro-batches: read c, write g, and from
+        the second micro-batch on read g; where every micro-batch is reduced (zero 2 and 3), its shard is added up.
+        """
+        if not meta.requires_grad:
+            return 0.0
+        training, device = self.training, self.cluster.device
+        local, wide = num_local(meta, stored.placements, self.mesh), training.gradient_bytes
+        again = (training.num_micro_batches - 1) / training.num_micro_batches
+        is_whole = stored.zero < 2 or self.zero_size(stored) == 1
+        summed = again * wide if is_whole else again * 3 * wide / self.zero_size(stored)
+        moved = local * (meta.dtype.itemsize + wide + summed)
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """(weights, gradients, optimiser state) that stay allocated on one rank."""
@@ -309,7 +392,11 @@ class Pricer:
         on_device = not training.offload
         is_away = zero == 3 and training.offload == "parameters"
         weights = 0.0 if is_away else training.compute_bytes * local / (size if zero == 3 else 1)
-        weights += training.master_bytes * local / size if on_device else 0.0
+        master = training.master_bytes
+        if training.compression.gather and zero in (1, 2) and size > 1 and can_compress(meta):
+            # What all ranks compute with is rounded, so that the masters lie beside it in fp32 too.
+            master = 4
+        weights += master * local / size if on_device else 0.0
         # As codegen/runtime/flat.py: stage 1 keeps the whole gradient beside its part of the sum where several
         # micro-batches add up, and works as stage 2 where one does not.
         shares = 1 / size if zero >= 2 or (zero and training.num_micro_batches == 1) else 1 + (1 / size if zero else 0)
@@ -320,7 +407,10 @@ class Pricer:
         """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""
         if stored.zero < 2 or not meta.requires_grad:
             return 0.0
-        width = self.training.gradient_bytes + (self.training.compute_bytes if stored.zero == 3 else 0)
+        wire = self.wire(meta, stored)
+        width = self.training.gradient_bytes + (wire.reduce if wire.reduce_code else 0)
+        if stored.zero == 3:
+            width += self.training.compute_bytes + (wire.gather if wire.gather_code else 0)
         return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
 
     def zero_size(self, stored: Stored) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.block_costs import BlockCost, Mode
+from autopar.costs.context import context_call
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import ATTENTION, MATMULS, Pricer
 from autopar.graph import Graph, LayerRun, Ref, TensorMeta, base_name
@@ -78,9 +79,11 @@ def _kept(
     results, costly = 0.0, 0.0
     for node in scope.nodes:
         if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
-            option = choices.operators[scope.name, node.name]
+            operator, option = operators[scope.name, node.name], choices.operators[scope.name, node.name]
+            if context_call(operator, option, pricer.mesh):
+                continue  # a function of its own, which is run again as a whole
             results += _local_bytes(pricer, node.outputs[0], option.outputs[0])
-            costly += pricer.operator_seconds(operators[scope.name, node.name], option)[0]
+            costly += pricer.operator_seconds(operator, option)[0]
     return _Kept(inputs, results, costly)
 
 

@@ -14,7 +14,15 @@ from functools import cached_property, partial
 
 import torch
 
-from autopar.costs.block_costs import FIXED_KINDS, HIDDEN, SYNCHRONISATION, homes_of, last_readers
+from autopar.costs.block_costs import (
+    ACCUMULATION,
+    CODING,
+    FIXED_KINDS,
+    HIDDEN,
+    SYNCHRONISATION,
+    homes_of,
+    last_readers,
+)
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
 from autopar.graph import Graph, Ref, TensorMeta
@@ -69,6 +77,12 @@ def stored_costs(
         for table, exposed in ((block.per_micro, per_micro), (block.per_step, per_step)):
             table[SYNCHRONISATION] += exposed
             table[HIDDEN] += exposed * hidden / (1.0 - hidden)
+        block.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored)
+        for table, coding in zip(
+            (block.per_micro, block.per_step), pricer.coding_parts(meta, stored, units[scope]), strict=True
+        ):
+            if coding:
+                table[CODING] += coding
         block.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
         for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
             block.fixed[kind] += size

@@ -21,16 +21,15 @@ def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     """What code is generated from. fused: with Triton kernels in place of runs of calls."""
     plan, pipeline = candidate.plan, candidate.plan.pipeline
     home = home_of(pipeline)
-    keeps_shards = pipeline.offload == "parameters"
+    keeps_shards, coding = pipeline.offload == "parameters", plan.compression.names
     common = (candidate.graph, candidate.operators, plan, candidate.choices)
     if pipeline.num_positions == 1:
         modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
-        program = replace(
-            lower(*common, recompute=modes, offload=held, offload_optimizer=home), offload_parameters=keeps_shards
-        )
+        program = lower(*common, recompute=modes, offload=held, offload_optimizer=home)
+        program = replace(program, offload_parameters=keeps_shards, compression=coding)
         return fuse(program) if fused else program
     staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
-    staged = staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards))
+    staged = staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=coding))
     if not fused:
         return staged
     return staged.map(fuse)

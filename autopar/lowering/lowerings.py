@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.costs.price import DEFERRABLE
 from autopar.graph import Graph, LayerRun, Node, Ref, base_name
 from autopar.placement import R
+from autopar.rules.attention import EXCHANGES
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
@@ -45,6 +46,8 @@ def lower_call(
         padding = (("padding_idx", rest[0]),) if rest and rest[0] not in (None, -1) else ()
         axis = Raw(scope.shared.mesh.axes[lowering.axes[0]])
         return replace(call, target="runtime.vocab_embedding", args=(ids, weight, axis), kwargs=padding)
+    if lowering.name in EXCHANGES:
+        return _context_attention(call, lowering.name, scope.shared.mesh.axes[lowering.axes[0]])
     layout = scope.layout(lowering.layout_shape, lowering.layout)
     if lowering.name == "arange":
         return _arange(call, layout)
@@ -58,6 +61,14 @@ def lower_call(
     if lowering.name == "attention":
         return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
     raise AssertionError(f"no statement for lowering {lowering.name}")
+
+
+def _context_attention(call: Call, exchange: str, axis: str) -> Call:
+    """Attention over the keys of all ranks of `axis`; the plain call has all its arguments (simplify.py)."""
+    query, key, value, mask, _, is_causal = call.args
+    given = {"attn_mask": mask, "is_causal": is_causal, **dict(call.kwargs), "exchange": exchange}
+    kwargs = tuple((name, item) for name, item in given.items() if item is not None and item is not False)
+    return replace(call, target="runtime.context_attention", args=(query, key, value, Raw(axis)), kwargs=kwargs)
 
 
 def _is_trained(operator: Operator, call: Call, position: int) -> bool:

@@ -44,6 +44,7 @@ def _candidate(request: Request, mesh: Mesh, count: int, choices: Choices, pipel
         request.precision,
         scopes,
         pipeline=pipeline,
+        compression=request.training.compression,
     )
     pricer = pricer_for(request, mesh, count, pipeline.offload)
     prediction = predict(graph, operators, pricer, choices, pipeline, unequal_of(request, plan))

@@ -223,6 +223,7 @@ def _candidate(
         request.precision,
         compress(graph, operators, pricer.mesh, choices),
         prediction,
+        compression=request.training.compression,
     )
     return Candidate(plan, graph, operators, choices, solution)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.compression import Compression
 from autopar.constraints import Constraints
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer, Training, is_cpu
@@ -18,6 +19,7 @@ from autopar.tracing.rebatch import BatchedTrace
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION, workspace_bytes
 from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.straggler import paced
 from search.problem import Solution
 
 HIDDEN_FRACTION = 0.5
@@ -50,6 +52,10 @@ class Request:
         """The same for one of the cluster's groups of equal nodes."""
         return replace(self, cluster=self.whole.groups[group], mixed=None)
 
+    def compressed(self, compression: Compression) -> Request:
+        """The same with ZeRO's collectives compressed like this."""
+        return replace(self, training=replace(self.training, compression=compression))
+
     def capacity_bytes(self, group: int = 0) -> int:
         """What a rank of a group may use: the user's budget, or the device's memory."""
         return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
@@ -67,11 +73,13 @@ class Candidate:
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:
-    """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it."""
+    """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it. Devices
+    are as slow as the slowest of all that wait for one another."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
     kind = KernelPricer if request.kernels else Pricer
-    return kind(mesh, request.cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
+    cluster = paced(request.cluster, request.whole.num_devices)
+    return kind(mesh, cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
 
 
 @dataclass(frozen=True, slots=True)

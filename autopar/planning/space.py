@@ -164,7 +164,7 @@ class _Builder:
             for zero in self._zero_stages(meta, placements):
                 options.append(Stored(placements, zero))
         options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
-        seconds = [pricer.sync_seconds(meta, o, unit_bytes) + pricer.optimizer_seconds(meta, o) for o in options]
+        seconds = [pricer.stored_seconds(meta, o, unit_bytes) for o in options]
         usage = [sum(pricer.parameter_bytes(meta, o)) for o in options]
         decision = Decision(("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options))
         self._add(decision, np.array(seconds) * scope.count, np.array(usage) * scope.count)

@@ -123,10 +123,11 @@ def _memory(on_gpu: bool, level: Level) -> Iterator[Case]:
     width = 4096 if on_gpu else 512
     rows = (128, 2048, 16384) if on_gpu else (16, 128, 1024, 8192)
     moved = {"add": 3, "gelu": 2, "layer_norm": 2, "gelu backward": 3, "layer_norm backward": 3}
+    specials = {"add": 0.0, "gelu": 1.0, "layer_norm": 1.0, "gelu backward": 2.0, "layer_norm backward": 1.0}
     names = ("add", "gelu", "layer_norm") if level == "brief" else tuple(moved)
     for operation in names:
         for n in rows if operation == "add" else rows[-3:]:
-            work = Work("memory", 0.0, 4.0 * n * width * moved[operation])
+            work = Work("memory", 0.0, 4.0 * n * width * moved[operation], specials=n * width * specials[operation])
             yield Case("memory", f"{operation} {n}x{width}", {"operation": operation, "rows": n, "width": width}, work)
 
 

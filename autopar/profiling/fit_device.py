@@ -39,7 +39,7 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Dev
     device = replace(
         device, memory_bytes=memory_bytes, kernel_launch_seconds=launch, source=source, **_rates(measured, device)
     )
-    device = _fit_roof(device, by_kind["memory"], "memory_efficiency", "memory_ramp_seconds")
+    device = _fit_memory(device, by_kind["memory"])
     tiles = TILES if base is None else (device.matmul_tile,)
     # Where processors are modelled, what a matmul loses besides tiles and waves is the writing of its output.
     loss = "output_exposed" if device.num_processors else "matmul_ramp_seconds"
@@ -135,6 +135,18 @@ def _fit_roof(device: Device, kernels: Sequence[KernelTime], efficiency: str, ra
     start = {name: getattr(device, name) for name in (efficiency, ramp) if name}
     usual = {efficiency: 0.7, ramp: 1e-6}
     return fitted(descend(error, {name: value if 0 < value < 1 else usual[name] for name, value in start.items()}))
+
+
+def _fit_memory(device: Device, kernels: Sequence[KernelTime]) -> Device:
+    """The roof of memory-bound kernels; on a CPU of those that only add, and what a special function takes of the
+    others."""
+    if not device.is_cpu:
+        return _fit_roof(device, kernels, "memory_efficiency", "memory_ramp_seconds")
+    plain = [kernel for kernel in kernels if not kernel.work.specials]
+    device = _fit_roof(device, plain, "memory_efficiency", "memory_ramp_seconds")
+    launch = device.kernel_launch_seconds
+    rates = [(k.seconds - launch) / k.work.specials for k in kernels if k.work.specials and k.seconds > 2 * launch]
+    return replace(device, special_seconds=float(f"{statistics.median(rates):.3g}") if rates else 0.0)
 
 
 def _peak(kernel: KernelTime, device: Device) -> float:

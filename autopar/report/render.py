@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compile import training_of
+from autopar.compile import NOTHING_COMPRESSED
+from autopar.costs.updates import training_of
 from autopar.graph import Graph
 from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
@@ -58,6 +60,7 @@ def _header(compiled: CompiledProgram) -> RenderableType:
         ("mesh", f"{plan.layout}: " + _axes_text(compiled)),
         ("batch", _batch_text(compiled)),
         ("precision", plan.precision),
+        *([("compression", str(plan.compression))] if plan.compression else []),
         ("predicted", _prediction_text(compiled)),
     ]
     table = Table(
@@ -149,7 +152,7 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
     rows: list[Transfer] = []
     for module in _modules(program, scope):
         rows += reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
-    training = training_of(compiled.optimizer, plan.precision)
+    training = replace(training_of(compiled.optimizer, plan.precision), compression=plan.compression)
     rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
     if not rows:
         return Text(f"  {_scope_title(scope)}: nothing is sent\n")
@@ -212,6 +215,8 @@ def _notes(compiled: CompiledProgram, graph: Graph) -> Iterator[RenderableType]:
         notes.append(
             f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
         )
+    if compiled.plan.compression and not compiled.plan.compresses:
+        notes.append(NOTHING_COMPRESSED)
     idle = _idle_axes(compiled)
     notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in idle]
     if notes:

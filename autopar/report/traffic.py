@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.costs.coding import wire_of
 from autopar.costs.price import Training
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.lowering.scope_lowering import attribute_path
@@ -114,27 +115,37 @@ def parameter_traffic(
     scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int
 ) -> list[Transfer]:
     """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer."""
+    totals = traffic_bytes(scope, choices, mesh, training, num_micro_batches)
+    return [Transfer(words, bytes_text(size), count * scope.count) for (words, count), size in totals.items()]
+
+
+def traffic_bytes(
+    scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int
+) -> dict[tuple[str, int], float]:
+    """(what, how often per step) -> bytes each time on one rank: as gathered, or before they are summed."""
     totals: dict[tuple[str, int], float] = {}
+    packed = {name: f" of {code} blocks" for name, code in training.compression.names.items()}
     for (owner, name), stored in choices.parameters.items():
         if owner != scope.name or not scope.metas[Ref(name)].requires_grad:
             continue
         meta = scope.metas[Ref(name)]
         local = num_local(meta, stored.placements, mesh)
-        gradient, weight = local * training.gradient_bytes, local * training.compute_bytes
         if stored.zero:
             reduces = 1 if stored.zero == 1 else num_micro_batches
-            _add(totals, "gradients: reduce_scatter over dp", reduces, gradient)
+            widths = (training.compute_bytes, training.gradient_bytes)
+            wire = wire_of(training.compression, meta, mesh.size("dp"), *widths)
+            how = f"all_to_all{packed['reduce']}" if wire.reduce_code else "reduce_scatter"
+            _add(totals, f"gradients: {how} over dp", reduces, local * wire.reduce)
+            how, weight = f"all_gather{packed['gather'] if wire.gather_code else ''} over dp", local * wire.gather
             if stored.zero == 3:
-                _add(
-                    totals, "parameters: all_gather over dp, forward and again backward", 2 * num_micro_batches, weight
-                )
+                _add(totals, f"parameters: {how}, forward and again backward", 2 * num_micro_batches, weight)
             else:
-                _add(totals, "parameters: all_gather over dp after the update", 1, weight)
+                _add(totals, f"parameters: {how} after the update", 1, weight)
         for axis, placement in zip(mesh.axes, stored.placements, strict=True):
             if placement.kind == "Rp" and not (stored.zero and axis == "dp"):
                 share = mesh.size("dp") if stored.zero else 1
-                _add(totals, f"gradients: all_reduce over {axis}", 1, gradient / share)
-    return [Transfer(words, bytes_text(size), count * scope.count) for (words, count), size in totals.items()]
+                _add(totals, f"gradients: all_reduce over {axis}", 1, local * training.gradient_bytes / share)
+    return totals
 
 
 def _add(totals: dict[tuple[str, int], float], words: str, count: int, num_bytes: float) -> None:

@@ -1,4 +1,5 @@
-"""Scaled dot-product attention: batch, heads, query positions and value features may be sharded.
+"""Scaled dot-product attention: batch, heads, query positions and value features may be sharded, and query and key
+positions together.
 
 q [..., H, S, E], k [..., G, T, E], v [..., G, T, F] -> [..., H, S, F]. With grouped heads H = G * r and q's head dim
 is the composite (G, r), as torch repeats each key/value head r times in place.
@@ -9,7 +10,10 @@ from __future__ import annotations
 import math
 
 from autopar.rules.call import Call, Groups, Operand, make_rule
-from autopar.rules.rule import Lowering, Rule
+from autopar.rules.rule import Joint, Lowering, Rule
+
+EXCHANGES = ("all_gather", "ring")
+"""How ranks that share the positions of one sequence exchange keys and values (codegen/runtime/context_attention.py)."""
 
 
 def attention(call: Call) -> Rule:
@@ -17,6 +21,8 @@ def attention(call: Call) -> Rule:
 
     is_causal blocks S: the mask depends on the absolute position. Dropout on the probabilities needs the lowering
     "attention" whatever is sharded, since its mask is indexed by global position.
+
+    Context parallelism gives S and T to one axis together: one option per exchange, see `_context`.
     """
     q, k, v = call.tensor("query"), call.tensor("key"), call.tensor("value")
     num_batch = len(q.shape) - 3 if len(q.shape) > 3 else 0
@@ -57,7 +63,26 @@ def attention(call: Call) -> Rule:
         blocked={"t", "e", *({"s"} if call["is_causal"] else ())},
         linear=("value",),
         lowerings={"*": Lowering("attention")} if call["dropout_p"] > 0 else {},
+        joints=_context(call) if has_heads else {},
     )
+
+
+def _context(call: Call) -> dict[str, Joint]:
+    """Queries, keys and values cut along the sequence on one axis, by the label of the option.
+
+    A mask is cut along its rows and has all columns. Not with dropout, with a mask that is learned, where causal queries
+    and keys differ in number, or where q, k and v are broadcast against each other.
+    """
+    q, k, v, mask = call.tensor("query"), call.tensor("key"), call.tensor("value"), call.get("attn_mask")
+    is_aligned = len({x.shape[:-3] for x in (q, k, v)}) == 1 and len(q.shape) == 4 and k.shape[-3] == v.shape[-3]
+    is_grouped = call["enable_gqa"] or k.shape[-3] == q.shape[-3]
+    is_learned = isinstance(mask, Operand) and mask.meta.requires_grad
+    is_uneven = call["is_causal"] and k.shape[-2] != q.shape[-2]
+    is_trivial = min(q.shape[-2], k.shape[-2]) == 1
+    if not is_aligned or not is_grouped or is_learned or is_uneven or is_trivial or call["dropout_p"] > 0:
+        return {}
+    factors = tuple("t" if i in (k.index, v.index) else "s" for i in range(len(call.inputs)))
+    return {f"s+t/{exchange}": Joint(factors, "s", exchange) for exchange in EXCHANGES}
 
 
 TABLE = {"aten.scaled_dot_product_attention": attention}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.graph import Node, TensorMeta, map_refs
-from autopar.rules.rule import Dims, Lowering, Rule
+from autopar.rules.rule import Dims, Joint, Lowering, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ def make_rule(
     additive: Iterable[int] = (),
     linear: Iterable[str] = (),
     lowerings: Mapping[str, Lowering] | None = None,
+    joints: Mapping[str, Joint] | None = None,
 ) -> Rule:
     """A rule, with factors of size 1 dropped and every dim's product checked against the call's shapes."""
 
@@ -159,6 +160,7 @@ def make_rule(
         additive=frozenset(additive),
         linear=linear_sets(call, linear),
         lowerings=dict(lowerings or {}),
+        joints=dict(joints or {}),
     )
 
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from autopar.graph import Node, map_refs
+from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand, find_op
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.simulate import SimulatedMesh, meshes
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
-COMMUNICATING = frozenset({"cross_entropy"})
+COMMUNICATING = frozenset({"cross_entropy", *EXCHANGES})
 
 
 def call_op(op: str, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], inputs: Sequence[Tensor]) -> Tensors:
@@ -103,6 +104,8 @@ def _lowered(
         return (dropout(inputs[0].clone(), call["p"], key=DROPOUT_KEY, layout=layout, mesh=mesh),)
     if lowering.name == "attention":
         return (_attention(lowering, call, inputs, mesh),)
+    if lowering.name in EXCHANGES:
+        return (_context_attention(lowering, call, inputs, mesh),)
     raise ValueError(f"the proof does not know the lowering {lowering.name!r}")
 
 
@@ -141,4 +144,22 @@ def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mes
         key=DROPOUT_KEY,
         layout=_layout(lowering, mesh),
         mesh=mesh,
+    )
+
+
+def _context_attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
+    from codegen.runtime.context_attention import context_attention
+
+    q, k, v = (inputs[call.tensor(name).index] for name in ("query", "key", "value"))
+    mask = call.get("attn_mask")
+    return context_attention(
+        q,
+        k,
+        v,
+        mesh.axes[lowering.axes[0]],
+        attn_mask=inputs[mask.index] if isinstance(mask, Operand) else None,
+        is_causal=call["is_causal"],
+        scale=call["scale"],
+        enable_gqa=call["enable_gqa"],
+        exchange="ring" if lowering.name == "ring" else "all_gather",
     )

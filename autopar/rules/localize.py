@@ -31,6 +31,8 @@ class LoweringCall:
     dropout         mask from global positions                                   layout_shape, layout (of the result)
     attention       dropout mask from global positions                           layout_shape, layout ([..., H, S, T])
     arange          start + step * global position                               layout_shape, layout (of the result)
+    all_gather,     attention whose keys are sharded over axes[0], by that        axes
+    ring            exchange (codegen/runtime/context_attention.py)
 
     axes: numbers of mesh axes. divisor: product of the sizes of the mesh axes that shard a mean.
     layout: one placement per mesh axis, S or R, of a tensor of global shape layout_shape.
@@ -67,19 +69,21 @@ def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int,
 
     Two axes on one factor must divide the factor, not just the tensor dim that it is a part of (groups of a
     convolution: 6 groups of 2 channels do not split over 2 x 2 ranks, though 12 channels do). A lowering that works
-    over one axis may be needed by one axis only.
+    over one axis may be needed by one axis only, and factors that are sharded together by no other axis.
     """
     by_factor: dict[str, list[tuple[int, int]]] = {}
+    alone: set[str] = set()
     for option, size in zip(options, axis_sizes, strict=True):
-        factor, _, sections = option.label.partition("/")
-        if factor in rule.sizes:
-            by_factor.setdefault(factor, []).append((int(sections or 1), size))
+        for factor, sections in rule.sharded_by(option.label):
+            by_factor.setdefault(factor, []).append((sections, size))
+        if option.label in rule.joints:
+            alone.update(rule.joints[option.label].factors)
     for factor, shards in by_factor.items():
         places = tuple(S(0, sections) for sections, _ in shards)
         if not divides((rule.sizes[factor],), places, tuple(size for _, size in shards)):
             return False
         lowering = rule.lowerings.get(factor)
-        if lowering and lowering.contiguous and len(shards) > 1:
+        if len(shards) > 1 and (factor in alone or (lowering and lowering.contiguous)):
             return False
     return True
 
@@ -152,10 +156,11 @@ def _probabilities(call: Call, rule: Rule) -> tuple[tuple[tuple[str, ...], ...],
 
 def _factor_shard(rule: Rule, dims: tuple[tuple[str, ...], ...], option: AxisOption) -> Placement:
     """How a tensor inside the op lies under an option that shards a factor; R if it lacks the factor."""
-    factor, _, sections = option.label.partition("/")
-    if factor not in rule.sizes:
-        return R
-    return find_factor(rule, dims, factor, int(sections or 1)) or R
+    for factor, sections in rule.sharded_by(option.label):
+        found = find_factor(rule, dims, factor, sections)
+        if found:
+            return found
+    return R
 
 
 def replace_arguments(node: Node, replaced: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:

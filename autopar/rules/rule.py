@@ -16,6 +16,8 @@ Besides the factors there are options that hold for every operator or follow fro
     P     the op is linear in a set of inputs jointly         those P, the other inputs Rp, outputs P
 
 A factor may be sharded with sections k: it is cut into k equal runs and each is sharded (see placement.py).
+Several factors may be sharded together by one axis, if a lowering brings every rank what the others have of them (see
+Joint).
 Sources: GSPMD (Xu et al. 2021) and Shardy's factor rules for the loop view; Megatron-LM for the conjugates.
 """
 
@@ -57,12 +59,30 @@ class Lowering:
 
 
 @dataclass(frozen=True, slots=True)
+class Joint:
+    """Several factors that one axis shards together, in whole runs; `lowering` exchanges what a rank lacks.
+
+    inputs: the factor by which each input is sharded; None: it is whole on every rank. The outputs are sharded by
+    `output`.
+    """
+
+    inputs: tuple[str | None, ...]
+    output: str
+    lowering: str
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """All of them, that of the outputs first."""
+        return tuple(dict.fromkeys((self.output, *(f for f in self.inputs if f is not None))))
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """The factors of one call. `inputs` follows `Node.inputs`, `outputs` follows `Node.outputs`.
 
     blocked: factors that cannot be sharded. additive: inputs that are added to a contraction's result.
     linear: sets of inputs in which the op is jointly linear. lowerings: by factor; the key "*" means every sharded
-    factor needs it.
+    factor needs it. joints: by the label of their option.
     """
 
     inputs: tuple[Dims, ...]
@@ -72,6 +92,14 @@ class Rule:
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     lowerings: Mapping[str, Lowering] = field(default_factory=dict)
+    joints: Mapping[str, Joint] = field(default_factory=dict)
+
+    def sharded_by(self, label: str) -> tuple[tuple[str, int], ...]:
+        """(factor, sections) of all that the option of this label shards; () if it shards nothing."""
+        if label in self.joints:
+            return tuple((factor, 1) for factor in self.joints[label].factors)
+        factor, _, sections = label.partition("/")
+        return ((factor, int(sections or 1)),) if factor in self.sizes else ()
 
     @property
     def contracted(self) -> frozenset[str]:
@@ -113,6 +141,17 @@ def shard_option(rule: Rule, factor: str, sections: int = 1) -> AxisOption:
     return AxisOption(label, inputs, outputs, lowering.name if lowering else None)
 
 
+def joint_option(rule: Rule, label: str) -> AxisOption:
+    """The option that gives one axis to several factors together."""
+    joint = rule.joints[label]
+    inputs = tuple(
+        Rp if factor is None else find_factor(rule, dims, factor) or Rp
+        for factor, dims in zip(joint.inputs, rule.inputs, strict=True)
+    )
+    outputs = tuple(find_factor(rule, dims, joint.output) or P for dims in rule.outputs)
+    return AxisOption(label, inputs, outputs, joint.lowering)
+
+
 def axis_options(
     rule: Rule,
     axis_size: int,
@@ -137,6 +176,9 @@ def axis_options(
         for count in dict.fromkeys((1, *more)):
             if rule.sizes[factor] % (count * axis_size) == 0:
                 options.append(shard_option(rule, factor, count))
+    for label, joint in rule.joints.items():
+        if all(rule.sizes[factor] % axis_size == 0 for factor in joint.factors):
+            options.append(joint_option(rule, label))
     return tuple(dict.fromkeys(canonical(option, inputs, outputs) for option in options))
 
 

@@ -110,6 +110,16 @@ class _Board:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """A tensor that need not be waited for."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedAxis:
     """The part of the runtime's Axis that lowerings use."""
 
@@ -126,6 +136,18 @@ class SimulatedAxis:
     def max_over(self, x: Tensor) -> Tensor:
         """The elementwise maximum over the axis' ranks; no gradient."""
         return torch.stack(self.board.exchange(self.rank, x)).amax(0)
+
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """[*part] -> [n, *part]: every rank's part; no gradient."""
+        return torch.stack(self.board.exchange(self.rank, part))
+
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """[n, *part] -> [*part]: the sum over ranks of their parts[this rank]; no gradient."""
+        return torch.stack(self.board.exchange(self.rank, parts))[:, self.rank].sum(0)
+
+    def pass_on(self, part: Tensor) -> Arrived:
+        """What the rank before this one passes on; no gradient."""
+        return Arrived(self.board.exchange(self.rank, part)[self.rank - 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,75 +8,130 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from autopar.graph import Node, Ref, TensorMeta, map_refs
+from autopar.graph import Node, Ref, TensorMeta, base_name, map_refs
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from codegen.fusion import PATTERNS, Match, matches
 from codegen.program import Call, Operand, Raw, Var
 
+OTHER_RESULT = "fused."
+"""Instead of "kernels." in the operator of a result beside a kernel's last one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A run of calls, and the one that it becomes: named as the last of them, with the same results.
+    """A run of calls, and the one that it becomes.
 
-    members: in order; metas: of what the kernel reads; readers: what is read from outside -> the first of them that
-    reads it. match: pattern and bindings.
+    nodes: of that one call, a node for each of its results, named as the call that made it in the run; the last is the
+    call itself. members: in order; entering: what is read from outside; readers: that -> the first member that reads
+    it; leaves: what the pattern calls it. match: pattern and bindings. rivals: runs that programs would rather have,
+    which share calls with this one.
     """
 
-    node: Node
-    metas: tuple[TensorMeta, ...]
+    nodes: tuple[Node, ...]
     members: tuple[Node, ...]
+    entering: Mapping[Ref, TensorMeta]
     readers: Mapping[Ref, str]
+    leaves: Mapping[str, Ref]
     match: Match
+    rivals: tuple[Fusion, ...]
 
     @property
     def name(self) -> str:
         """The pattern's."""
         return self.match.pattern.name
 
+    @property
+    def node(self) -> Node:
+        """The last result's."""
+        return self.nodes[-1]
+
+    @property
+    def tensors(self) -> dict[Ref, TensorMeta]:
+        """All that enters or leaves."""
+        return {**self.entering, **{Ref(node.name): node.meta for node in self.nodes}}
+
+    @property
+    def charged(self) -> dict[Ref, str]:
+        """The same -> the member that it is charged to: the first that reads it, or the one that makes it."""
+        return {**self.readers, **{Ref(node.name): node.name for node in self.nodes}}
+
     def pays(self, num_data_ranks: int) -> bool:
         """Whether programs for so many data-parallel ranks have it."""
         return self.match.pattern.pays(self.match.bound, num_data_ranks)
 
 
-def fusions_in(
-    nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], leaving: Collection[Ref]
-) -> dict[str, tuple[Fusion, ...]]:
-    """Call -> the runs that it may be part of, in the order in which programs prefer them.
+class Fusions:
+    """Those of one scope, found when they are asked for: plans without kernels never do.
 
-    nodes: of one scope. leaving: what is read outside of them.
+    nodes, metas: the scope's. leaving: what is read outside of it.
     """
-    body = tuple(_call(node, metas) for node in nodes)
-    found: dict[str, tuple[Fusion, ...]] = {}
-    for match in matches(PATTERNS, body, tuple(map(_name, leaving))):
-        fusion = _fusion(match, tuple(nodes[i] for i in sorted(match.statements)), metas)
-        for member in fusion.members:
-            found[member.name] = (*found.get(member.name, ()), fusion)
-    return found
+
+    def __init__(self, nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], leaving: Collection[Ref]) -> None:
+        self._scope = nodes, metas, leaving
+
+    @cached_property
+    def all(self) -> tuple[Fusion, ...]:
+        """In the order in which programs prefer them."""
+        nodes, metas, leaving = self._scope
+        body = tuple(_call(node, metas) for node in nodes)
+        found: list[Fusion] = []
+        for match in matches(PATTERNS, body, tuple(map(_name, leaving))):
+            rivals = tuple(other for other in found if other.match.statements & match.statements)
+            found.append(_fusion(match, nodes, metas, rivals))
+        return tuple(found)
+
+    @cached_property
+    def _by_call(self) -> Mapping[str, tuple[Fusion, ...]]:
+        found: dict[str, tuple[Fusion, ...]] = {}
+        for fusion in self.all:
+            for member in fusion.members:
+                found[member.name] = (*found.get(member.name, ()), fusion)
+        return found
+
+    def of(self, name: str) -> tuple[Fusion, ...]:
+        """Those that a call may be part of, in that order."""
+        return self._by_call.get(name, ())
 
 
-def _fusion(match: Match, members: tuple[Node, ...], metas: Mapping[Ref, TensorMeta]) -> Fusion:
+def _fusion(
+    match: Match, nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], rivals: tuple[Fusion, ...]
+) -> Fusion:
+    members = tuple(nodes[i] for i in sorted(match.statements))
     made = {Ref(member.name) for member in members}
     readers: dict[Ref, str] = {}
     for member in members:
         for ref in member.inputs:
             if ref not in made:
                 readers.setdefault(ref, member.name)
-    outside = {_name(ref): ref for ref in readers}
+    known = {_name(ref): ref for ref in readers}
+
+    leaves = {name: known[bound.value.name] for name, bound in match.bound.items() if isinstance(bound.value, Var)}
+    pattern, results = match.pattern, []
+    makers = {result.name: nodes[match.bound[result.name].origin] for result in pattern.results}
+    named = leaves | {name: Ref(maker.name) for name, maker in makers.items()}
+
+    def args(names: tuple[str, ...]) -> tuple[Ref, ...]:
+        return tuple(named[name] for name in names if name in named)
+
+    for result in pattern.results:
+        own = makers[result.name]
+        operator = OTHER_RESULT + pattern.target.partition(".")[2]
+        node = Node(own.name, operator, args(result.leaves), (), own.outputs, own.module)
+        results.append(own if result.is_call else node)
     last = members[-1]
-    args = tuple(outside[match.bound[leaf].value.name] for leaf in match.pattern.leaves if leaf in match.bound)
-    node = Node(last.name, match.pattern.target, args, (), last.outputs, last.module)
-    return Fusion(node, tuple(metas[ref] for ref in args), members, readers, match)
+    results.append(Node(last.name, pattern.target, args(pattern.leaves), (), last.outputs, last.module))
+    entering = {ref: metas[ref] for ref in readers}
+    return Fusion(tuple(results), members, entering, readers, leaves, match, rivals)
 
 
 def _call(node: Node, metas: Mapping[Ref, TensorMeta]) -> Call:
     """A call as it is lowered where nothing is sharded."""
     inputs = [metas[ref] for ref in node.inputs]
-    held = tuple(
-        (_name(ref), Operand(meta.shape, str(meta.dtype).removeprefix("torch.")))
-        for ref, meta in zip(node.inputs, inputs, strict=True)
-    )
+    operands = (Operand(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in inputs)
+    held = tuple(zip(map(_name, node.inputs), operands, strict=True))
     results = tuple(_name(Ref(node.name, index)) for index in range(len(node.outputs)))
 
     def variable(ref: Ref) -> Var:
@@ -88,6 +143,8 @@ def _call(node: Node, metas: Mapping[Ref, TensorMeta]) -> Call:
         divisor = Raw("num_targets[0]" if arguments["reduction"] == MEAN else "1.0")
         options = tuple((key, arguments[key]) for key in ("ignore_index", "label_smoothing") if arguments[key])
         return Call("runtime.cross_entropy", (*args[:2], divisor), options, results, operands=held)
+    if base_name(node.op) == "dropout":
+        return Call("self.same_dropout", args[:2], (), results, operands=held)
     kwargs = tuple((key, map_refs(value, variable)) for key, value in node.kwargs)
     return Call(node.op, args, kwargs, results, operands=held)
 

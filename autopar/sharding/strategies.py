@@ -19,7 +19,7 @@ from autopar.placement import Placement, Placements, R, Rp, S, divides
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options, find_factor
-from autopar.sharding.fused import Fusion, fusions_in
+from autopar.sharding.fused import Fusion, Fusions
 
 Sections = dict[str, tuple[int, ...]]
 
@@ -42,7 +42,7 @@ class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
     batch: the factor (and sections) that runs over the batch. starts_with_batch: whether dim 0 of the result is the
-    batch, or merged from it and more. fusions: runs of calls that one kernel may do, with this call among them.
+    batch, or merged from it and more. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -53,7 +53,12 @@ class Operator:
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     starts_with_batch: bool = False
-    fusions: tuple[Fusion, ...] = ()
+    runs: Fusions | None = None
+
+    @property
+    def fusions(self) -> tuple[Fusion, ...]:
+        """Runs with this call among them, in the order in which programs prefer them."""
+        return self.runs.of(self.node.name) if self.runs is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
     sections = _follow_sections(graph, scopes, rules)
     found = {}
     for scope in scopes:
-        fusions = fusions_in(scope.nodes, scope.metas, _leaving(graph, scope))
+        runs = Fusions(scope.nodes, scope.metas, _leaving(graph, scope))
         for node in scope.nodes:
             key = (scope.name, node.name)
             rule, is_known = rules[key]
@@ -126,7 +131,7 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
                 batch.get(key),
                 sections.get(key, {}),
                 starts,
-                fusions.get(node.name, ()),
+                runs,
             )
     return found
 

@@ -16,6 +16,7 @@ from autopar.costs.borders import border_bytes, second_copies, tie_costs, transf
 from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer, Training, is_cpu
 from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_costs
+from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
 from autopar.placement import R, S
 from autopar.plan import Pipeline, StagePlan
@@ -63,6 +64,7 @@ def predict(
 
         "sp": False             no sequence parallelism beside tensor parallelism
         "attention": "unfused"  or "flash", instead of the framework's kernel
+        "kernels": "off"        of "autopar": no fused kernels, which programs have on GPUs ("on": on CPUs, too)
         "cp": 2                 context parallelism: rows cut along their tokens (simulate/context.py)
         "cp_exchange": "ring"   or "all-gather", instead of the framework's way
         "ep": 8                 expert parallelism among the ranks of dp x cp (simulate/experts.py)
@@ -86,6 +88,12 @@ class _Terms:
     framework: Framework
     attention: str
     matmul_dtype: str
+    kernels: bool = False
+
+    @property
+    def is_planners(self) -> bool:
+        """Whether these are what searched plans are priced by."""
+        return replace(self, kernels=False) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
 
 
 PLANNERS = _Terms(framework("autopar"), framework("autopar").attention, "bf16")
@@ -167,6 +175,7 @@ class Predictor:
             )
         terms = _Terms(profile, wanted.attention or profile.attention, PRECISIONS[precision][1])
         share = self.share(wanted.cp, wanted.ep)
+        terms = replace(terms, kernels=_has_kernels(wanted, cluster, terms, share))
         result = self._score(share, self._setting(share, cluster, terms, wanted, rows), terms, wanted)
         plain = result.prediction
         found = StrategyPrediction(
@@ -237,6 +246,7 @@ class Predictor:
             limits = _pinned(share.matrices, wanted.limits, profile, sp, tp)
             limits.check(share.graph)
             request = Request(share.traced, cluster, rows, self.traced_as, self._training(profile, cluster), limits)
+            request = replace(request, kernels=terms.kernels)
 
             def priced(plain: Pricer) -> Pricer:
                 return _priced(plain, terms, share)
@@ -245,9 +255,7 @@ class Predictor:
         return share.settings[key]
 
     def _training(self, profile: Framework, cluster: Cluster) -> Training:
-        from autopar.compile import training_of
-
-        own = training_of(torch.optim.AdamW, self.traced_as, not is_cpu(cluster))
+        own = training_of(adamw, self.traced_as, not is_cpu(cluster))
         if profile.gradient_bytes and self.traced_as == "bf16":
             own = replace(own, gradient_bytes=profile.gradient_bytes)
         return own if profile.name == "autopar" else replace(own, update_bytes=0.0)
@@ -256,7 +264,7 @@ class Predictor:
 def _priced(plain: Pricer, terms: _Terms, share: Share) -> Pricer:
     """Under the profile's prices; the planner's own where it is the profile of generated programs."""
     calls = share.experts.calls
-    if terms == PLANNERS or terms == replace(PLANNERS, matmul_dtype="fp32"):
+    if terms.is_planners:
         if not calls:
             return plain
         rates = plain.hidden_fraction, plain.fragmentation
@@ -276,6 +284,19 @@ def _priced(plain: Pricer, terms: _Terms, share: Share) -> Pricer:
         attention=terms.attention,
         **own,
     )
+
+
+def _has_kernels(wanted: Strategy, cluster: Cluster, terms: _Terms, share: Share) -> bool:
+    """Whether fused kernels are priced: those of generated programs, which have none among experts yet. Raises
+    ConstraintError where a strategy asks for what the framework has not."""
+    can = terms.is_planners and not share.experts.calls
+    if wanted.kernels == "on" and not can:
+        raise ConstraintError(
+            "kernels are those of generated programs, whose layers have no experts",
+            values=f"framework {terms.framework.name}, attention {terms.attention}, {terms.matmul_dtype}",
+            alternatives="framework autopar in bf16 or fp32 with flash attention, or no kernels in the strategy",
+        )
+    return can and wanted.kernels != "off" and (wanted.kernels == "on" or not is_cpu(cluster))
 
 
 def _exchanges(

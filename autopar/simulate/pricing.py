@@ -173,6 +173,10 @@ class ProfiledPricer(Pricer):
         elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
         return elements * moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
+    def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """None here: `stages.profiled` adds what the framework moves."""
+        return 0.0
+
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """(weights, gradients, optimiser state) with the framework's copy of gradients."""
         weights, gradients, state = super().parameter_bytes(meta, stored)

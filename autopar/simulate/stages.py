@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.block_costs import HIDDEN, SYNCHRONISATION, BlockCost
+from autopar.costs.block_costs import ACCUMULATION, HIDDEN, SYNCHRONISATION, BlockCost
 from autopar.costs.stage_costs import StageCost
 from autopar.errors import ConstraintError
 from autopar.plan import StagePlan
@@ -13,7 +13,6 @@ from cost_models.frameworks import Framework
 from cost_models.hardware import Device
 
 HOST = "waiting for the host"
-ACCUMULATION = "summing gradients of micro-batches"
 
 
 def cut(

@@ -15,7 +15,8 @@ from cost_models.frameworks import ATTENTIONS, CP_EXCHANGES, Framework, framewor
 from cost_models.machine import Cluster
 from cost_models.schedule import num_chunks
 
-OWN_KEYS = ("sp", "attention", "cp", "ep", "cp_exchange")
+KERNELS = ("on", "off")
+OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange")
 """Keys that constraints of a search do not have."""
 
 
@@ -23,7 +24,8 @@ OWN_KEYS = ("sp", "attention", "cp", "ep", "cp_exchange")
 class Strategy:
     """limits: the patterns in it. pp, mesh, zero, micro_batches, rows: of one micro-batch on one data-parallel
     rank. The ranks of cp are ranks of the mesh's dp, with the same rows. sp: sequence parallelism, attention: the
-    kernel, cp_exchange: of `Framework`; None and "" for the framework's own. memory_bytes: that a rank may use, None
+    kernel, cp_exchange: of `Framework`; None and "" for the framework's own. kernels: whether generated programs have
+    fused ones, "" for where `compile` would. memory_bytes: that a rank may use, None
     for the device's."""
 
     limits: Constraints
@@ -40,6 +42,7 @@ class Strategy:
     offload: str
     sp: bool | None
     attention: str
+    kernels: str
     cp_exchange: str
     memory_bytes: int | None
 
@@ -56,6 +59,7 @@ def parse_strategy(given: Mapping[str, Any], cluster: Cluster, global_batch_size
             "sp says whether there is sequence parallelism", values=repr(sp), alternatives="true or false"
         )
     attention = _word("attention", own.get("attention") or "", ATTENTIONS)
+    kernels = _word("kernels", own.get("kernels") or "", KERNELS)
     exchange = _word("cp_exchange", own.get("cp_exchange") or "", CP_EXCHANGES)
     dp, rows = _data_ranks(limits, given, cluster, cp, global_batch_size)
     if dp * cp % ep:
@@ -89,6 +93,7 @@ def parse_strategy(given: Mapping[str, Any], cluster: Cluster, global_batch_size
         limits.offload or "",
         sp,
         attention,
+        kernels,
         exchange,
         limits.memory_bytes,
     )

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from autopar.cluster import as_cluster
 from autopar.constraints import parse_bytes
-from autopar.costs.block_costs import HIDDEN, RECOMPUTATION
+from autopar.costs.block_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE
 from autopar.errors import ConstraintError
 from autopar.plan import Prediction
 from autopar.simulate.prediction import Scenario, StrategyPrediction
-from autopar.simulate.stages import ACCUMULATION, HOST
+from autopar.simulate.stages import HOST
 from autopar.simulate.strategy import profile_of
 from cost_models import catalog
 from cost_models.frameworks import Framework

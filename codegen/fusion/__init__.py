@@ -5,6 +5,7 @@ local tensors by one call with the same local result, so fusing never changes wh
 call, hence never inside a pattern. It is done (match.py, rewrite.py) where
 
 - every intermediate is read inside the pattern only (not by other statements, not returned, not carried on by a loop),
+  unless the kernel makes it too; then nothing reads it before the pattern's last call,
 - what the pattern reads still has the same value where its last call stands, which is where the fused call goes,
 - no call of the pattern is corrected for sharding (`divisor` 1: the normalised dim of a mean is whole),
 - shapes and dtypes (`Call.operands`) are those that the kernel is for,
@@ -12,20 +13,29 @@ call, hence never inside a pattern. It is done (match.py, rewrite.py) where
 
 All other statements keep their order.
 
-losses.py, norms.py, activations.py    the patterns; an earlier one goes before a later one that shares calls with it
+residual.py, norms.py, rotary.py, activations.py, losses.py    the patterns
+
+An earlier pattern goes before a later one that shares calls with it (PATTERNS): an addition is the dropout's before it,
+which spares the mask and its making, then the norm's after it, which spares one reading of the sum.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from codegen.fusion import activations, losses, norms
+from codegen.fusion import activations, losses, norms, residual, rotary
 from codegen.fusion.match import Match, matches
 from codegen.fusion.rewrite import fused
 from codegen.fusion.template import Pattern
 from codegen.program import Program
 
-PATTERNS: Final[tuple[Pattern, ...]] = (*norms.PATTERNS, *activations.PATTERNS, *losses.PATTERNS)
+PATTERNS: Final[tuple[Pattern, ...]] = (
+    *residual.PATTERNS,
+    *norms.PATTERNS,
+    *rotary.PATTERNS,
+    *activations.PATTERNS,
+    *losses.PATTERNS,
+)
 
 __all__ = ["PATTERNS", "Match", "Pattern", "fuse", "matches"]
 

@@ -2,15 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from typing import Any, Final
 
-from codegen.fusion.template import Bindings, Leaf, Op, Pattern, fused
+from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Template, fused
+from codegen.program import Call, Program
+
+FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
 
-def _swiglu_fits(bound: Bindings) -> bool:
+# --- GELU -------------------------------------------------------------------------------------------------------------
+
+
+def _mul(*factors: Template) -> Op:
+    product, *rest = factors
+    for factor in rest:
+        product = Op("aten.mul.Tensor", (product, factor), commutes=True)
+    assert isinstance(product, Op)
+    return product
+
+
+def _written_gelu(x: Template) -> Either:
+    """As models write it, operation by operation (see kernels/gelu.py): with tanh, and exact."""
+    cubed = Op("aten.pow.Tensor_Scalar", (x, Is(3)))
+    inner = Op("aten.add.Tensor", (x, _mul(cubed, Is(0.044715))), commutes=True)
+    tanh = Op("aten.tanh.default", (_mul(inner, Is(math.sqrt(2 / math.pi))),), name="tanh")
+    erf = Op("aten.erf.default", (Op("aten.div.Tensor", (x, Is(math.sqrt(2)))),))
+    return Either(tuple(_gelu_of(x, share) for share in (tanh, erf)))
+
+
+def _gelu_of(x: Template, share: Op) -> Op:
+    """x / 2 * (1 + share)"""
+    return _mul(_mul(x, Is(0.5)), Op("aten.add.Tensor", (share, Is(1)), commutes=True))
+
+
+def _gelu(x: Template) -> Either:
+    """torch's call, or as it is written."""
+    return Either((Op("aten.gelu.default", (x,), keywords=("approximate",)), *_written_gelu(x).options))
+
+
+def _approximate(bound: Bindings) -> tuple[tuple[str, Any], ...]:
+    """The keyword of a call, if it is not the exact form."""
+    given = bound["approximate"].value if "approximate" in bound else "tanh" if "tanh" in bound else "none"
+    return () if given == "none" else (("approximate", given),)
+
+
+def _gelu_fits(bound: Bindings) -> bool:
+    x = bound["x"].operand
+    return x is not None and x.dtype in FLOATS
+
+
+def _build_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    """torch's own call: it is one kernel, forward and backward."""
+    return (fused("aten.gelu.default", bound, ("x",), last, _approximate(bound)),)
+
+
+def _bias_gelu_fits(bound: Bindings) -> bool:
+    """A bias of the last dim, in x's dtype."""
+    x, bias = bound["x"].operand, bound["bias"].operand
+    if x is None or bias is None or len(x.shape) < 2:
+        return False
+    return x.dtype in FLOATS and bias.dtype == x.dtype and bias.shape == x.shape[-1:]
+
+
+def _build_bias_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    return (fused("kernels.bias_gelu", bound, ("x", "bias"), last, _approximate(bound)),)
+
+
+_BIASED: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("bias")), commutes=True)
+
+
+# --- gated ------------------------------------------------------------------------------------------------------------
+
+
+def _gated_fits(bound: Bindings) -> bool:
     """No broadcasting and no promotion."""
     gate, up = bound["gate"].operand, bound["up"].operand
     return gate is not None and gate == up
+
+
+def _build_geglu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    return (fused("kernels.geglu", bound, ("gate", "up"), last, _approximate(bound)),)
+
+
+def _forms(template: Either) -> tuple[Op, ...]:
+    return tuple(option for option in template.options if isinstance(option, Op))
 
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
@@ -18,8 +94,18 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         "SwiGLU",
         "kernels.swiglu",
         ("gate", "up"),
-        Op("aten.mul.Tensor", (Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")), commutes=True),
-        _swiglu_fits,
+        _mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
+        _gated_fits,
         lambda bound, last, program: (fused("kernels.swiglu", bound, ("gate", "up"), last),),
     ),
+    Pattern("GeGLU", "kernels.geglu", ("gate", "up"), _mul(_gelu(Leaf("gate")), Leaf("up")), _gated_fits, _build_geglu),
+    *(
+        Pattern("bias and GELU", "kernels.bias_gelu", ("x", "bias"), form, _bias_gelu_fits, _build_bias_gelu)
+        for form in _forms(_gelu(_BIASED))
+    ),
+    *(
+        Pattern("GELU", "aten.gelu.default", ("x",), form, _gelu_fits, _build_gelu)
+        for form in _forms(_written_gelu(Leaf("x")))
+    ),
 )
+"""One of a kind per form where the forms end in different calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,28 +18,38 @@ class Flow:
 
     origins: per statement (and for the returned values, last), name -> the statement that assigned it, -1 if none did.
     readers: (statement, name that it assigned) -> the statements that read that value.
+    calls: target -> the calls of it. assigned: name -> the statements that assign it.
     """
 
     body: tuple[Statement, ...]
     origins: tuple[Mapping[str, int], ...]
     readers: Mapping[tuple[int, str], frozenset[int]]
+    calls: Mapping[str, tuple[int, ...]]
+    assigned: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, body: tuple[Statement, ...], outputs: tuple[str, ...]) -> Flow:
         latest: dict[str, int] = {}
         origins: list[Mapping[str, int]] = []
         readers: dict[tuple[int, str], frozenset[int]] = {}
+        calls: dict[str, tuple[int, ...]] = {}
+        assigned: dict[str, tuple[int, ...]] = {}
         for index, names in enumerate([*(_reads(s) for s in body), frozenset(outputs)]):
             origins.append({name: latest.get(name, -1) for name in names})
             for name, origin in origins[-1].items():
                 readers[origin, name] = readers.get((origin, name), frozenset()) | {index}
             if index < len(body):
-                latest |= dict.fromkeys(_assigns(body[index]), index)
-        return cls(body, tuple(origins), readers)
+                statement = body[index]
+                for name in _assigns(statement):
+                    latest[name] = index
+                    assigned[name] = (*assigned.get(name, ()), index)
+                if isinstance(statement, Call):
+                    calls[statement.target] = (*calls.get(statement.target, ()), index)
+        return cls(body, tuple(origins), readers, calls, assigned)
 
     def value_at(self, name: str, index: int, without: frozenset[int]) -> int:
         """The statement that assigned `name` last before `index`, if those in `without` were not there."""
-        made = (i for i in range(index - 1, -1, -1) if i not in without and name in _assigns(self.body[i]))
+        made = (i for i in reversed(self.assigned.get(name, ())) if i < index and i not in without)
         return next(made, -1)
 
 
@@ -56,7 +66,8 @@ class Match:
 def matches(patterns: Iterable[Pattern], body: tuple[Statement, ...], outputs: tuple[str, ...]) -> tuple[Match, ...]:
     """Every legal match, pattern by pattern; those of different patterns may share calls. outputs: what is returned."""
     flow = Flow.of(body, outputs)
-    found = (_find(pattern, position, flow) for pattern in patterns for position in range(len(body)))
+    places = ((pattern, index) for pattern in patterns for index in flow.calls.get(pattern.template.target, ()))
+    found = (_find(pattern, index, flow) for pattern, index in places)
     return tuple(match for match in found if match is not None)
 
 
@@ -68,22 +79,45 @@ class _Found:
 
 def _find(pattern: Pattern, position: int, flow: Flow) -> Match | None:
     """The first legal match whose last call is the statement at `position`."""
-    for found in _match_call(pattern.template, position, flow, _Found({}, frozenset())):
-        if _is_closed(found, position, flow) and pattern.fits(found.bound):
-            return Match(pattern, found.bound, found.statements, position)
+    founds = _match_call(pattern.template, position, flow, _Found({}, frozenset()))
+    for beside in pattern.beside:
+        founds = _each(founds, partial(_match_before, beside, position, flow))
+    for found in founds:
+        bound = _closed(pattern, found, position, flow)
+        if bound is not None and pattern.fits(bound):
+            return Match(pattern, bound, found.statements, position)
     return None
 
 
-def _is_closed(found: _Found, last: int, flow: Flow) -> bool:
-    """Intermediates are read inside only, and what is read from outside has the same value at the last call."""
+def _match_before(template: Op, position: int, flow: Flow, found: _Found) -> Iterator[_Found]:
+    """The ways in which a call before `position` matches that is not part of it yet, the nearest first."""
+    for index in reversed(flow.calls.get(template.target, ())):
+        if index < position and index not in found.statements:
+            yield from _match_call(template, index, flow, found)
+
+
+def _closed(pattern: Pattern, found: _Found, last: int, flow: Flow) -> Bindings | None:
+    """The bindings, with "" for results that nobody reads; None where the last call cannot stand for all.
+
+    It can where intermediates are read inside only, results after it, and what is read from outside has the same value
+    there. A result that is read after it was not assigned again since.
+    """
+    results = {found.bound[result.name].origin: result.name for result in pattern.results}
     inner = found.statements - {last}
+    bound = dict(found.bound)
     for index in inner:
-        if any(flow.readers.get((index, name), frozenset()) - found.statements for name in _assigns(flow.body[index])):
-            return False
-    leaves = [b for b in found.bound.values() if isinstance(b.value, Var)]
-    return all(
+        outside = frozenset[int]().union(*(flow.readers.get((index, name), ()) for name in _assigns(flow.body[index])))
+        outside -= found.statements
+        if outside and (index not in results or min(outside) < last):
+            return None
+        if index in results and not outside:
+            call: Call = bound[results[index]].value
+            bound[results[index]] = replace(bound[results[index]], value=replace(call, results=("",)))
+    leaves = [b for b in bound.values() if isinstance(b.value, Var)]
+    is_same = all(
         b.origin not in found.statements and flow.value_at(b.value.name, last, inner) == b.origin for b in leaves
     )
+    return bound if is_same else None
 
 
 def _match(template: Template, value: Any, reader: int, flow: Flow, found: _Found) -> Iterator[_Found]:
@@ -91,6 +125,9 @@ def _match(template: Template, value: Any, reader: int, flow: Flow, found: _Foun
     if isinstance(template, Either):
         for option in template.options:
             yield from _match(option, value, reader, flow, found)
+    elif isinstance(template, tuple):
+        if isinstance(value, tuple) and len(value) == len(template):
+            yield from _match_all(template, value, reader, flow, found)
     elif isinstance(template, Is):
         if not isinstance(value, Var) and value == template.value:
             yield found
@@ -114,14 +151,40 @@ def _match_call(template: Op, index: int, flow: Flow, found: _Found) -> Iterator
         return
     if len(call.args) != len(template.args) or any(key not in template.keywords for key, _ in call.kwargs):
         return
-    own = {key: Bound(value) for key, value in call.kwargs} | ({template.name: Bound(call)} if template.name else {})
-    start = _Found({**found.bound, **own}, found.statements | {index})
     orders = (call.args, call.args[::-1]) if template.commutes else (call.args,)
-    for args in orders:
-        matched: Iterator[_Found] = iter((start,))
-        for wanted, value in zip(template.args, args, strict=True):
-            matched = _each(matched, partial(_match, wanted, value, index, flow))
-        yield from matched
+    possible = [args for args in orders if _may_match(template.args, args, index, flow)]
+    if not possible:
+        return
+    own = {key: Bound(value) for key, value in call.kwargs}
+    own |= {template.name: Bound(call, origin=index)} if template.name else {}
+    start = _Found({**found.bound, **own}, found.statements | {index})
+    for args in possible:
+        yield from _match_all(template.args, args, index, flow, start)
+
+
+def _may_match(templates: tuple[Template, ...], values: tuple[Any, ...], reader: int, flow: Flow) -> bool:
+    """A look at the calls behind arguments: most orders and options are no match already there, and it costs little."""
+    for template, value in zip(templates, values, strict=True):
+        if isinstance(template, Op):
+            origin = flow.origins[reader][value.name] if isinstance(value, Var) else -1
+            call = flow.body[origin] if origin >= 0 else None
+            if not isinstance(call, Call) or call.target != template.target:
+                return False
+        elif isinstance(template, Either):
+            if not any(_may_match((option,), (value,), reader, flow) for option in template.options):
+                return False
+        elif isinstance(template, (Is, Value)) and isinstance(value, Var):
+            return False
+    return True
+
+
+def _match_all(
+    templates: tuple[Template, ...], values: tuple[Any, ...], reader: int, flow: Flow, found: _Found
+) -> Iterator[_Found]:
+    matched: Iterator[_Found] = iter((found,))
+    for wanted, value in zip(templates, values, strict=True):
+        matched = _each(matched, partial(_match, wanted, value, reader, flow))
+    yield from matched
 
 
 def _each(founds: Iterator[_Found], step: Callable[[_Found], Iterator[_Found]]) -> Iterator[_Found]:

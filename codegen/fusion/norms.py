@@ -1,11 +1,17 @@
-"""Normalisations."""
+"""Normalisations, with the addition to the residual stream before them where there is one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
-from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Template, Value, fused, is_dtype
-from codegen.program import Operand
+from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Result, Template, Value, fused, is_dtype
+from codegen.program import Call, Operand, Program
+
+SUM: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("residual")), name="sum")
+
+# --- RMS norm ---------------------------------------------------------------------------------------------------------
 
 
 def _normalised(x: Template) -> Op:
@@ -16,12 +22,11 @@ def _normalised(x: Template) -> Op:
     return Op("aten.mul.Tensor", (x, rsqrt), commutes=True)
 
 
-def _rms_norm_template() -> Op:
+def _rms_norm_template(x: Template) -> Op:
     """In half precision models widen x first and round before the weight (Hugging Face's, and Meta's own with type_as).
 
     Models that do all in half precision match too; the kernel's arithmetic is fp32, so the result is a better one.
     """
-    x = Leaf("x")
     wide = Op("aten.to.dtype", (x, Value("wide")))
     normalised = Either((_normalised(wide), _normalised(x)))
     narrowed = Op("aten.to.dtype", (normalised, Value("narrow"))), Op("aten.type_as.default", (normalised, x))
@@ -39,13 +44,78 @@ def _rms_norm_fits(bound: Bindings) -> bool:
     return is_last and widens and narrows and weight == Operand(x.shape[-1:], x.dtype)
 
 
+# --- layer norm -------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm_template(x: Template) -> Op:
+    """torch's call; its sixth argument chooses among implementations of long ago."""
+    weight, eps = Leaf("weight"), Value("eps")
+    args = (x, Value("dims"), weight, Either((Leaf("bias"), Is(None))), eps)
+    return Op("aten.layer_norm.default", (*args, Value("cudnn")))
+
+
+def _layer_norm_fits(bound: Bindings) -> bool:
+    """The last dim, and parameters of its length in x's dtype."""
+    x, weight, dims = bound["x"].operand, bound["weight"].operand, bound["dims"].value
+    if x is None or weight is None or not isinstance(bound["eps"].value, float):
+        return False
+    fits = weight == Operand(x.shape[-1:], x.dtype) and ("bias" not in bound or bound["bias"].operand == weight)
+    return fits and dims == x.shape[-1:]
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _agrees(fits: Callable[[Bindings], bool]) -> Callable[[Bindings], bool]:
+    """`fits`, where the addition neither broadcasts nor promotes."""
+    return lambda bound: bound["x"].operand == bound["residual"].operand and fits(bound)
+
+
+def _norm(target: str, names: tuple[str, ...]) -> Callable[[Bindings, Call, Program], tuple[Call, ...]]:
+    """A call on `names`; "bias" is None where there is none, and a sum is a second result."""
+
+    def build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+        call = fused(target, bound, tuple(name for name in names if name in bound), last)
+        tensors = (bound[name].value if name in bound else None for name in names)
+        sums = bound["sum"].value.results if "sum" in bound else ()
+        return (replace(call, args=(*tensors, bound["eps"].value), results=(*last.results, *sums)),)
+
+    return build
+
+
 PATTERNS: Final[tuple[Pattern, ...]] = (
+    Pattern(
+        "sum and RMSNorm",
+        "kernels.add_rms_norm",
+        ("sum", "weight"),
+        _rms_norm_template(SUM),
+        _agrees(_rms_norm_fits),
+        _norm("kernels.add_rms_norm", ("x", "residual", "weight")),
+        results=(Result("sum", ("x", "residual"), is_call=True),),
+    ),
+    Pattern(
+        "sum and LayerNorm",
+        "kernels.add_layer_norm",
+        ("sum", "weight", "bias"),
+        _layer_norm_template(SUM),
+        _agrees(_layer_norm_fits),
+        _norm("kernels.add_layer_norm", ("x", "residual", "weight", "bias")),
+        results=(Result("sum", ("x", "residual"), is_call=True),),
+    ),
     Pattern(
         "RMSNorm",
         "kernels.rms_norm",
         ("x", "weight"),
-        _rms_norm_template(),
+        _rms_norm_template(Leaf("x")),
         _rms_norm_fits,
-        lambda bound, last, program: (fused("kernels.rms_norm", bound, ("x", "weight", "eps"), last),),
+        _norm("kernels.rms_norm", ("x", "weight")),
+    ),
+    Pattern(
+        "LayerNorm",
+        "kernels.layer_norm",
+        ("x", "weight", "bias"),
+        _layer_norm_template(Leaf("x")),
+        _layer_norm_fits,
+        _norm("kernels.layer_norm", ("x", "weight", "bias")),
     ),
 )

@@ -34,8 +34,8 @@ class Is:
 class Op:
     """The single result of a call of `target` on `args`; commutes: in either order.
 
-    keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself. Such a
-    name occurs once in a pattern.
+    keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself, and the
+    statement that it is. Such a name occurs once in a pattern.
     """
 
     target: str
@@ -52,12 +52,14 @@ class Either:
     options: tuple[Template, ...]
 
 
-Template = Leaf | Value | Is | Op | Either
+Template = Leaf | Value | Is | Op | Either | tuple["Template", ...]
+"""A tuple stands for an argument that is one, item by item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a name of a pattern stands for. operand: of a Leaf; origin: the statement that made it (-1: none here)."""
+    """What a name of a pattern stands for. operand: of a Leaf; origin: the statement that made it (-1: none here); of a
+    call, the statement itself."""
 
     value: Any
     operand: Operand | None = None
@@ -72,12 +74,26 @@ def _always(bound: Bindings, num_data_ranks: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """A result of a kernel beside its last one: of the call that the template names so.
+
+    leaves: what the kernel makes it of. is_call: it is what the call itself makes, which the kernel keeps as its input.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    is_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Pattern:
     """What to find and what to put there.
 
-    target: the kernel. leaves: what it reads, in its order; a match may lack the last. fits: whether it is for these
-    shapes and dtypes. build: (bindings, the pattern's last call, the program) -> the calls that take its place, of
-    which the last makes the same result. pays: whether it is worth it, where so many ranks share the rows of a
+    target: the kernel. leaves: what it makes its last result of, in its order; a match may lack the last. template: the
+    last call. beside: calls that stand before it and do not lead to it. results: which of the others have results of
+    the kernel; those may be read outside, after the last call. fits: whether it is for these shapes and dtypes. build:
+    (bindings, the pattern's last call, the program) -> the calls that take its place, of which the last makes the same
+    results; one that nobody reads is "" there. pays: whether it is worth it, where so many ranks share the rows of a
     micro-batch; if not, another pattern may have some of the calls.
     """
 
@@ -88,6 +104,8 @@ class Pattern:
     fits: Callable[[Bindings], bool]
     build: Callable[[Bindings, Call, Program], tuple[Call, ...]]
     pays: Callable[[Bindings, int], bool] = _always
+    beside: tuple[Op, ...] = ()
+    results: tuple[Result, ...] = ()
 
 
 def is_dtype(bound: Bound, name: str) -> bool:
@@ -95,7 +113,9 @@ def is_dtype(bound: Bound, name: str) -> bool:
     return str(bound.value) == f"torch.{name}"
 
 
-def fused(target: str, bound: Bindings, names: tuple[str, ...], last: Call) -> Call:
+def fused(
+    target: str, bound: Bindings, names: tuple[str, ...], last: Call, kwargs: tuple[tuple[str, Any], ...] = ()
+) -> Call:
     """A call of `target` on what `names` stand for, with the result of `last`."""
     operands = tuple((b.value.name, b.operand) for n in names if (b := bound[n]).operand is not None)
-    return Call(target, tuple(bound[n].value for n in names), (), last.results, last.section, operands=operands)
+    return Call(target, tuple(bound[n].value for n in names), kwargs, last.results, last.section, operands=operands)

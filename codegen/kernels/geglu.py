@@ -13,14 +13,13 @@ two inputs are saved.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from .dispatch import elementwise_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import jit, tl, use_triton
+from .gated import check_agree, launch
 from .gelu import check_approximate, gelu_derivative, gelu_share
-
-_MAX_BLOCK: Final = 4096
 
 
 def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -42,11 +41,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
         ValueError: shapes or dtypes differ, or approximate is neither of these.
     """
     check_approximate(approximate)
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            "gate and up must agree in shape and dtype; "
-            f"got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
-        )
+    check_agree(gate, up)
     if not use_triton(gate, up):
         return geglu_reference(gate, up, approximate)
     y: torch.Tensor = _GeGlu.apply(gate, up, approximate == "tanh")  # type: ignore[no-untyped-call]
@@ -110,50 +105,11 @@ class _GeGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.tanh = tanh
-        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        gate_NC, up_NC = elementwise_rows(gate, up)
-        num_rows, num_cols = gate_NC.shape
-        block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-        blocks_per_row = -(-num_cols // block)
-        with launch_device(gate):
-            _forward_kernel[(num_rows * blocks_per_row,)](
-                gate_NC,
-                up_NC,
-                y,
-                num_cols,
-                blocks_per_row,
-                gate_NC.stride(0),
-                up_NC.stride(0),
-                BLOCK=block,
-                TANH=tanh,
-                num_warps=num_warps(block),
-            )
+        (y,) = launch(_forward_kernel, (gate, up), 1, TANH=tanh)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        gate, up = ctx.saved_tensors
-        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-        gate_NC, up_NC, dy_NC = elementwise_rows(gate, up, dy)
-        num_rows, num_cols = gate_NC.shape
-        block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-        blocks_per_row = -(-num_cols // block)
-        with launch_device(gate):
-            _backward_kernel[(num_rows * blocks_per_row,)](
-                gate_NC,
-                up_NC,
-                dy_NC,
-                dgate,
-                dup,
-                num_cols,
-                blocks_per_row,
-                gate_NC.stride(0),
-                up_NC.stride(0),
-                dy_NC.stride(0),
-                BLOCK=block,
-                TANH=ctx.tanh,
-                num_warps=num_warps(block),
-            )
+        dgate, dup = launch(_backward_kernel, (*ctx.saved_tensors, dy), 2, TANH=ctx.tanh)
         return dgate, dup, None

@@ -13,13 +13,12 @@ two inputs are saved.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from .dispatch import elementwise_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
-
-_MAX_BLOCK: Final = 4096
+from .dispatch import jit, tl, use_triton
+from .gated import check_agree, launch
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -39,11 +38,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: shapes or dtypes differ.
     """
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            "gate and up must agree in shape and dtype; "
-            f"got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
-        )
+    check_agree(gate, up)
     if not use_triton(gate, up):
         return swiglu_reference(gate, up)
     y: torch.Tensor = _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -104,48 +99,11 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        gate_NC, up_NC = elementwise_rows(gate, up)
-        num_rows, num_cols = gate_NC.shape
-        block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-        blocks_per_row = -(-num_cols // block)
-        with launch_device(gate):
-            _forward_kernel[(num_rows * blocks_per_row,)](
-                gate_NC,
-                up_NC,
-                y,
-                num_cols,
-                blocks_per_row,
-                gate_NC.stride(0),
-                up_NC.stride(0),
-                BLOCK=block,
-                num_warps=num_warps(block),
-            )
+        (y,) = launch(_forward_kernel, (gate, up), 1)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-        gate_NC, up_NC, dy_NC = elementwise_rows(gate, up, dy)
-        num_rows, num_cols = gate_NC.shape
-        block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-        blocks_per_row = -(-num_cols // block)
-        with launch_device(gate):
-            _backward_kernel[(num_rows * blocks_per_row,)](
-                gate_NC,
-                up_NC,
-                dy_NC,
-                dgate,
-                dup,
-                num_cols,
-                blocks_per_row,
-                gate_NC.stride(0),
-                up_NC.stride(0),
-                dy_NC.stride(0),
-                BLOCK=block,
-                num_warps=num_warps(block),
-            )
+        dgate, dup = launch(_backward_kernel, (*ctx.saved_tensors, dy), 2)
         return dgate, dup

@@ -51,6 +51,16 @@ def all_reduce(x: Tensor, group: Group, async_op: bool = False, largest: bool = 
     return work
 
 
-def all_to_all(output: Tensor, parts: Tensor, group: Group) -> None:
+def all_to_all(output: Tensor, parts: Tensor, group: Group, async_op: bool = False) -> Work | None:
     """output[i] is what rank i has in its `parts[this rank]`; both [n, *part]."""
-    dist.all_to_all_single(wire(output), wire(parts), group=group)
+    work: Work | None = dist.all_to_all_single(wire(output), wire(parts), group=group, async_op=async_op)
+    return work
+
+
+def pass_on(output: Tensor, part: Tensor, rank: int, group: Group) -> list[Work]:
+    """Starts to send `part` to the rank after `rank` of the group, and to receive that of the rank before it."""
+    size = dist.get_world_size(group)
+    sends = dist.P2POp(dist.isend, wire(part), group=group, group_peer=(rank + 1) % size)
+    receives = dist.P2POp(dist.irecv, wire(output), group=group, group_peer=(rank - 1) % size)
+    works: list[Work] = dist.batch_isend_irecv([sends, receives])
+    return works

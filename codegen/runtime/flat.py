@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ from .collectives import Work
 from .host_memory import HostMemory
 from .mesh import Axis, Mesh
 from .parameters import Param, Slot, parse_placement
+
+if TYPE_CHECKING:
+    # Only programs that compress have the kernels beside them.
+    from .compressed import Compression
 
 _ALIGNMENT = 8
 """Elements; every rank's range starts at 16 bytes even in bf16."""
@@ -72,7 +77,8 @@ class Bucket:
     master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and
     reduced once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the
     optimiser is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the
-    update only.
+    update only. compression: of its gathers and reductions, where it has any and its master is in fp32; `flat` is then
+    rounded to it on the owner of a range too, and never the master itself.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Bucket:
         low_precision: bool,
         whole_gradient: bool,
         host: HostMemory | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.key = key
         self.mesh = mesh
@@ -99,10 +106,12 @@ class Bucket:
         floating = key.dtype.is_floating_point
         self.compute_dtype = torch.bfloat16 if low_precision and floating else key.dtype
         self.master_dtype = torch.float32 if floating and key.dtype.itemsize < 4 else key.dtype
+        can_compress = compression is not None and self.axis.size > 1 and self.master_dtype == torch.float32
+        self.compression = compression if can_compress else None
         shapes = [slot.spec.local_shape(mesh) for slot in slots]
         self.numel = sum(math.prod(shape) for shape in shapes)
-        granule = self.axis.size * _ALIGNMENT
-        self.shard_numel = -(-self.numel // granule) * _ALIGNMENT
+        alignment = _ALIGNMENT if self.compression is None else self.compression.block_size
+        self.shard_numel = -(-self.numel // (self.axis.size * alignment)) * alignment
         self.offset = self.axis.rank * self.shard_numel
         self._allocate()
         self.entries = self._place(slots, shapes)
@@ -121,7 +130,7 @@ class Bucket:
             if self.key.stage == 3 and not self.host.holds_parameters:
                 self.resident = torch.zeros(self.shard_numel, dtype=self.compute_dtype, device=device)
         # Stages below 3 in full precision: the masters are this rank's range of the parameters themselves.
-        elif self.key.stage < 3 and self.compute_dtype == self.master_dtype:
+        elif self.key.stage < 3 and self.compute_dtype == self.master_dtype and not self.compresses_gathers:
             self.master = self.flat.narrow(0, self.offset, self.shard_numel)
         else:
             self.master = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=device)
@@ -177,24 +186,43 @@ class Bucket:
         parts = torch.split(line[: self.numel], [entry.numel for entry in self.entries])
         return [part.view(entry.shape) for part, entry in zip(parts, self.entries, strict=True)]
 
+    @property
+    def compresses_gathers(self) -> bool:
+        """Whether what other ranks get of this rank's range, and so everyone's `flat`, is rounded."""
+        return self.compression is not None and self.compression.gather is not None
+
+    @property
+    def compresses_reductions(self) -> bool:
+        """Whether gradients are rounded before they are summed over the ZeRO axis."""
+        return self.compression is not None and self.compression.reduce is not None
+
     # Gathering (stage 3) and publishing (stages 0 to 2) ---------------------------------------------------------------
 
     def start_gather(self) -> None:
         """Begin to fill `flat` with everyone's masters, unless it is full or being filled."""
         if self.is_gathered or self._work is not None:
             return
-        self.flat.untyped_storage().resize_(self._num_bytes)
+        # What is compressed arrives elsewhere first. (Not twice: a second resize_ would move what a collective fills.)
+        if not self.compresses_gathers:
+            self.flat.untyped_storage().resize_(self._num_bytes)
         if self.host is not None and self.resident is None:
-            with self.host.bringing(self.master, self.compute_dtype) as self._sent:
-                self._work = collectives.all_gather(self.flat, self._sent, self.axis.group, async_op=True)
+            with self.host.bringing(self.master, self.compute_dtype) as sent:
+                self._work = self._gather(sent)
             return
-        self._sent = self.master.to(self.compute_dtype) if self.resident is None else self.resident
-        self._work = collectives.all_gather(self.flat, self._sent, self.axis.group, async_op=True)
+        self._work = self._gather(self.master.to(self.compute_dtype) if self.resident is None else self.resident)
+
+    def _gather(self, part: Tensor) -> Work | None:
+        if self.compression is not None and self.compresses_gathers:
+            return self.compression.start_gather(self.flat, part, self.axis)
+        self._sent = part
+        return collectives.all_gather(self.flat, part, self.axis.group, async_op=True)
 
     def finish_gather(self) -> None:
         """`flat` may be read when this returns."""
         self.start_gather()
         if self._work is not None:
+            if self.compresses_gathers:
+                self.flat.untyped_storage().resize_(self._num_bytes)
             self._work.wait()
             self._work = self._sent = None
             self.is_gathered = True
@@ -220,9 +248,17 @@ class Bucket:
             own.copy_(self.master)
         if self.axis.size == 1:
             return None
+        if self.compression is not None and self.compresses_gathers:
+            return self.compression.start_publish(self.flat, own, self.axis)
         return collectives.all_gather(self.flat, own, self.axis.group, async_op=True)
 
     # Gradients --------------------------------------------------------------------------------------------------------
+
+    def start_reduce(self, target: Tensor, line: Tensor) -> Work | None:
+        """Begin to sum everyone's `line` over the ZeRO axis, this rank's range of it into `target`."""
+        if self.compression is not None and self.compresses_reductions:
+            return self.compression.start_reduce(target, line, self.axis)
+        return collectives.reduce_scatter(target, line, self.axis.group, async_op=True)
 
     def expect_gradients(self) -> None:
         """A backward begins."""

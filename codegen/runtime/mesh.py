@@ -31,7 +31,7 @@ class Axis:
     The methods of the first half change a tensor's placement on this axis, forward and backward (`reshard.py`); with
     one rank they return their argument. Negative dims count from the end. `sections` k: the dim is k equal sections,
     each split over the ranks. The second half is plain communication without gradients; a simulation of several ranks
-    overrides gather_parts, scatter_sum, exchange_parts, sum_over and max_over.
+    overrides gather_parts, scatter_sum, exchange_parts, pass_on, sum_over and max_over.
 
     wait=False: returns at once, and nothing may read the result before `Mesh.finish`. For sums that are only wanted at
     the end: a rank that is ahead need not wait for the others in mid-step.
@@ -132,6 +132,27 @@ class Axis:
         result = torch.empty_like(sent)
         collectives.all_to_all(result, sent, self.group)
         return result
+
+    def pass_on(self, part: Tensor) -> Arrival:
+        """Starts to send `part` to the next rank; what the rank before this one sends is on its way. No gradient."""
+        sent = part.detach().contiguous()
+        received = torch.empty_like(sent)
+        return Arrival(received, sent, collectives.pass_on(received, sent, self.rank, self.group))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor on its way from the rank before this one, and one to the next; `sent` must live until it has left."""
+
+    received: Tensor
+    sent: Tensor
+    works: list[Work]
+
+    def wait(self) -> Tensor:
+        """What arrived, when both have."""
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -249,6 +249,12 @@ class Module(nn.Module):
         """
         offset = self._rows_before(layout) if batched else 0
         return dropout(x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=offset)
+
+    def dropout_mask(self, *, call: int, layout: Layout, batched: bool = True) -> dict[str, Any]:
+        """Where the mask of `same_dropout` starts, for a fused kernel that draws it itself (kernels/dropout_add.py)."""
+        offset = self._rows_before(layout) if batched else 0
+        grid = layout.grid(self.mesh, self.mesh.device)
+        return {"key": self.dropout_key(call), "grid": grid, "row_offset": layout.row_offset(offset)}
 
     def dropout_attention(
         self,

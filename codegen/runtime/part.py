@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from .host_memory import HostMemory
 from .mesh import Mesh
 from .parameters import Module, Param, Slot, shard, unshard
 from .zero import ZeroUnits
+
+if TYPE_CHECKING:
+    from .compressed import Compression
 
 Source = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Whole tensors under original names: a state dict, or a function that makes one at a time."""
@@ -53,13 +56,14 @@ class Part:
         num_micro_batches: int,
         host: HostMemory | None = None,
         tied: Tied | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.model = model
         self.mesh: Mesh = model.mesh
         self.tied = tied or Tied()
         self.precision = precision
         self.num_micro_batches = num_micro_batches
-        self.zero = ZeroUnits(model, self.mesh, precision, num_micro_batches, host, self.tied.aliases)
+        self.zero = ZeroUnits(model, self.mesh, precision, num_micro_batches, host, self.tied.aliases, compression)
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
 
     # The batch --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from .parameters import RngState
 from .part import Batches, Part, mean_loss
 from .pipeline import Pipeline
 from .transfer import Directions, Edge, Mail, Message, Parcel
+
+if TYPE_CHECKING:
+    from .compressed import Compression
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class PipelineCourse:
         precision: str,
         offload: Offload,
         host: HostMemory | None = None,
+        compression: Compression | None = None,
     ) -> None:
         if mesh.everyone.size != pipeline.num_ranks:
             raise ValueError(f"the pipeline needs {pipeline.num_ranks} processes, {mesh.everyone.size} run")
@@ -150,7 +154,7 @@ class PipelineCourse:
         self._agree(schedule)
         self._edges = pipeline.edges(precision)
         self._stages = {
-            number: self._make_stage(number, precision, offload, host)
+            number: self._make_stage(number, precision, offload, host, compression)
             for number, position in enumerate(pipeline.positions)
             if position == self._position
         }
@@ -170,11 +174,19 @@ class PipelineCourse:
 
     # Making -----------------------------------------------------------------------------------------------------------
 
-    def _make_stage(self, number: int, precision: str, offload: Offload, host: HostMemory | None) -> _StageRun:
+    def _make_stage(
+        self,
+        number: int,
+        precision: str,
+        offload: Offload,
+        host: HostMemory | None,
+        compression: Compression | None,
+    ) -> _StageRun:
         model = self.pipeline.stages[number].root()(self.mesh, self.rng)
         for module in model.units():
             module.offload = offload
-        part = Part(model, precision, self.num_micro_batches, host, self.pipeline.tied_in(number))
+        tied = self.pipeline.tied_in(number)
+        part = Part(model, precision, self.num_micro_batches, host, tied, compression)
         deferred = DeferredGradients()
         deferred.attach(model)
         line = self._lines[self._position]

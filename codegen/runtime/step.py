@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from . import collectives
+from . import collectives, compiled_layers
+from .compiled_layers import CompiledLayers
 from .flat import Bucket, Entry
 from .host_memory import HostMemory
 from .host_optimizer import HostOptimizer
@@ -98,6 +100,10 @@ class Step:
     offload_optimizer: "host" keeps the optimiser's state and the masters in host memory and updates there,
     "nvme:/a/folder" keeps them in files (`host_memory.py`). offload_parameters: with it, the shards of ZeRO-3 live
     there only. `offload.traffic` counts the bytes of a step.
+    compression: {"gather": "int8" or "fp8", "reduce": "int8"}, or one of them: ZeRO's gathers of parameters and sums of
+    gradients move blocks of 8-bit codes, which is lossy (`compressed.py` has the bounds). Masters, checkpoints, other
+    collectives and what `gradients` and `full_state_dict` gather stay exact.
+    backend: "eager", or "inductor", which compiles what layers compute between collectives (`compiled_layers.py`).
     """
 
     def __init__(
@@ -113,7 +119,10 @@ class Step:
         seed: int = 0,
         offload_optimizer: str = "",
         offload_parameters: bool = False,
+        compression: Mapping[str, str] | None = None,
+        backend: Literal["eager", "inductor"] = "eager",
     ) -> None:
+        compiled_layers.require(backend, mesh.device)
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
         if precision not in ("fp32", "bf16"):
@@ -129,6 +138,12 @@ class Step:
         host = None
         if offload_optimizer:
             host = HostMemory(offload_optimizer, mesh.device, self.offload.traffic, offload_parameters)
+        coding = None
+        if compression:
+            # Imported here, since only programs that compress have the kernels beside them.
+            from .compressed import Compression
+
+            coding = Compression(compression)
         self._course: Course
         if isinstance(program, Pipeline):
             self._course = PipelineCourse(
@@ -140,6 +155,7 @@ class Step:
                 precision=precision,
                 offload=self.offload,
                 host=host,
+                compression=coding,
             )
         elif schedule:
             raise ValueError("a schedule is for a Pipeline; this program is one module")
@@ -147,7 +163,11 @@ class Step:
             model = program(mesh, self.rng)
             for module in model.units():
                 module.offload = self.offload
-            self._course = Accumulation(Part(model, precision, num_micro_batches, host), mesh, self.rng)
+            part = Part(model, precision, num_micro_batches, host, compression=coding)
+            self._course = Accumulation(part, mesh, self.rng)
+        self._compiled = None
+        if backend == "inductor":
+            self._compiled = CompiledLayers(part.model for part in self.parts)
         trained = [e.stored for _, e in self.entries() if e.stored is not None and e.stored.requires_grad]
         # A rank may have nothing to train, but torch's optimisers want a parameter.
         self.optimizer = optimizer_factory(trained or [nn.Parameter(torch.zeros(0, device=mesh.device))])
@@ -196,7 +216,8 @@ class Step:
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """All micro-batches forward and backward, gradients reduced; no update. Returns the global mean loss."""
         self.offload.traffic.reset()
-        return self._course.train(local_batch)
+        with self._running(is_training=True):
+            return self._course.train(local_batch)
 
     def update(self) -> None:
         """Clip, let the optimiser step, bring the new parameters to all ranks."""
@@ -216,10 +237,14 @@ class Step:
         for part in self.parts:
             part.model.eval()
         try:
-            return self._course.evaluate(local_batch)
+            with self._running(is_training=False):
+                return self._course.evaluate(local_batch)
         finally:
             for part in self.parts:
                 part.model.train()
+
+    def _running(self, is_training: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._compiled is None else self._compiled.running(is_training)
 
     def close(self) -> None:
         """Remove the files of an optimiser that is offloaded to a folder (done at exit otherwise). The last call."""

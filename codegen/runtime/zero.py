@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from .host_memory import HostMemory
 from .mesh import Mesh
 from .parameters import Module, Slot
 
+if TYPE_CHECKING:
+    from .compressed import Compression
+
 BUCKET_BYTES = 25 * 2**20
 """Size from which latency no longer matters, as in DistributedDataParallel."""
 _MAX_IN_FLIGHT = 2
@@ -34,11 +37,12 @@ _MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduction under way. line: keeps the sent buffer alive. partial: to be added to the bucket's gradient."""
+    """A reduction under way. line: keeps the sent buffer alive (None: it is free already). partial: to be added to the
+    bucket's gradient."""
 
     bucket: Bucket
     work: Work | None
-    line: Tensor
+    line: Tensor | None
     partial: Tensor | None
 
     def finish(self) -> None:
@@ -88,6 +92,7 @@ class ZeroUnits:
     num_micro_batches: with one, stage 1 works as stage 2, which needs no more communication and less memory.
     host: where masters live if the optimiser is offloaded.
     tied: names of parameters that get buckets of their own, because their gradients are summed with other stages'.
+    compression: of gathers and reductions over ZeRO axes (`compressed.py`), None for exact ones.
 
     Under a pipeline forwards and backwards of several micro-batches alternate, each between a begin and an end. In a
     split step (`begin_split_step`) gradients of different micro-batches also arrive in turn: all are added up from
@@ -102,6 +107,7 @@ class ZeroUnits:
         num_micro_batches: int = 1,
         host: HostMemory | None = None,
         tied: Collection[str] = (),
+        compression: Compression | None = None,
     ) -> None:
         self.mesh = mesh
         self.buckets: list[Bucket] = []
@@ -115,7 +121,7 @@ class ZeroUnits:
         for unit, slots in _groups(model, mesh, tied):
             key = key_of(slots[0].spec, mesh)
             whole = key.stage == 0 or (key.stage == 1 and num_micro_batches > 1)
-            bucket = Bucket(key, slots, mesh, precision == "bf16", whole, host)
+            bucket = Bucket(key, slots, mesh, precision == "bf16", whole, host, compression)
             self.buckets.append(bucket)
             if key.stage == 3:
                 bucket.release()
@@ -209,12 +215,13 @@ class ZeroUnits:
         is_whole = bucket.whole_gradient is not None
         if is_whole and not self._is_last:
             return
-        while len(self._in_flight) >= _MAX_IN_FLIGHT and not is_whole:
+        holds_more = not is_whole or bucket.compresses_reductions
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and holds_more:
             self._in_flight.popleft().finish()
         adds = self._accumulate and not is_whole
         target = torch.empty_like(bucket.gradient) if adds else bucket.gradient
-        work = collectives.reduce_scatter(target, line, bucket.axis.group, async_op=True)
-        self._in_flight.append(_Reduction(bucket, work, line, target if adds else None))
+        work, held = bucket.start_reduce(target, line), None if bucket.compresses_reductions else line
+        self._in_flight.append(_Reduction(bucket, work, held, target if adds else None))
 
     def _reduce_over_others(self) -> None:
         """Once per step: sums of sums over the ZeRO axis, over the other axes with partial gradients."""

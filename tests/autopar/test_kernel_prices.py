@@ -13,6 +13,7 @@ import torch
 import autopar
 from autopar.costs.cost_table import block_costs
 from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer, as_run
+from autopar.graph import Graph
 from autopar.launch import run_ranks
 from autopar.lowering.lower import lower
 from autopar.mesh import Mesh
@@ -23,6 +24,7 @@ from autopar.planning.predict import predict
 from autopar.planning.request import Request, pricer_for
 from autopar.planning.space import build_space
 from autopar.sharding.strategies import Operator, Option, operators_of, options_of, scopes_of
+from autopar.tracing.trace import trace
 from benchmarks.memory import IDEAL, OVER, UNDER, _peaks
 from codegen.fusion import PATTERNS, fuse
 from codegen.program import Call
@@ -32,14 +34,30 @@ from examples.models import EXAMPLES
 from search.problem import evaluate
 from tests.autopar.planning import BATCH, Setting, graph_of, request_for
 
+WRITTEN_OUT = ("aten.gelu.default", "aten.tanh.default")
+"""GPT-2 writes GELU operation by operation, which becomes one call."""
+
 NARROW = 128
 """So narrow that the rows of a batch pay for a head without logits."""
 
 
 @cache
-def fused_setting(name: str, mesh: str, width: int = NARROW, cluster: str = "4 a100-80g") -> Setting:
+def dropping(name: str, width: int, options: str) -> Graph:
+    """`graph_of` a model with dropout. options: more of them as keyword=value."""
+    more = dict(option.split("=") for option in options.split())
+    with torch.device("meta"):
+        own = {"layers": 3, "batch_size": BATCH, "seq_len": 32, "width": width, "vocab_size": 1024, "dropout": 0.1}
+        example = EXAMPLES[name](**own, **more)
+    return trace(example.model, example.inputs, example.loss_fn, batch_size=BATCH)
+
+
+@cache
+def fused_setting(
+    name: str, mesh: str, width: int = NARROW, cluster: str = "4 a100-80g", options: str | None = None
+) -> Setting:
+    """options: see `dropping`; without them there is no dropout."""
     request: Request = replace(request_for(name, cluster), kernels=True)
-    graph = graph_of(name, BATCH, width)
+    graph = graph_of(name, BATCH, width) if options is None else dropping(name, width, options)
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), 1)
     return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
@@ -67,7 +85,20 @@ def test_every_pattern_has_a_price() -> None:
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("qwen3", "tp4"), ("gpt2", "dp4"), ("t5", "tp2")])
 def test_the_calls_that_are_counted_as_one_are_one_in_the_program(name: str, mesh: str, seed: int) -> None:
     """Also under random decisions, of which some part a run by a reshard or cut what a kernel needs whole."""
-    it = fused_setting(name, mesh)
+    counts_what_is_written(fused_setting(name, mesh), name, seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [("gpt2", "dp2 x tp2", ""), ("bert", "tp4", ""), ("t5", "tp2", "feed_forward_proj=gated-gelu")],
+)
+def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str, seed: int) -> None:
+    """With dropout: an addition is its, or the norm's."""
+    counts_what_is_written(fused_setting(name, mesh, options=options), name, seed)
+
+
+def counts_what_is_written(it: Setting, name: str, seed: int) -> None:
     _, choices = it.choices(seed)
     plan = Plan(name, "", it.pricer.mesh, BATCH, 1, "fp32", {})
     program = fuse(lower(it.graph, it.operators, plan, choices))
@@ -75,8 +106,9 @@ def test_the_calls_that_are_counted_as_one_are_one_in_the_program(name: str, mes
     for scope in scopes_of(it.graph):
         counted = as_run(scope, it.operators, choices, it.pricer)[0].nodes
         written = Counter(s.target for s in bodies[scope.name] if isinstance(s, Call))
-        found = Counter(node.op for node in counted if node.op.startswith("kernels."))
-        assert found == {target: n for target, n in written.items() if target.startswith("kernels.")}
+        found = Counter(node.op for node in counted if node.op.startswith("kernels.") or node.op in WRITTEN_OUT)
+        fused_calls = {t: n for t, n in written.items() if t.startswith("kernels.") or t in WRITTEN_OUT}
+        assert found == fused_calls
         assert seed or scope.name or any("cross_entropy" in op for op in found)
 
 
@@ -92,6 +124,16 @@ def test_references_on_a_cpu_are_the_calls_that_they_stand_for() -> None:
     _, choices = it.choices(0)
     nodes = [n for s in scopes_of(it.graph) for n in as_run(s, it.operators, choices, it.pricer)[0].nodes]
     assert [n.op for n in nodes if n.op.startswith("kernels.")] == ["kernels.linear_cross_entropy"]
+
+
+def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("patterns are matched")
+
+    monkeypatch.setattr("autopar.sharding.fused.matches", refuse)
+    assert search_plans(request_for("llama", "1 a100-80g")).best
+    with pytest.raises(AssertionError, match="matched"):
+        search_plans(replace(request_for("llama", "1 a100-80g"), kernels=True))
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
@@ -129,13 +171,59 @@ def test_rms_norm_reads_x_and_writes_y() -> None:
     fusion = next(iter(runs.values()))
     own = [it.operators[scope, member.name] for member in fusion.members]
     seconds = [it.pricer.operator_seconds(operator, whole(it, operator)) for operator in own]
-    device, x = it.pricer.cluster.device, fusion.metas[0].num_bytes
-    weight = fusion.metas[1].num_bytes
+    device, (x, weight) = it.pricer.cluster.device, (fusion.entering[ref].num_bytes for ref in fusion.node.inputs)
     moved = 2 * x + weight, 3 * x + 2 * weight
     expected = [compute.seconds(compute.Work("memory", 0.0, size), device) for size in moved]
     assert sum(f for f, _ in seconds) == pytest.approx(expected[0])
     assert sum(b for _, b in seconds) == pytest.approx(expected[1] + device.kernel_launch_seconds)
     assert len(runs) == 2 and len(own) >= 6
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "name", "forward", "backward", "launches"),
+    [
+        # In units of the result's bytes, a parameter's, and the angles'. Backward: gradients of both results, the sum
+        # that is kept, and one gradient for both terms.
+        ("llama", None, "sum and RMSNorm", (4, 1, 0), (4, 2, 0), 2),
+        ("gpt2", None, "sum and LayerNorm", (4, 2, 0), (4, 3, 0), 3),
+        # cos and sin are all that is kept.
+        ("llama", None, "rotary", (4, 0, 2), (4, 0, 2), 1),
+        # The residual's gradient is the result's.
+        ("gpt2", "", "dropout and sum", (3, 0, 0), (2, 0, 0), 1),
+        ("t5", "feed_forward_proj=gated-gelu", "GeGLU", (3, 0, 0), (5, 0, 0), 1),
+        ("gpt2", None, "GELU", (2, 0, 0), (3, 0, 0), 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_run_moves(model, options, name, forward, backward, launches) -> None:
+    it = fused_setting(model, "single", options=options)
+    runs = next(o.runs for (scope, _), o in it.operators.items() if scope or model == "t5")
+    fusion = next(fusion for fusion in runs.all if fusion.name == name)
+    own = [o for o in it.operators.values() if o.runs is runs and o.node in fusion.members]
+    seconds = [it.pricer.operator_seconds(operator, whole(it, operator)) for operator in own]
+    device, angles = it.pricer.cluster.device, [m.num_bytes for m in fusion.entering.values() if len(m.shape) == 3]
+    sizes = fusion.node.meta.num_bytes, 4 * NARROW, angles[-1]
+    totals = [sum(each) for each in zip(*seconds, strict=True)]
+    for found, moved, more in zip(totals, (forward, backward), (1, launches), strict=True):
+        num_bytes = sum(count * size for count, size in zip(moved, sizes, strict=True))
+        expected = compute.seconds(compute.Work("memory", 0.0, num_bytes), device)
+        assert found == pytest.approx(expected + (more - 1) * device.kernel_launch_seconds)
+
+
+def test_an_addition_is_charged_for_the_run_that_programs_have() -> None:
+    """Of a dropout before it and a norm after it, both of which could be one call with it."""
+    it = fused_setting("gpt2", "single", options="")
+    runs = next(o.runs for (scope, _), o in it.operators.items() if scope)
+    shared = next(fusion for fusion in runs.all if fusion.name == "sum and LayerNorm")
+    assert [rival.name for rival in shared.rivals] == ["dropout and sum"]
+    pricer = it.pricer
+    assert isinstance(pricer, KernelPricer)
+    names = {
+        member.op: fusion.name
+        for member in shared.members
+        if (fusion := pricer.fusion(it.operators["GPT2Block", member.name])) is not None
+    }
+    assert names == {"aten.add.Tensor": "dropout and sum", "aten.layer_norm.default": "LayerNorm"}
 
 
 def test_a_cut_normalised_dim_is_priced_as_the_program_runs_it() -> None:
@@ -184,7 +272,7 @@ def test_the_search_parts_no_run_for_a_price_that_the_program_would_not_have(nam
         ops = Counter(node.op for node in as_run(scope, it.operators, choices, it.pricer)[0].nodes)
         own = [it.operators[scope.name, node.name] for node in scope.nodes]
         runs = {id(f) for o in own for f in o.fusions if f.name == "RMSNorm"}
-        assert ops["kernels.rms_norm"] == len(runs)
+        assert ops["kernels.rms_norm"] + ops["kernels.add_rms_norm"] == len(runs)
         if not scope.name and name != "t5":
             assert ops["kernels.linear_cross_entropy"] == 1
 
@@ -214,6 +302,19 @@ def test_a_layer_keeps_less() -> None:
     per_row = BATCH * 32 * 4
     saved = gate.num_bytes + 2 * (hidden + per_row)
     assert kept[0] - kept[1] == pytest.approx(saved * (1 + plain.fragmentation))
+
+
+@pytest.mark.parametrize(("name", "scope"), [("gpt2", "GPT2Block"), ("bert", "BertLayer")])
+def test_dropout_with_its_addition_keeps_no_mask(name: str, scope: str) -> None:
+    """Two of a byte per element in each layer; GELU, written out by GPT-2, keeps its input only."""
+    it = fused_setting(name, "single", options="")
+    _, choices = it.choices(0)
+    plain = pricer_for(request_for(name), it.pricer.mesh, 1)
+    kept = [block_costs(it.graph, it.operators, p, choices)[scope].live.kept for p in (plain, it.pricer)]
+    masks = 2 * BATCH * 32 * NARROW
+    # Half of x, tanh and its sum with one.
+    written_out = 3 * 4 * BATCH * 32 * 4 * NARROW if name == "gpt2" else 0
+    assert kept[0] - kept[1] == pytest.approx((masks + written_out) * (1 + plain.fragmentation))
 
 
 @pytest.mark.distributed

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.compile import training_of
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.liveness import Liveness
 from autopar.costs.peak import Life, Slot, at_peak, peaks
 from autopar.costs.saved import saved_tensors
 from autopar.costs.stage_costs import holding_states
+from autopar.costs.updates import training_of
 from autopar.graph import Node, Ref, TensorMeta
 from autopar.planning.stage_points import HOLDING
 from benchmarks.memory import OVER, UNDER, Pair, measure

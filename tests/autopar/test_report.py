@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compile import training_of
 from autopar.compiled import CompiledProgram
+from autopar.costs.updates import training_of
 from autopar.graph import Ref
 from autopar.integrations.loading import load_model
 from autopar.placement import S

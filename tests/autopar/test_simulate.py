@@ -55,11 +55,12 @@ def predicted(name: str = "llama", cluster: str = "4 a100-80g", profile: Any = "
     return predictor(name).predict(cluster, strategy, global_batch_size=BATCH, framework=profile)
 
 
+@pytest.mark.parametrize("kernels", ["off", "on"])
 @pytest.mark.parametrize(("name", "strategy"), PLANS)
-def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[str, Any]) -> None:
+def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[str, Any], kernels: str) -> None:
     """The search may find decisions that are a little better than a strategy's patterns."""
-    plan = search_plans(request_for(name, **strategy)).best.plan
-    found, wanted = predicted(name, **strategy), plan.prediction
+    plan = search_plans(replace(request_for(name, **strategy), kernels=kernels == "on")).best.plan
+    found, wanted = predicted(name, **strategy, kernels=kernels), plan.prediction
     assert 0.98 * wanted.step_seconds <= found.step_seconds <= 1.03 * wanted.step_seconds
     assert found.peak_bytes == pytest.approx(wanted.peak_bytes, rel=0.02)
     assert len(found.positions) == len(wanted.positions)

@@ -13,14 +13,14 @@ import torch
 
 from autopar.plan import Prediction
 from autopar.tracing.trace import trace
-from benchmarks.published import __main__ as command
-from benchmarks.published import models, tables
-from benchmarks.published.accuracy import measured_bytes, predicted_bytes, tau
-from benchmarks.published.machines import cluster_of, device_of, precision_of
-from benchmarks.published.predictions import Outcome, predict_rows
-from benchmarks.published.rates import fit_rates, left_out_seconds
-from benchmarks.published.rows import SkippedError
-from benchmarks.published.strategies import assumptions, strategy_of
+from benchmarks import published as command
+from benchmarks.published_runs import models, tables
+from benchmarks.published_runs.accuracy import measured_bytes, predicted_bytes, tau
+from benchmarks.published_runs.machines import cluster_of, device_of, precision_of
+from benchmarks.published_runs.predictions import Outcome, predict_rows
+from benchmarks.published_runs.rates import fit_rates, left_out_seconds
+from benchmarks.published_runs.rows import SkippedError
+from benchmarks.published_runs.strategies import assumptions, strategy_of
 
 ROW: dict[str, Any] = {
     "id": "r1", "source": "a", "framework": "Megatron-LM v2", "model": "GPT-small", "arch_family": "GPT", "layers": 6,
@@ -52,6 +52,10 @@ def test_a_model_built_shallow_traces_as_the_whole() -> None:
         ({"recompute": "half"}, "recompute 'half'"),
         ({"precision": "posit"}, "precision 'posit'"),
         ({"arch_family": "Mamba"}, "architecture Mamba"),
+        ({"arch_family": "Mixtral", "ffn_gated": True}, "architecture Mixtral"),
+        ({"arch_family": "Odd", "ffn_gated": None}, "architecture Odd"),
+        ({"schedule": "V-Half"}, "schedule 'V-Half' is not modelled"),
+        ({"schedule": "sideways"}, "schedule 'sideways' is not known"),
         ({"gpus_per_node": 4}, "link between nodes"),
         ({"intra_node": None, "intra_bw_gbs": None}, "neither intra_node"),
         ({"iter_time_s": 1e-9}, "more FLOP/s"),
@@ -93,6 +97,10 @@ def test_what_is_assumed_is_told() -> None:
         "attention_impl absent, taken as unfused",
     }
     strange = set(assumptions({**ROW, "framework": "unheard of", "tp": 1}))
+    other = {**ROW, "arch_family": "Qwen2", "ffn_gated": True}
+    assert "architecture Qwen2 built as a Llama" in assumptions(other)
+    assert models.model_key(other) == models.model_key({**ROW, "arch_family": "Llama"})
+    assert strategy_of({**ROW, "schedule": "ZB-H1"})["schedule"] == "zero-bubble"
     assert "framework unheard of under the profile megatron-2021" in strange
 
 

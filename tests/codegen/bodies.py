@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +12,8 @@ from codegen.expressions import KERNELS, expression
 from codegen.fusion import fuse
 from codegen.program import Call, ModuleClass, Operand, Program, Var
 from codegen.runtime.cross_entropy import cross_entropy
+from codegen.runtime.layout import Layout
+from codegen.runtime.parameters import Module
 
 WIDTH = 6
 SHAPES = {"x": (3, 4, WIDTH), "a": (3, 4, WIDTH), "b": (3, 4, WIDTH), "row": (WIDTH,), "self.weight": (WIDTH,)}
@@ -55,11 +59,14 @@ class Body:
 
 def execute(statements: list, values: dict) -> dict:
     """The statements as they are written in a generated file; `self.weight` stands for any stored tensor."""
-    scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy}
+    module = Module(SimpleNamespace(device=torch.device("cpu")))
+    scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy, "LAYOUT": Layout(SHAPES["x"])}
+    scope |= {"self_same_dropout": module.same_dropout, "self_dropout_mask": module.dropout_mask}
     scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}
     scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
     for statement in statements:
-        exec(f"{statement.results[0]} = {expression(statement)}".replace("self.", "self_"), scope)
+        results = ", ".join(name or "_" for name in statement.results)
+        exec(f"{results} = {expression(statement)}".replace("self.", "self_"), scope)
     return {name.replace("self_", "self."): value for name, value in scope.items() if name not in ("F", "torch")}
 
 
@@ -68,14 +75,15 @@ def targets(program: Program) -> list[str]:
 
 
 def assert_same_numbers(body: Body, fused: Program, tolerance: float = 1e-6) -> None:
-    """Value and gradients of y, before and after fusing."""
+    """Value of y and gradients of all that the program returns, before and after fusing."""
     found = []
     for statements in (body.statements, fused.root.body):
         leaves = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in body.values.items()}
-        y = execute(list(statements), leaves)["y"]
+        values = execute(list(statements), leaves)
         torch.manual_seed(1)
-        y.backward(torch.randn(y.shape).to(y.dtype))
-        found.append((y.detach(), {n: v.grad for n, v in leaves.items() if v.grad is not None}))
+        outputs = [values[name] for name in fused.root.outputs]
+        torch.autograd.backward(outputs, [torch.randn(output.shape).to(output.dtype) for output in outputs])
+        found.append((values["y"].detach(), {n: v.grad for n, v in leaves.items() if v.grad is not None}))
     (y, gradients), (fused_y, fused_gradients) = found
     assert y.dtype == fused_y.dtype and gradients.keys() == fused_gradients.keys()
     torch.testing.assert_close(fused_y, y, rtol=tolerance, atol=tolerance)

@@ -199,6 +199,8 @@ def test_both_cross_entropies_in_one_file():
 
 # --- whole models -----------------------------------------------------------------------------------------------------
 
+LLAMA = {"rms_norm": 1, "add_rms_norm": 1, "rotary": 1, "swiglu": 1}
+
 
 def compiled(name: str, cluster: str = "1 cpu", **options: object):
     example = EXAMPLES[name]()
@@ -209,19 +211,49 @@ def compiled(name: str, cluster: str = "1 cpu", **options: object):
 @pytest.mark.parametrize(
     ("name", "in_layer", "in_root"),
     [
-        ("llama", {"rms_norm": 2, "swiglu": 1}, {"rms_norm": 1, "linear_cross_entropy": 1}),
+        ("llama", LLAMA, {"rms_norm": 1, "linear_cross_entropy": 1}),
         # Also queries' and keys' norms.
-        ("qwen3", {"rms_norm": 4, "swiglu": 1}, {"rms_norm": 1, "linear_cross_entropy": 1}),
-        ("gpt2", {}, {"linear_cross_entropy": 1}),
+        ("qwen3", LLAMA | {"rms_norm": 3}, {"rms_norm": 1, "linear_cross_entropy": 1}),
+        ("gpt2", {"layer_norm": 1, "add_layer_norm": 1}, {"layer_norm": 1, "linear_cross_entropy": 1}),
+        ("bert", {"add_layer_norm": 2}, {"layer_norm": 2, "linear_cross_entropy": 1}),
     ],
 )
 def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precision):
     program = compiled(name, precision=precision, kernels="on").program
-    for cls, expected in zip((*program.layers, program.root), (in_layer, in_root), strict=True):
-        called = [s.target for s in cls.body if isinstance(s, Call)]
-        assert Counter(t.removeprefix("kernels.") for t in called if t.startswith("kernels.")) == expected
-        assert not {"aten.rsqrt.default", "aten.silu.default", "runtime.cross_entropy"} & set(called)
+    assert_has(program, in_layer, in_root)
     assert fuse(program) == program
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "in_layer", "in_root"),
+    [
+        ("gpt2", {}, {"layer_norm": 2, "dropout_add": 2}, {"layer_norm": 1, "linear_cross_entropy": 1}),
+        ("bert", {}, {"layer_norm": 2, "dropout_add": 2}, {"layer_norm": 2, "linear_cross_entropy": 1}),
+        (
+            "t5",
+            {"feed_forward_proj": "gated-gelu"},
+            None,
+            {"rms_norm": 12, "dropout_add": 10, "geglu": 4, "linear_cross_entropy": 1},
+        ),
+    ],
+)
+def test_an_addition_is_the_dropouts_rather_than_the_norms(name, options, in_layer, in_root):
+    example = EXAMPLES[name](dropout=0.1, **options)
+    program = autopar.compile(example.model, "1 cpu", example_inputs=example.inputs, kernels="on").program
+    assert_has(program, in_layer, in_root)
+    assert fuse(program) == program
+
+
+def assert_has(program, *expected):
+    """How often each kernel is called in each class; None where there is no such class."""
+    parted = {"aten.rsqrt.default", "aten.silu.default", "aten.tanh.default", "aten.neg.default"}
+    parted |= {"aten.layer_norm.default", "runtime.cross_entropy"}
+    for cls, counts in zip((*program.layers, program.root), (e for e in expected if e is not None), strict=True):
+        called = [s.target for s in cls.body if isinstance(s, Call)]
+        found = Counter(target.removeprefix("kernels.") for target in called if target.startswith("kernels."))
+        assert found == counts
+        # T5 turns relative positions around.
+        assert not (parted - ({"aten.neg.default"} if "geglu" in counts else set())) & set(called)
 
 
 def test_fused_llama_as_written(golden):
@@ -292,14 +324,14 @@ def test_fused_bf16_is_near_fp32(name):
     assert report.loss <= 2e-2, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_fused_program_with_interpreted_triton_kernels(tmp_path):
+@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5"])
+def test_fused_program_with_interpreted_triton_kernels(case, tmp_path):
     """In a process of its own: Triton reads TRITON_INTERPRET when the kernels are imported."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("interpreted_fusion.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, str(Path(__file__).with_name("interpreted_fusion.py")), case]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -113,15 +113,26 @@ def test_the_ramp_is_where_half_of_the_efficiency_is_reached() -> None:
 
 
 def test_a_cpu_is_priced_by_its_ramps_and_its_own_tile() -> None:
-    """The formulas that autopar/profiling/fit_device.py fits: padded to tiles, (T + r) / e."""
+    """The formulas that autopar/profiling/fit_device.py fits: padded to tiles, (T + r) / e, and bytes on top."""
     device = catalog.device("cpu")
     assert device.num_processors == 0
     flops = 2.0 * 100 * 50 * 300
     padded = flops * (112 / 100) * (64 / 50)
     expected = 10e-6 + (padded / 100e9 + 5e-6) / 0.7
     assert seconds(Work("matmul", flops, 0, "fp32", (100, 50, 300)), device) == pytest.approx(expected)
-    attention = Work("attention", 1e9, 0, "fp32", (8, 100, 100), "fa2", True, True)
+    assert seconds(Work("matmul", flops, 1e6, "fp32", (100, 50, 300)), device) == pytest.approx(expected + 1e6 / 10e9)
+    attention = Work("attention", 1e9, 0, "fp32", (8, 100, 100), "fa2", True)
     assert seconds(attention, device) == pytest.approx(10e-6 + (1e9 / 100e9 + 5e-6) / 0.5)
+    causal = replace(attention, flops=0.5e9, causal=True)
+    assert seconds(causal, device) == pytest.approx(seconds(attention, device))
+
+
+def test_special_functions_cost_time_of_their_own_on_a_cpu() -> None:
+    """Until their bytes take longer."""
+    device = replace(catalog.device("cpu"), special_seconds=1e-9)
+    plain, many = Work("memory", 0, 8e6), Work("memory", 0, 8e6, specials=1e6)
+    assert seconds(many, device) == pytest.approx(seconds(plain, device))
+    assert seconds(replace(many, specials=1e7), device) == pytest.approx(10e-6 + 1e-2)
 
 
 def test_matrices_are_padded_to_tiles() -> None:

@@ -12,6 +12,7 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from codegen.kernels import gated
 from codegen.kernels.dispatch import num_warps, power_of_2_at_least, row_tile
 
 # As attributes of the package these names are the functions, not the files.
@@ -98,16 +99,15 @@ def layer_norm_cases():
 
 
 def other_cases():
-    for name, module in (("swiglu", glu), ("cross_entropy", ce)):
+    for name, module, block in (("swiglu", glu, gated._MAX_BLOCK), ("cross_entropy", ce, ce._MAX_BLOCK)):
         for direction in ("forward", "backward"):
-            kernel = getattr(module, f"_{direction}_kernel")
-            yield f"{name}_{direction}", kernel, {"BLOCK": module._MAX_BLOCK}, module._MAX_BLOCK
+            yield f"{name}_{direction}", getattr(module, f"_{direction}_kernel"), {"BLOCK": block}, block
 
 
 def gelu_cases():
     for tanh in (False, True):
         for direction in ("forward", "backward"):
-            kernel, block = getattr(geglu, f"_{direction}_kernel"), geglu._MAX_BLOCK
+            kernel, block = getattr(geglu, f"_{direction}_kernel"), gated._MAX_BLOCK
             yield f"geglu_{direction}_{tanh}", kernel, {"BLOCK": block, "TANH": tanh}, block
         for num_cols in (128, 16384):
             rows, cols, _ = row_tile(num_cols, bias_gelu._MAX_TILE)

@@ -11,10 +11,10 @@ import math
 import pytest
 import torch
 
-from codegen.kernels import bias_gelu, dispatch, geglu
+from codegen.kernels import bias_gelu, dispatch, gated, geglu
+from codegen.kernels.geglu import geglu_reference
 
-# `codegen.kernels.geglu` as an attribute is the function, not the file.
-geglu_module = importlib.import_module("codegen.kernels.geglu")
+# `codegen.kernels.bias_gelu` as an attribute is the function, not the file.
 bias_module = importlib.import_module("codegen.kernels.bias_gelu")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,7 +61,7 @@ def check_bias_gelu(x, bias, dy, approximate, assert_near):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several blocks to a row, several rows to a tile where rows are short."""
-    monkeypatch.setattr(geglu_module, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(gated, "_MAX_BLOCK", 16)
     monkeypatch.setattr(bias_module, "_MAX_TILE", 16)
     monkeypatch.setattr(dispatch, "MIN_TILE", 16)
 
@@ -141,7 +141,7 @@ def test_far_out_and_not_finite(approximate):
     torch.testing.assert_close(y[:7].detach(), 2 * gelu)
     torch.testing.assert_close(dgate[:7], 2 * slope)
     torch.testing.assert_close(dup[:7], gelu)
-    y_wanted = geglu_module.geglu_reference(*inputs, approximate)
+    y_wanted = geglu_reference(*inputs, approximate)
     grads_wanted = torch.autograd.grad(y_wanted.sum(), inputs)
     for actual, wanted in zip((y.detach(), dgate, dup), (y_wanted.detach(), *grads_wanted), strict=True):
         torch.testing.assert_close(actual[7:], wanted[7:], equal_nan=True)

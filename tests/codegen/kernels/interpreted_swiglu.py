@@ -5,15 +5,11 @@ Run by test_kernels_isolated.py with TRITON_INTERPRET=1 in a process of its own.
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
-from codegen.kernels import swiglu
+from codegen.kernels import gated, swiglu
 
-# `codegen.kernels.swiglu` as an attribute is the function, not the file.
-module = importlib.import_module("codegen.kernels.swiglu")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,7 +43,7 @@ def test_matches_fp64(shape, dtype, assert_near):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_blocks_per_row(dtype, monkeypatch, assert_near):
-    monkeypatch.setattr(module, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(gated, "_MAX_BLOCK", 16)
     torch.manual_seed(1)
     # Strided gate: rows stay rows, each of 3 blocks, the last ragged. Contiguous: one long row.
     gate, up = torch.randn(4, 2 * 37).to(dtype).chunk(2, dim=-1)

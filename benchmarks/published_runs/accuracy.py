@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.published.predictions import Outcome
-from benchmarks.published.rows import Row
+from benchmarks.published_runs.predictions import Outcome
+from benchmarks.published_runs.rows import Row
 
 
 def percentile(values: Sequence[float], share: float) -> float:

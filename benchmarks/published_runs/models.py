@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +14,45 @@ from torch import nn
 from autopar.graph import Graph
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import find_cuts, trace
-from benchmarks.published.machines import precision_of
-from benchmarks.published.rows import Row, SkippedError, has_dropout, is_flash
+from benchmarks.published_runs.machines import precision_of
+from benchmarks.published_runs.rows import Row, SkippedError, has_dropout, is_flash
 
 BUILT_LAYERS = 4
+
+FAMILIES: Sequence[tuple[str, str]] = (("bert", "BERT"), ("llama", "Llama"), ("gpt", "GPT"))
+"""The first whose text is part of a row's arch_family, in lower case -> the family whose model is built."""
+
+OTHERS = (
+    "t5",
+    "bart",
+    "encoder-decoder",
+    "vit",
+    "swin",
+    "clip",
+    "resnet",
+    "unet",
+    "diffusion",
+    "moe",
+    "mixtral",
+    "mamba",
+)
+"""Words of families that are none of these, however their layers look."""
+
+
+def family_of(row: Row) -> str:
+    """Other decoders have a Llama's layers where the feed-forward one has a gate, else a GPT's; `assumptions` tells.
+
+    Raises SkippedError for what is no such model.
+    """
+    text = str(row["arch_family"]).lower()
+    if any(word in text for word in OTHERS) or max((row.get(key) or 1) for key in ("experts", "num_experts")) > 1:
+        raise SkippedError(f"architecture {row['arch_family']} is not built")
+    for word, family in FAMILIES:
+        if word in text:
+            return family
+    if row.get("ffn_gated") is None:
+        raise SkippedError(f"architecture {row['arch_family']} is not built")
+    return "Llama" if row["ffn_gated"] else "GPT"
 
 
 class PickedBert(nn.Module):
@@ -40,10 +76,11 @@ class PickedBert(nn.Module):
 
 def model_key(row: Row) -> tuple[Any, ...]:
     """Rows of equal keys are traced once."""
-    kind = _bert_task(row) if row["arch_family"] == "BERT" else ""
+    family = family_of(row)
+    kind = _bert_task(row) if family == "BERT" else ""
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "bias", "tied_embeddings")
     exact = "fp32" if precision_of(row) in ("fp32", "tf32") else "16"
-    return (row["arch_family"], *(row.get(name) for name in names), kind, has_dropout(row), is_flash(row), exact)
+    return (family, *(row.get(name) for name in names), kind, has_dropout(row), is_flash(row), exact)
 
 
 def _bert_task(row: Row) -> str:
@@ -57,12 +94,12 @@ def build(row: Row) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """(model, batch of two rows), on meta. Raises SkippedError for architectures that are not known."""
     rate = 0.1 if has_dropout(row) else 0.0
     in_attention = 0.0 if is_flash(row) else rate
-    family, seq = row["arch_family"], row["seq_len"]
+    family, seq = family_of(row), row["seq_len"]
     with torch.device("meta"):
         ids = torch.zeros(2, seq, dtype=torch.int64)
         if family == "Llama":
             return _llama(row), {"input_ids": ids, "labels": ids.clone()}
-        if family.startswith("GPT"):
+        if family == "GPT":
             config = transformers.GPT2Config(
                 vocab_size=row["vocab"], n_positions=seq, n_embd=row["hidden"], n_layer=row["layers"],
                 n_head=row["heads"], n_inner=row["ffn"], resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=in_attention,
@@ -72,9 +109,7 @@ def build(row: Row) -> tuple[nn.Module, dict[str, torch.Tensor]]:
             model: Any = transformers.GPT2LMHeadModel(config)
             model.loss_type = "ForCausalLM"
             return model, {"input_ids": ids, "labels": ids.clone()}
-        if family == "BERT":
-            return _bert(row, rate, in_attention, ids)
-    raise SkippedError(f"architecture {family} is not built")
+        return _bert(row, rate, in_attention, ids)
 
 
 def _llama(row: Row) -> nn.Module:

@@ -1,6 +1,6 @@
 """Predictions against published training runs.
 
-    python -m benchmarks.published --rows FILE [--source NAME] [--leave-one-source-out] [--csv]
+    python benchmarks/published.py --rows FILE [--source NAME] [--leave-one-source-out] [--csv]
 
 FILE has one run per line, in the form of shared/data/measured_runs.jsonl. The model of each row is built on meta, its
 strategy is scored under the profile of its framework, and printed are, per source: rows, skipped rows with the reason,
@@ -18,18 +18,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import transformers
 
-from benchmarks.published.predictions import predict_rows
-from benchmarks.published.rates import fit_rates, left_out_seconds
-from benchmarks.published.rows import read
-from benchmarks.published.tables import show, show_left_out, write
+if not __package__:  # run as a file, which leaves the repository's root out of the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.published_runs.predictions import predict_rows
+from benchmarks.published_runs.rates import fit_rates, left_out_seconds
+from benchmarks.published_runs.rows import read
+from benchmarks.published_runs.tables import show, show_left_out, write
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "benchmarks.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "published.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", required=True, help="a file of runs, one JSON object per line")
     parser.add_argument("--source", help="only rows whose source contains this text")

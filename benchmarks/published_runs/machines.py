@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.published.rows import Row, SkippedError
+from benchmarks.published_runs.rows import Row, SkippedError
 from cost_models import catalog
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster
@@ -102,9 +102,9 @@ def _intra(row: Row, device: Device) -> Link:
         return usual
     if not text and "intra_bw_gbs" not in row:
         raise SkippedError("neither intra_node nor intra_bw_gbs is given")
-    is_mesh = "mesh" in text or (usual.name == "nvlink2" and row["gpus_per_node"] == 8 and "switch" not in text)
-    if is_mesh:
-        return catalog.link("nvlink2-mesh")
+    if usual.name == "nvlink2" and "switch" not in text:
+        # gpus_per_node counts those in use: fewer than 8 are the first ones of a DGX-1 and its like.
+        return catalog.link("nvlink2-quad" if "4 gpu sxm2" in text else "nvlink2-mesh")
     if "pcie" in text and usual.name.startswith("nvlink"):
         return catalog.link("pcie4")
     rate = row.get("intra_bw_gbs")

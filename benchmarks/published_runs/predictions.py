@@ -12,10 +12,10 @@ from autopar.errors import AutoparError
 from autopar.plan import Prediction
 from autopar.simulate import Predictor
 from autopar.tracing.rebatch import BatchedTrace
-from benchmarks.published.machines import cluster_of, device_of, precision_of
-from benchmarks.published.models import graph_of, model_key, share_of
-from benchmarks.published.rows import NEEDED, Row, SkippedError
-from benchmarks.published.strategies import profile_of, strategy_of
+from benchmarks.published_runs.machines import cluster_of, device_of, precision_of
+from benchmarks.published_runs.models import graph_of, model_key, share_of
+from benchmarks.published_runs.rows import NEEDED, Row, SkippedError
+from benchmarks.published_runs.strategies import profile_of, strategy_of
 from cost_models.frameworks import architecture
 
 Skipped = tuple[Row, str]

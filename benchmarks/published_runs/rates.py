@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from autopar.costs.block_costs import RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE
 from autopar.simulate.stages import HOST
-from benchmarks.published.predictions import Outcome
-from benchmarks.published.rows import attention_of
-from benchmarks.published.strategies import profile_of
+from benchmarks.published_runs.predictions import Outcome
+from benchmarks.published_runs.rows import attention_of
+from benchmarks.published_runs.strategies import profile_of
 
 Rates = Mapping[tuple[str, str], float]
 """(architecture, kind of kernel) -> by what its predicted seconds are multiplied."""

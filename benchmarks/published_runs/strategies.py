@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.published.machines import precision_of
-from benchmarks.published.rows import Row, SkippedError, attention_of, is_flash
+from benchmarks.published_runs.machines import precision_of
+from benchmarks.published_runs.models import FAMILIES, family_of
+from benchmarks.published_runs.rows import Row, SkippedError, attention_of, is_flash
 from cost_models.frameworks import Framework, framework
 
 PROFILES: Sequence[tuple[str, str]] = (
@@ -26,6 +27,19 @@ PROFILES: Sequence[tuple[str, str]] = (
     ("deepspeed", "deepspeed-zero3"),
 )
 """The first whose text is part of a row's framework, in lower case."""
+
+
+SCHEDULES: Sequence[tuple[str, str]] = (
+    ("gpipe", "gpipe"),
+    ("zb", "zero-bubble"),
+    ("zero bubble", "zero-bubble"),
+    ("zero-bubble", "zero-bubble"),
+    ("1f1b", "1f1b"),
+)
+"""The first whose text is part of a row's schedule, in lower case."""
+
+OTHER_SCHEDULES = ("half", "vshape", "v-shape", "v-min", "dualpipe", "chimera", "interlaced", "vocab", "redis")
+"""Words of schedules that have stages, or a vocabulary, laid out otherwise."""
 
 
 def profile_of(row: Row) -> Framework:
@@ -83,12 +97,15 @@ def _recompute(row: Row) -> str:
 
 
 def _schedule(row: Row) -> dict[str, Any]:
-    text = str(row.get("schedule", "")).lower()
+    text = str(row.get("schedule") or "1f1b").lower()
+    if any(word in text for word in OTHER_SCHEDULES):
+        raise SkippedError(f"schedule {row['schedule']!r} is not modelled")
     if row.get("vpp", 1) > 1 or "interleaved" in text:
         return {"schedule": "interleaved", "chunks": max(row.get("vpp", 1), 2)}
-    if "gpipe" in text:
-        return {"schedule": "gpipe"}
-    return {"schedule": "1f1b"}
+    for word, schedule in SCHEDULES:
+        if word in text:
+            return {"schedule": schedule}
+    raise SkippedError(f"schedule {row['schedule']!r} is not known")
 
 
 def assumptions(row: Row) -> Iterable[str]:
@@ -103,6 +120,9 @@ def assumptions(row: Row) -> Iterable[str]:
         yield "recompute op-level taken as selective"
     if row.get("zero_stage") and row["dp"] > 1 and "zero_group" not in row and row["gpus_total"] > row["gpus_per_node"]:
         yield "zero_group absent, taken as dp"
+    family = str(row["arch_family"]).lower()
+    if not any(word in family for word, _ in FAMILIES):
+        yield f"architecture {row['arch_family']} built as a {family_of(row)}"
     text = row["framework"].lower()
     if "internevo" in text or not any(word in text for word, _ in PROFILES):
         yield f"framework {row['framework']} under the profile {profile_of(row).name}"

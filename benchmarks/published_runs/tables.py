@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.published.accuracy import measured_bytes, memory_kind, percentile, predicted_bytes, tau_of
-from benchmarks.published.predictions import Outcome, Skipped
-from benchmarks.published.rates import Rates, scaled_seconds
-from benchmarks.published.strategies import assumptions
+from benchmarks.published_runs.accuracy import measured_bytes, memory_kind, percentile, predicted_bytes, tau_of
+from benchmarks.published_runs.predictions import Outcome, Skipped
+from benchmarks.published_runs.rates import Rates, scaled_seconds
+from benchmarks.published_runs.strategies import assumptions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "published.csv"
 

@@ -1,0 +1,79 @@
+"""The switch `backend`: who runs what a layer computes between collectives.
+
+"eager" is torch itself. "inductor" compiles the layers' regions (`codegen/runtime/compiled_layers.py`); plans are
+neither chosen nor priced for it. Layers that recompute selectively run eagerly under it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.costs.price import is_cpu
+from autopar.errors import ConstraintError
+from codegen.program import PipelineProgram, Program
+from codegen.runtime.compiled_layers import BACKENDS, COMPILE_SECONDS, why_unavailable
+from cost_models.mixed import AnyCluster
+
+EAGER = ("backend='eager'",)
+
+
+def parse_backend(backend: Any, recompute: str | None = None) -> str:
+    """The backend's name. recompute: the mode that all layers are pinned to.
+
+    Raises ConstraintError for a name that does not exist, and for layers that would all stay eager.
+    """
+    if backend not in BACKENDS:
+        raise ConstraintError(
+            "backend is not one that autopar has", values=repr(backend), alternatives=", ".join(BACKENDS)
+        )
+    if backend == "inductor" and recompute == "selective":
+        raise ConstraintError(
+            "inductor decides what a compiled layer keeps, so layers that recompute selectively are not compiled",
+            values="backend='inductor' with recompute=selective",
+            alternatives=["recompute=none, offload or full", *EAGER],
+        )
+    return str(backend)
+
+
+def with_backend(program: Program | PipelineProgram, backend: str) -> Program | PipelineProgram:
+    """The program for that backend. Raises ConstraintError where inductor would have no layer to compile."""
+    if backend == "inductor":
+        stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
+        if not any(_compiles(stage) for stage in stages):
+            raise ConstraintError(
+                "backend='inductor' compiles layers, and this program has none that it could",
+                values=f"{program.name}: no repeated layers, or all of them recompute selectively",
+                alternatives=["recompute=none, offload or full", *EAGER],
+            )
+    if isinstance(program, PipelineProgram):
+        return program.map(lambda stage: replace(stage, backend=backend))
+    return replace(program, backend=backend)
+
+
+def _compiles(stage: Program) -> bool:
+    """Whether some layer does not recompute selectively."""
+    modes = {name: [mode for mode, _ in runs] for name, runs in stage.recompute.items()}
+    return any(mode != "selective" for layer in stage.layer_names for mode in modes.get(layer, ["none"]))
+
+
+def backend_of(program: Program | PipelineProgram) -> str:
+    """The backend of a program."""
+    return (program.any if isinstance(program, PipelineProgram) else program).backend
+
+
+def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> None:
+    """Raises ConstraintError if this machine cannot run the program's backend."""
+    if backend_of(program) == "eager":
+        return
+    on_gpu = torch.cuda.is_available() and not is_cpu(cluster.groups[0])
+    reason = why_unavailable(torch.device("cuda" if on_gpu else "cpu"))
+    if reason:
+        raise ConstraintError("backend='inductor' cannot compile on this machine", values=reason, alternatives=EAGER)
+
+
+def patience_seconds(program: Program | PipelineProgram) -> float:
+    """How long ranks must wait for one another at least: for one that compiles, long."""
+    return COMPILE_SECONDS if backend_of(program) == "inductor" else 0.0

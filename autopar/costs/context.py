@@ -1,0 +1,119 @@
+"""What attention over keys of several ranks takes (codegen/runtime/context_attention.py): seconds, and bytes beside.
+
+n ranks have L queries and M keys each. With a causal mask the last rank computes with all keys before its own, 2n - 1
+times what the first one does, and all wait for it: it is priced. b: bytes of this rank's keys and values, B = n b those
+of all; w: of gradients of the former as they travel in the ring; f(m), g(m): seconds of a flash kernel over m keys,
+forward and backward, f' and g' those of the rank's own keys under the mask's diagonal.
+
+                 forward                                       backward
+    all_gather   all_gather(B) + f' + f((n - 1) M)             all_gather(B) + g' + g((n - 1) M) + reduce_scatter(B)
+    ring         each of n steps but the last as long as the   the same with g, p2p(b) + p2p(w), and p2p(w) at the end
+                 longer of its f' or f(M) and of p2p(b)
+
+and without a mask f(n M) and g(n M). To these come the copies: keys and values are packed into one line, those that
+arrive together are joined along the sequence, results are merged in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.mesh import Mesh
+from autopar.sharding.strategies import Operator, Option, num_local
+from cost_models import collective
+
+CollectiveSeconds = Callable[[collective.Kind, int, float], float]
+AttentionSeconds = Callable[[int, bool], tuple[float, float]]
+"""(keys, whether the mask's diagonal runs through them) -> (forward, backward) of one kernel with the rank's queries."""
+
+WIDE_BYTES = 4
+"""Of an element of what is merged or travels as a sum; 8 for float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCall:
+    """One call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part: b;
+    wide_part: w; result, wide_result: bytes of the result, and of it in fp32."""
+
+    exchange: str
+    axis: int
+    size: int
+    is_causal: bool
+    heads: int
+    queries: int
+    keys: int
+    part: float
+    wide_part: float
+    result: float
+    wide_result: float
+
+    @property
+    def whole(self) -> float:
+        """B."""
+        return self.size * self.part
+
+    def seconds(
+        self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
+    ) -> tuple[float, float]:
+        """(forward, backward). memory: seconds to move so many bytes."""
+        merges = (self.size if self.exchange == "ring" else 1 + self.is_causal) - 1
+        merged = merges * memory(self.result + 3 * self.wide_result)
+        packed = memory(2 * self.part)
+        if self.exchange == "ring":
+            once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
+            steps = [attention(self.keys, self.is_causal and i == 0) for i in range(self.size)]
+            forward = sum(max(f, once) for f, _ in steps[:-1]) + steps[-1][0]
+            backward = sum(max(g, once + back) for _, g in steps[:-1]) + steps[-1][1] + back
+            added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
+            return packed + forward + merged, packed + backward + added
+        gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
+        before = self.size - self.is_causal
+        runs = [attention(before * self.keys, False)] + ([attention(self.keys, True)] if self.is_causal else [])
+        forward, backward = (sum(run[i] for run in runs) for i in (0, 1))
+        joined = memory(2 * self.whole)
+        added = memory(3 * self.whole + 3 * self.wide_result)
+        return gather + packed + joined + forward + merged, gather + packed + joined + backward + scatter + added
+
+    def forward_temporary(self) -> float:
+        """Bytes beside arguments and result at the forward's peak."""
+        merged = self.result + 3 * self.wide_result
+        if self.exchange == "ring":
+            return 2 * self.part + merged
+        joined = (self.size - self.is_causal) * self.part
+        return self.whole + max(joined + self.result * self.is_causal, merged * self.is_causal)
+
+    def backward_temporary(self) -> float:
+        """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
+        sums = self.result + (self.wide_result if self.wide_result > self.result else 0.0)
+        if self.exchange == "ring":
+            return 3 * self.part + 2 * self.wide_part + sums
+        joined = (self.size - self.is_causal) * self.part
+        return 2 * self.whole + 2 * joined - self.part + sums
+
+
+def context_call(operator: Operator, option: Option, mesh: Mesh) -> ContextCall | None:
+    """The call of one rank if the option cuts its keys along the sequence, else None."""
+    joints = operator.rule.joints
+    axis = next((number for number, own in enumerate(option.axes) if own.label in joints), None)
+    if axis is None:
+        return None
+    query, key, value = operator.inputs[:3]
+    size, output = mesh.sizes[axis], operator.node.outputs[0]
+    queries, keys = query.shape[-2] // size, key.shape[-2] // size
+    heads = num_local(query, option.inputs[0], mesh) // (queries * query.shape[-1])
+    elements = num_local(key, option.inputs[1], mesh) + num_local(value, option.inputs[2], mesh)
+    wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
+    return ContextCall(
+        joints[option.axes[axis].label].lowering,
+        axis,
+        size,
+        len(operator.node.args) > 5 and bool(operator.node.args[5]),
+        max(heads, 1),
+        queries,
+        keys,
+        float(elements * key.dtype.itemsize),
+        float(elements * wide),
+        float(results * output.dtype.itemsize),
+        float(results * wide),
+    )

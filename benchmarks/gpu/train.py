@@ -1,0 +1,321 @@
+"""Does a generated program train faster on one GPU than what an expert gets from public libraries?
+
+    python -m benchmarks.gpu.train            # from the repository's root, on a machine with one GPU; some ten minutes
+    python -m benchmarks.gpu.train --smoke    # anywhere: tiny models on the CPU, untimed: are the losses equal?
+
+Whole training steps (forward, backward, AdamW) of Llama-style and GPT-2 models of about 1B parameters, in bf16 with
+fp32 masters and moments, which all sides have alike:
+
+    generated, generated inductor      the program that autopar compiles for this GPU, under both backends
+    hf, hf compile                     Hugging Face's module in bf16, eager and under torch.compile
+    hf liger, hf liger compile         the same with liger-kernel's modules, where that package is installed
+
+Sides take the same random weights and batch, one after the other, as they do not fit together; the losses of their
+first steps must agree, or there is no row. Tokens per second are of the median step, timed by events on the device. MFU
+counts the multiply-adds of all matrices and of attention (causal: half), forward and twice backward, and no
+recomputation, against the device's nominal peak. Predicted are the plan's seconds and bytes for the generated program.
+Rows are appended to benchmarks/results/train.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+import autopar
+
+RESULTS = Path(__file__).parents[1] / "results" / "train.csv"
+LOSS_TOLERANCE = 2e-2
+"""Relative, of the losses of the first steps: what bf16 leaves of an equal computation."""
+CHECKED_STEPS, WARM_STEPS = 3, 2
+Batch = Mapping[str, Tensor]
+Step = Callable[[], Tensor]
+Optimizer = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and its batch."""
+
+    name: str
+    kind: str
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    vocabulary: int
+    sequence: int
+    batch_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * self.sequence
+
+    def model(self) -> nn.Module:
+        """With the same random fp32 weights at every call, on the CPU."""
+        torch.manual_seed(0)
+        common = {"use_cache": False, "attn_implementation": "sdpa", "vocab_size": self.vocabulary}
+        if self.kind == "llama":
+            config: Any = transformers.LlamaConfig(
+                hidden_size=self.hidden,
+                intermediate_size=self.intermediate,
+                num_hidden_layers=self.num_layers,
+                num_attention_heads=self.num_heads,
+                num_key_value_heads=self.num_key_value_heads,
+                max_position_embeddings=self.sequence,
+                tie_word_embeddings=False,
+                **common,
+            )
+            return transformers.LlamaForCausalLM(config)
+        config = transformers.GPT2Config(
+            n_embd=self.hidden,
+            n_inner=self.intermediate,
+            n_layer=self.num_layers,
+            n_head=self.num_heads,
+            n_positions=self.sequence,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            **common,
+        )
+        return transformers.GPT2LMHeadModel(config)
+
+    def batch(self, device: torch.device) -> dict[str, Tensor]:
+        """Random tokens, of which every one but the first of a row is a target."""
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, self.vocabulary, (self.batch_size, self.sequence), generator=generator).to(device)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def flops(self, model: nn.Module) -> float:
+        """Of one step: 6 per token and element of every matrix that multiplies, and attention under a causal mask."""
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        head: Any = model.get_output_embeddings()
+        multiplied = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in looked_up)
+        multiplied += head.weight.numel() if id(head.weight) in looked_up else 0
+        attention = 0.5 * 12 * self.num_layers * self.sequence * self.hidden
+        return float(self.num_tokens * (6 * multiplied + attention))
+
+
+CASES = (
+    Case("llama 1.2B, 2k", "llama", 2048, 8192, 16, 32, 8, 128256, 2048, 8),
+    Case("llama 1.2B, 8k", "llama", 2048, 8192, 16, 32, 8, 128256, 8192, 2),
+    Case("gpt2 1.6B, 1k", "gpt2", 1600, 6400, 48, 25, 25, 50304, 1024, 12),
+)
+SMOKE = (
+    Case("llama, tiny", "llama", 64, 128, 2, 4, 2, 256, 32, 4),
+    Case("gpt2, tiny", "gpt2", 64, 128, 2, 4, 4, 256, 32, 4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to train. predicted: seconds and bytes that its plan promised, if there is one."""
+
+    step: Step
+    predicted: tuple[float, float] | None = None
+
+
+class Masters:
+    """A bf16 model's fp32 copy, which the optimiser updates: gradients come in, new weights go out."""
+
+    def __init__(self, model: nn.Module, masters: Sequence[Tensor]) -> None:
+        self.used = [p for p in model.parameters() if p.requires_grad]
+        self.stored = [nn.Parameter(master) for master in masters]
+        self.gradients = [torch.empty_like(p) for p in self.stored]
+        for parameter, gradient in zip(self.stored, self.gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer = Optimizer(self.stored)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """One update from the model's gradients, which are freed."""
+        torch._foreach_copy_(self.gradients, [p.grad for p in self.used])
+        for parameter in self.used:
+            parameter.grad = None
+        self.optimizer.step()
+        torch._foreach_copy_([p.data for p in self.used], [p.data for p in self.stored])
+
+
+def hugging_face(case: Case, device: torch.device, compiled: bool, liger: bool) -> Side:
+    """The module in bf16 with fp32 masters."""
+    model: Any = case.model().to(device)
+    masters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    model.to(torch.bfloat16)
+    if liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    run = torch.compile(model, dynamic=False) if compiled else model
+    owner, batch = Masters(model, masters), case.batch(device)
+
+    def step() -> Tensor:
+        loss: Tensor = run(**batch).loss
+        torch.autograd.backward(loss)
+        owner.update()
+        return loss.detach()
+
+    return Side(step)
+
+
+def generated(case: Case, device: torch.device, backend: str) -> Side:
+    """The program of a plan for this device."""
+    model = case.model()
+    cluster = "detect" if device.type == "cuda" else "1 cpu"
+    compiled = autopar.compile(
+        model,
+        autopar.ClusterSpec.detect(1) if cluster == "detect" else cluster,
+        example_inputs=case.batch(torch.device("cpu")),
+        optimizer=Optimizer,
+        precision="bf16",
+        kernels="on" if device.type == "cuda" else "auto",
+        backend=backend,
+    )
+    program = compiled.build()
+    local = compiled.local_batch(case.batch(device))
+    prediction = compiled.plan.prediction
+    return Side(lambda: program(local), (prediction.step_seconds, float(prediction.peak_bytes)))
+
+
+def sides(device: torch.device) -> dict[str, Callable[[Case], Side]]:
+    """All that can run here, by name."""
+    found: dict[str, Callable[[Case], Side]] = {
+        "hf": functools.partial(hugging_face, device=device, compiled=False, liger=False),
+        "generated": functools.partial(generated, device=device, backend="eager"),
+        "hf compile": functools.partial(hugging_face, device=device, compiled=True, liger=False),
+        "generated inductor": functools.partial(generated, device=device, backend="inductor"),
+    }
+    if device.type == "cuda":
+        try:
+            import liger_kernel  # noqa: F401
+        except ImportError:
+            print("liger-kernel is not installed: no rows of it")
+        else:
+            found["hf liger"] = functools.partial(hugging_face, device=device, compiled=False, liger=True)
+            found["hf liger compile"] = functools.partial(hugging_face, device=device, compiled=True, liger=True)
+    return found
+
+
+def timed(step: Step, device: torch.device, num_steps: int) -> list[float]:
+    """Seconds of each step."""
+    for _ in range(WARM_STEPS):
+        step()
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for _ in range(num_steps):
+            step()
+            times.append(time.perf_counter())
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
+
+
+def run(case: Case, device: torch.device, num_steps: int, peak_flops: float) -> list[dict[str, Any]]:
+    """One row per side. Raises RuntimeError where losses differ from the first side's."""
+    flops = case.flops(case.model())
+    rows: list[dict[str, Any]] = []
+    wanted: list[float] = []
+    for name, make in sides(device).items():
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        side = make(case)
+        losses = [side.step().item() for _ in range(CHECKED_STEPS)]
+        ready = time.perf_counter() - started
+        wanted = wanted or losses
+        error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
+        if not error <= LOSS_TOLERANCE:
+            raise RuntimeError(f"{case.name}, {name}: losses {losses}, but hf's are {wanted}")
+        seconds = timed(side.step, device, num_steps)
+        median, quartiles = statistics.median(seconds), statistics.quantiles(seconds, n=4)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        rows.append(
+            {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "case": case.name,
+                "batch": f"{case.batch_size}x{case.sequence}",
+                "side": name,
+                "steps": num_steps,
+                "median_seconds": f"{median:.5g}",
+                "interquartile_seconds": f"{quartiles[2] - quartiles[0]:.2g}",
+                "tokens_per_second": f"{case.num_tokens / median:.5g}",
+                "mfu": f"{flops / median / peak_flops:.4f}",
+                "peak_gib": f"{peak / 2**30:.3f}",
+                "predicted_seconds": f"{side.predicted[0]:.5g}" if side.predicted else "",
+                "predicted_gib": f"{side.predicted[1] / 2**30:.3f}" if side.predicted else "",
+                "ready_seconds": f"{ready:.1f}",
+                "loss_error": f"{error:.1e}",
+            }
+        )
+        print(
+            "  ".join(str(rows[-1][key]) for key in ("case", "side", "tokens_per_second", "mfu", "peak_gib")),
+            flush=True,
+        )
+        del side
+    return rows
+
+
+def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Add rows to a CSV file, with its header where it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run all cases, print and append; returns the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--case", help="only cases whose name contains this text")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    if not options.smoke and not torch.cuda.is_available():
+        raise SystemExit("no GPU here; --smoke runs tiny models on the CPU")
+    device = torch.device("cpu" if options.smoke else "cuda")
+    dist.init_process_group("gloo" if options.smoke else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        spec = autopar.ClusterSpec.parse("1 cpu") if options.smoke else autopar.ClusterSpec.detect(1)
+        peak = spec.device.peak("bf16")
+        cases = [case for case in (SMOKE if options.smoke else CASES) if not options.case or options.case in case.name]
+        rows = [row for case in cases for row in run(case, device, 2 if options.smoke else options.steps, peak)]
+    finally:
+        dist.destroy_process_group()
+    if not options.smoke:
+        append(rows, options.output)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

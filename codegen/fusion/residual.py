@@ -1,0 +1,41 @@
+"""Dropout and the addition to the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from codegen.expressions import literal
+from codegen.fusion.template import Bindings, Leaf, Op, Pattern, Value, fused
+from codegen.program import Call, Program, Raw
+
+PLACE: Final = ("call", "layout", "batched")
+"""What says which mask a dropout draws, and which part of it."""
+
+
+def _fits(bound: Bindings) -> bool:
+    """No broadcasting and no promotion, and something is dropped."""
+    x, p = bound["x"].operand, bound["p"].value
+    return x is not None and x == bound["residual"].operand and isinstance(p, float) and 0.0 < p < 1.0
+
+
+def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    place = ", ".join(f"{key}={literal(bound[key].value)}" for key in PLACE if key in bound)
+    call = fused("kernels.dropout_add", bound, ("x", "residual", "p"), last)
+    return (replace(call, args=(*call.args, Raw(f"**self.dropout_mask({place})"))),)
+
+
+PATTERNS: Final[tuple[Pattern, ...]] = (
+    Pattern(
+        "dropout and sum",
+        "kernels.dropout_add",
+        ("x", "residual"),
+        Op(
+            "aten.add.Tensor",
+            (Op("self.same_dropout", (Leaf("x"), Value("p")), keywords=PLACE), Leaf("residual")),
+            commutes=True,
+        ),
+        _fits,
+        _build,
+    ),
+)

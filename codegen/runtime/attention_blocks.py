@@ -1,0 +1,136 @@
+"""Attention of some queries over some of the keys, in a form that joins with attention over the other keys.
+
+Shapes: B batch, H heads, G key/value heads (G divides H), L queries, T keys of the block, E and F head sizes.
+With x = scale * q k^T + mask, a block has the result and the logarithm of each row's sum of exponentials:
+
+    lse = log sum_t exp(x_t)        out = sum_t exp(x_t - lse) v_t
+
+Two blocks with different keys give the attention over both (`merge`; H. Liu et al., "Ring Attention with Blockwise
+Transformers" (2023), section 3):
+
+    lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+The gradient of the whole is a sum over blocks. A block needs the *whole* attention's out and lse, and g = d loss / d out
+(T. Dao, "FlashAttention-2" (2023), section 2.3):
+
+    p = exp(x - lse)    dv = p^T g    ds = p * (g v^T - rowsum(g * out))    dq = scale * ds k    dk = scale * ds^T q
+
+This is what flash kernels compute from the out and lse that they are given. The only module that calls torch's own ones,
+which are private: on a CPU, and on a GPU in half precision; what they do not take is computed by the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Block = tuple[Tensor, Tensor]
+"""(out [B, H, L, F], lse [B, H, L]). lse, and a merged out, are float32 for half precision, else in the dtype of q."""
+
+_FLASH_HEAD_SIZES = (8, 256)
+"""Of the GPU kernel: what divides a head size, and the largest one."""
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Block:
+    """Attention of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F].
+
+    mask: boolean (True takes part) or floating (added), broadcastable to [B, H, L, T]. is_causal: query i sees keys 0 to
+    i. A row that sees no key has out 0 and lse -inf.
+    """
+    aten: Any = torch.ops.aten
+    kernel = _kernel(q, k, v, mask)
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+        return out, lse
+    if kernel == "gpu":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
+        return out, lse
+    scores = _scores(q, k, mask, is_causal, scale)
+    lse = scores.logsumexp(-1)
+    return (_probabilities(scores, lse) @ _per_head(v, q).to(scores.dtype)).to(q.dtype), lse
+
+
+def block_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, mask: Tensor | None, is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What a block adds to the gradients of its q, k and v, in their dtypes.
+
+    grad: of the whole result. whole: out (in q's dtype) and lse of the attention over all keys. Others as in
+    `block_attention`.
+    """
+    aten: Any = torch.ops.aten
+    out, lse = whole
+    kernel = _kernel(q, k, v, mask)
+    if kernel == "cpu":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
+        )
+        return dq, dk, dv
+    if kernel == "gpu":
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, is_causal, unused, unused, scale=scale
+        )
+        return dq, dk, dv
+    scores = _scores(q, k, mask, is_causal, scale)
+    p, wide = _probabilities(scores, lse), scores.dtype
+    g, keys, values = grad.to(wide), _per_head(k, q).to(wide), _per_head(v, q).to(wide)
+    ds = p * (g @ values.transpose(-2, -1) - (g * out.to(wide)).sum(-1, keepdim=True)) * _factor(q, scale)
+    dk, dv = ds.transpose(-2, -1) @ q.to(wide), p.transpose(-2, -1) @ g
+    return (ds @ keys).to(q.dtype), _per_group(dk, k).to(k.dtype), _per_group(dv, v).to(v.dtype)
+
+
+def merge(first: Block, second: Block) -> Block:
+    """The attention over the keys of both blocks."""
+    (out_1, lse_1), (out_2, lse_2) = first, second
+    lse = torch.logaddexp(lse_1, lse_2)
+    # Where neither sees a key, both weights would be exp(-inf + inf).
+    base = lse.masked_fill(lse == -math.inf, 0.0)
+    return out_1 * (lse_1 - base).exp()[..., None] + out_2 * (lse_2 - base).exp()[..., None], lse
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cpu", "gpu", ""]:
+    """Which of torch's flash kernels takes these tensors; "" for none."""
+    if mask is not None or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        return ""
+    if q.device.type == "cpu":
+        return "cpu"
+    divisor, largest = _FLASH_HEAD_SIZES
+    is_fit = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % divisor == 0 and q.shape[-1] <= largest
+    return "gpu" if is_fit and torch.cuda.get_device_capability(q.device) >= (8, 0) else ""
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """scale * q k^T + mask [B, H, L, T], in float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) * _factor(q, scale)) @ _per_head(k, q).to(wide).transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); zeros in rows that see no key."""
+    return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+
+
+def _factor(q: Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _per_head(k: Tensor, q: Tensor) -> Tensor:
+    """[B, G, T, E] -> [B, H, T, E]: each key head for the consecutive query heads that share it."""
+    return k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+
+
+def _per_group(grad: Tensor, k: Tensor) -> Tensor:
+    """[B, H, T, E] -> [B, G, T, E]: the sum over the query heads that share a key head."""
+    return grad.unflatten(-3, (k.shape[-3], -1)).sum(-3)

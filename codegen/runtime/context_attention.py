@@ -1,0 +1,220 @@
+"""Context parallelism: attention whose queries, keys and values are all cut along the sequence over one mesh axis.
+
+Shapes: B batch, H heads, G key/value heads (G divides H), L positions of this rank, n ranks, E and F head sizes.
+Rank r holds the positions rL to (r + 1)L - 1 of q, k and v, and computes those of the result. Keys and values of the
+others reach it by one of two exchanges:
+
+    all_gather   one all_gather of k and v; backward gathers them again and ends with a reduce_scatter of their
+                 gradients (A. Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2)
+    ring         n - 1 times every rank hands the part at hand to the next one while it computes with it; backward the
+                 gradients of k and v travel behind, one hop further, to where they belong (H. Liu et al., "Ring
+                 Attention with Blockwise Transformers" (2023), section 3)
+
+Neither keeps more for backward than attention on one rank does: q, k, v, the result and lse [B, H, L]. A part that a
+causal mask hides as a whole is not computed with; the last rank then does 2n - 1 times the work of the first, since
+ranks hold consecutive positions. `attention_blocks.py` has the mathematics of the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from .attention_blocks import Block, block_attention, block_gradients, merge
+
+Exchange = Literal["all_gather", "ring"]
+
+
+class Arrival(Protocol):
+    """A tensor on its way from the rank before this one."""
+
+    def wait(self) -> Tensor: ...
+
+
+class ContextAxis(Protocol):
+    """What is needed of a mesh axis (`mesh.Axis`)."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def gather_parts(self, part: Tensor) -> Tensor: ...
+    def scatter_sum(self, parts: Tensor) -> Tensor: ...
+    def pass_on(self, part: Tensor) -> Arrival: ...
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: ContextAxis,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    exchange: Exchange = "all_gather",
+) -> Tensor:
+    """This rank's rows of `F.scaled_dot_product_attention` over the keys of all ranks of `axis`; no dropout.
+
+    Args:
+        q: [B, H, L, E]; k: [B, G, L', E]; v: [B, G, L', F]: the rank's consecutive positions, L' = L if is_causal. G
+            may differ from H only with enable_gqa.
+        attn_mask: boolean (True takes part) or floating (added), broadcastable to [B, H, L, n L']: this rank's rows for
+            the keys of all ranks. It gets no gradient. Not with is_causal.
+        exchange: how keys and values travel.
+
+    Returns [B, H, L, F] in q's dtype. Parts are joined in float32 at least, and gradients travel so in the ring; the
+    reduce_scatter is in k's dtype. Not differentiable twice. Raises ValueError for an unknown exchange, for a mask
+    beside is_causal and for a mask that needs a gradient.
+    """
+    if exchange not in get_args(Exchange):
+        raise ValueError(f"exchange must be one of {', '.join(get_args(Exchange))}, got {exchange!r}")
+    if attn_mask is not None and (is_causal or attn_mask.requires_grad):
+        raise ValueError("context_attention takes a mask or is_causal, not both, and gives a mask no gradient")
+    if axis.size == 1:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    function: Any = _AllGathered if exchange == "all_gather" else _Ring
+    result: Tensor = function.apply(q, k, v, attn_mask, is_causal, scale, axis)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One call on this rank; its methods take keys and values that follow those of `first` other ranks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    axis: ContextAxis
+
+    def visible(self) -> list[tuple[int, int, bool]]:
+        """(first rank, last rank + 1, whether the mask's diagonal runs through) of runs of parts that this rank sees."""
+        if not self.is_causal:
+            return [(0, self.axis.size, False)]
+        own = (self.axis.rank, self.axis.rank + 1, True)
+        return [own, (0, self.axis.rank, False)] if self.axis.rank else [own]
+
+    def packed(self) -> Tensor:
+        """Own keys and values as one line, so that they travel as one message."""
+        return _packed(self.k, self.v)
+
+    def unpacked(self, line: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of a packed line in the shapes of k and v."""
+        return line[: self.k.numel()].view(self.k.shape), line[self.k.numel() :].view(self.v.shape)
+
+    def joined(self, lines: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of several ranks, joined along the sequence. lines: one packed line per rank."""
+        keys = lines[:, : self.k.numel()].unflatten(1, self.k.shape)
+        values = lines[:, self.k.numel() :].unflatten(1, self.v.shape)
+        return keys.movedim(0, -3).flatten(-3, -2), values.movedim(0, -3).flatten(-3, -2)
+
+    def forward(self, keys: Tensor, values: Tensor, first: int, is_diagonal: bool) -> Block:
+        return block_attention(self.q, keys, values, self._columns(keys, first), is_diagonal, self.scale)
+
+    def backward(
+        self, grad: Tensor, whole: Block, keys: Tensor, values: Tensor, first: int, is_diagonal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mask = self._columns(keys, first)
+        return block_gradients(grad, self.q, keys, values, whole, mask, is_diagonal, self.scale)
+
+    def _columns(self, keys: Tensor, first: int) -> Tensor | None:
+        """The mask for these keys."""
+        if self.mask is None or self.mask.shape[-1] == 1:
+            return self.mask
+        return self.mask.narrow(-1, first * self.k.shape[-2], keys.shape[-2])
+
+    def keep(self, ctx: FunctionCtx, found: Block | None) -> Tensor:
+        """The result in q's dtype; what backward needs is saved."""
+        assert found is not None  # a rank sees its own keys at least
+        out, lse = found[0].to(self.q.dtype), found[1]
+        ctx.save_for_backward(self.q, self.k, self.v, self.mask, out, lse)
+        ctx.options = (self.is_causal, self.scale, self.axis)  # type: ignore[attr-defined]
+        return out
+
+    @classmethod
+    def kept(cls, ctx: FunctionCtx) -> tuple[_Attention, Block]:
+        q, k, v, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        return cls(q, k, v, mask, *ctx.options), (out, lse)  # type: ignore[attr-defined]
+
+
+class _AllGathered(torch.autograd.Function):
+    """Keys and values of all ranks at once."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *args: Any) -> Tensor:
+        call, found = _Attention(*args), None
+        lines = call.axis.gather_parts(call.packed())
+        for first, last, is_diagonal in call.visible():
+            block = call.forward(*call.joined(lines[first:last]), first, is_diagonal)
+            found = block if found is None else merge(found, block)
+        return call.keep(ctx, found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call, whole = _Attention.kept(ctx)
+        lines = call.axis.gather_parts(call.packed())
+        grads = torch.zeros_like(lines)
+        dq = torch.zeros_like(call.q, dtype=whole[1].dtype)
+        for first, last, is_diagonal in call.visible():
+            own, dk, dv = call.backward(grad, whole, *call.joined(lines[first:last]), first, is_diagonal)
+            dq += own
+            parts = zip(dk.chunk(last - first, -2), dv.chunk(last - first, -2), strict=True)
+            for rank, (dk_part, dv_part) in enumerate(parts, first):
+                grads[rank] = _packed(dk_part, dv_part)
+        dk, dv = call.unpacked(call.axis.scatter_sum(grads))
+        return dq.to(call.q.dtype), dk, dv, None, None, None, None
+
+
+class _Ring(torch.autograd.Function):
+    """Keys and values of one rank after the other: at step i this rank has those of rank - i."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *args: Any) -> Tensor:
+        call, found = _Attention(*args), None
+        line, axis = call.packed(), call.axis
+        for step in range(axis.size):
+            arrival = axis.pass_on(line) if step < axis.size - 1 else None
+            source = (axis.rank - step) % axis.size
+            if not call.is_causal or source <= axis.rank:
+                block = call.forward(*call.unpacked(line), source, call.is_causal and source == axis.rank)
+                found = block if found is None else merge(found, block)
+            line = arrival.wait() if arrival else line
+        return call.keep(ctx, found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call, whole = _Attention.kept(ctx)
+        line, axis, wide = call.packed(), call.axis, whole[1].dtype
+        dq = torch.zeros_like(call.q, dtype=wide)
+        behind: Arrival | None = None
+        for step in range(axis.size):
+            arrival = axis.pass_on(line) if step < axis.size - 1 else None
+            source = (axis.rank - step) % axis.size
+            if not call.is_causal or source <= axis.rank:
+                is_diagonal = call.is_causal and source == axis.rank
+                own, dk, dv = call.backward(grad, whole, *call.unpacked(line), source, is_diagonal)
+                dq += own
+                grads = _packed(dk, dv).to(wide)
+            else:
+                grads = torch.zeros_like(line, dtype=wide)
+            behind = axis.pass_on(grads if behind is None else grads.add_(behind.wait()))
+            line = arrival.wait() if arrival else line
+        assert behind is not None
+        dk, dv = call.unpacked(behind.wait().to(line.dtype))
+        return dq.to(call.q.dtype), dk, dv, None, None, None, None
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat((k.flatten(), v.flatten()))
