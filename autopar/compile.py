@@ -106,7 +106,9 @@ def compile(  # noqa: A001
     best = result.best
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
-    program = with_backend(program_of(best, fused=request.kernels), backend)
+    # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
+    overlapped = request.overlaps and backend == "eager"
+    program = with_backend(program_of(best, fused=request.kernels, overlapped=overlapped), backend)
     return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)
 
 

@@ -8,6 +8,7 @@ A plain dict:
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
      "recompute": "full",                                 of every layer: none, offload, selective or full
      "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
+     "context": "ring",                                   attention over sequences cut on tp: or "all_gather", "auto"
      "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
      "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
      "forbid_parameters": {...}, "forbid_activations": {...}}
@@ -16,6 +17,7 @@ A plain dict:
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,18 +26,20 @@ from typing import Any
 
 from autopar.errors import ConstraintError
 from autopar.graph import Graph
-from autopar.mesh import AXIS_NAMES, Mesh
+from autopar.mesh import AXIS_NAMES, DATA_AXES, Mesh
 from autopar.placement import Placement, Placements, Stored
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, is_offload
-from autopar.sharding.strategies import Operator, Option, Scope, scopes_of
+from autopar.rules.attention import EXCHANGES
+from autopar.sharding.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
 from cost_models.schedule import SCHEDULES
 
 _AXES = ("pp", "ddp", "dp", "tp")
 _SHARDING_AXES = ("ddp", "dp", "tp")
-_SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload")
+_SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE_MODES,
+    "context": (*EXCHANGES, "auto"),
 }
 _PATTERNS = ("parameters", "activations", "forbid_parameters", "forbid_activations")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -45,7 +49,11 @@ Pattern = tuple[str, tuple[tuple[str, Placement], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...))."""
+    """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...)).
+
+    context: how attention calls exchange keys and values whose sequence tp cuts: all calls that can are cut so, by that
+    exchange; "auto": they may be, by either; None: they are not.
+    """
 
     degrees: Mapping[str, int]
     zero: int | None = None
@@ -55,6 +63,7 @@ class Constraints:
     chunks: int | None = None
     recompute: str | None = None
     offload: str | None = None
+    context: str | None = None
     parameters: tuple[Pattern, ...] = ()
     activations: tuple[Pattern, ...] = ()
     forbid_parameters: tuple[Pattern, ...] = ()
@@ -97,11 +106,20 @@ class Constraints:
             chunks,
             words.get("recompute"),
             "" if offload == "none" else offload,
+            words.get("context"),
             *(patterns[name] for name in _PATTERNS),
         )
 
     def check(self, graph: Graph) -> None:
-        """Raises ConstraintError for a pattern that matches nothing, with the nearest names."""
+        """Raises ConstraintError for a pattern that matches nothing, with the nearest names, and for a model without
+        attention that `context` is about."""
+        if self.context and not any(operator.rule.joints for operator in operators_of(graph).values()):
+            raise ConstraintError(
+                "no attention call of the model can be cut along its sequence",
+                values=f"context={self.context}",
+                alternatives='scaled_dot_product_attention without dropout (attn_implementation="sdpa"), '
+                "as many queries as keys under a causal mask, no learned mask",
+            )
         parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
         activations = sorted(activation_names(graph))
         for patterns, names, what in (
@@ -124,6 +142,23 @@ class Constraints:
         return self._filter(
             names, options, lambda o: (o.placements,), mesh, self.parameters, self.forbid_parameters, name
         )
+
+    def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
+        """Those that agree with `context`. Raises ConstraintError where tp does not divide the sequence."""
+        if not operator.rule.joints or self.context == "auto":
+            return options
+        if self.context is None:
+            return tuple(option for option in options if not is_joint(operator, option))
+        kept = tuple(o for o in options if any(axis.lowering == self.context for axis in o.axes))
+        cutting = [axis for axis in mesh.axes if axis not in DATA_AXES]
+        if not kept and cutting:
+            queries, keys = (operator.inputs[i].shape[-2] for i in (0, 1))
+            raise ConstraintError(
+                f"{operator.node.name} cannot be cut along its sequence on {mesh}",
+                values=f"context={self.context}, {queries} queries, {keys} keys",
+                alternatives=f"{cutting[0]} of a divisor of {math.gcd(queries, keys)}",
+            )
+        return kept or options
 
     def allowed_options(
         self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh

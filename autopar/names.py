@@ -55,6 +55,7 @@ RESERVED = frozenset(
         "rms_norm",
         "swiglu",
         "deferred",
+        "overlapped",
         "token_losses",
         "Layout",
         "Module",

@@ -11,7 +11,9 @@ that what else the machine does is spread over all of them. Two figures per pair
     quiet    the same less what other programs took of the cores meanwhile (autopar.profiling.clock.CpuClock), which is
              what the profile describes; on a quiet machine it is the wall time
 
-Errors are |predicted - measured| / measured; Kendall's tau (b) is of the plans of one model on one number of processes.
+Errors are |predicted - measured| / measured; Kendall's tau (b) is of the plans of one model on one number of processes,
+once of all pairs of plans, and once of those whose measured times differ by more than CLOSE, which medians of a few
+rounds can tell apart.
 Rows are appended to benchmarks/results/predicted.csv.
 """
 
@@ -43,6 +45,7 @@ from examples.models import EXAMPLES
 
 RESULTS = Path(__file__).parent / "results" / "predicted.csv"
 WARM_STEPS = 2
+CLOSE = 0.1
 SIZES: Mapping[str, Mapping[str, int]] = {
     # Many tokens for few parameters, and the other way round.
     "gpt2": {"layers": 4, "width": 256, "num_heads": 4, "seq_len": 64, "batch_size": 8, "vocab_size": 512},
@@ -138,10 +141,15 @@ def compile_pairs(models: Sequence[str], clusters: Mapping[int, Any]) -> list[Pa
     return found
 
 
-def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Kendall's tau-b (M. Kendall, "The treatment of ties in ranking problems", Biometrika 33, 1945)."""
+def tau(predicted: Sequence[float], measured: Sequence[float], close: float = 0.0) -> float:
+    """Kendall's tau-b (M. Kendall, "The treatment of ties in ranking problems", Biometrika 33, 1945).
+
+    close: pairs whose measurements differ by no more than this share are left out.
+    """
     score, ties_p, ties_m, total = 0, 0, 0, 0
     for (p, m), (q, n) in itertools.combinations(zip(predicted, measured, strict=True), 2):
+        if close and max(m, n) <= (1 + close) * min(m, n):
+            continue
         sign_p, sign_m = (p > q) - (p < q), (m > n) - (m < n)
         score, total = score + sign_p * sign_m, total + 1
         ties_p, ties_m = ties_p + (not sign_p), ties_m + (not sign_m)
@@ -189,8 +197,12 @@ def print_summary(pairs: Sequence[Pair]) -> None:
         for (model, num_ranks), group in itertools.groupby(pairs, key=lambda pair: (pair.model, pair.num_ranks)):
             own = list(group)
             measured = [statistics.median(getattr(pair, name)) for pair in own]
-            ranking = tau([pair.predicted for pair in own], measured)
-            print(f"       {model} on {num_ranks}: tau {ranking:+.2f} of {len(own)} plans")
+            predicted = [pair.predicted for pair in own]
+            everywhere, apart = tau(predicted, measured), tau(predicted, measured, CLOSE)
+            print(
+                f"       {model} on {num_ranks}: tau {everywhere:+.2f} of {len(own)} plans, {apart:+.2f} of pairs more "
+                f"than {CLOSE:.0%} apart"
+            )
 
 
 def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -82,8 +82,9 @@ def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
     for name in sorted(_called(program, "kernels.")):
         written = KERNELS[name]
         homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
-    if _called(program, "deferred."):
-        homes[".runtime"] = ["deferred"]
+    modules = [module for module in ("deferred", "overlapped") if _called(program, f"{module}.")]
+    if modules:
+        homes[".runtime"] = modules
     if has_layouts:
         homes.setdefault(".runtime.layout", []).append("Layout")
     homes[".runtime.parameters"] = ["Module", "Param"]

@@ -11,7 +11,8 @@ forward and backward, f' and g' those of the rank's own keys under the mask's di
                  longer of its f' or f(M) and of p2p(b)
 
 and without a mask f(n M) and g(n M). To these come the copies: keys and values are packed into one line, those that
-arrive together are joined along the sequence, results are merged in fp32.
+arrive together are joined along the sequence, results are merged in fp32. What torch's flash kernels do not take is
+computed by formulas (attention_blocks.py), whose scores of all queries and keys at hand are in memory.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ from cost_models import collective
 
 CollectiveSeconds = Callable[[collective.Kind, int, float], float]
 AttentionSeconds = Callable[[int, bool], tuple[float, float]]
-"""(keys, whether the mask's diagonal runs through them) -> (forward, backward) of one kernel with the rank's queries."""
+"""(keys, whether the mask's diagonal runs through them) -> (forward, backward) of a kernel with the rank's queries."""
 
 WIDE_BYTES = 4
 """Of an element of what is merged or travels as a sum; 8 for float64."""
+
+SCORES_HELD = (3, 4)
+SCORES_MOVED = (6, 10)
+"""Tensors of the scores' size that the formulas hold at once, and read and write, forward and backward: counted in
+attention_blocks.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextCall:
     """One call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part: b;
-    wide_part: w; result, wide_result: bytes of the result, and of it in fp32."""
+    wide_part: w; result, wide_result: bytes of the result, and of it in fp32; scores: those of the queries and the keys
+    of one rank, 0 where a flash kernel computes."""
 
     exchange: str
     axis: int
@@ -47,53 +54,71 @@ class ContextCall:
     wide_part: float
     result: float
     wide_result: float
+    scores: float = 0.0
 
     @property
     def whole(self) -> float:
         """B."""
         return self.size * self.part
 
+    @property
+    def num_blocks(self) -> int:
+        """Kernels of the forward, of the last rank."""
+        return self.size if self.exchange == "ring" else 1 + self.is_causal
+
     def seconds(
         self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
     ) -> tuple[float, float]:
         """(forward, backward). memory: seconds to move so many bytes."""
-        merges = (self.size if self.exchange == "ring" else 1 + self.is_causal) - 1
-        merged = merges * memory(self.result + 3 * self.wide_result)
-        packed = memory(2 * self.part)
+        merged, packed = self._merging(memory), memory(2 * self.part)
+        in_scores = [memory(n * self.size * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
         if self.exchange == "ring":
             once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
             steps = [attention(self.keys, self.is_causal and i == 0) for i in range(self.size)]
             forward = sum(max(f, once) for f, _ in steps[:-1]) + steps[-1][0]
             backward = sum(max(g, once + back) for _, g in steps[:-1]) + steps[-1][1] + back
             added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
-            return packed + forward + merged, packed + backward + added
+            return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
         before = self.size - self.is_causal
         runs = [attention(before * self.keys, False)] + ([attention(self.keys, True)] if self.is_causal else [])
         forward, backward = (sum(run[i] for run in runs) for i in (0, 1))
         joined = memory(2 * self.whole)
         added = memory(3 * self.whole + 3 * self.wide_result)
-        return gather + packed + joined + forward + merged, gather + packed + joined + backward + scatter + added
+        around = gather + packed + joined
+        return around + forward + merged + in_scores[0], around + backward + scatter + added + in_scores[1]
+
+    def again_seconds(self, collectives: CollectiveSeconds, memory: Callable[[float], float]) -> float:
+        """Of a forward that runs again where the results of its kernels are kept."""
+        around = memory(2 * self.part) + self._merging(memory)
+        if self.exchange == "ring":
+            return around + (self.size - 1) * collectives("p2p", self.axis, self.part)
+        return around + collectives("all_gather", self.axis, self.whole) + memory(2 * self.whole)
+
+    def _merging(self, memory: Callable[[float], float]) -> float:
+        return (self.num_blocks - 1) * memory(self.result + 3 * self.wide_result)
 
     def forward_temporary(self) -> float:
         """Bytes beside arguments and result at the forward's peak."""
-        merged = self.result + 3 * self.wide_result
+        merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores
         if self.exchange == "ring":
-            return 2 * self.part + merged
+            return 2 * self.part + max(merged, scores)
         joined = (self.size - self.is_causal) * self.part
-        return self.whole + max(joined + self.result * self.is_causal, merged * self.is_causal)
+        return self.whole + max(joined + self.result * self.is_causal + self.size * scores, merged * self.is_causal)
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
         sums = self.result + (self.wide_result if self.wide_result > self.result else 0.0)
+        scores = SCORES_HELD[1] * self.scores
         if self.exchange == "ring":
-            return 3 * self.part + 2 * self.wide_part + sums
+            return 3 * self.part + 2 * self.wide_part + sums + scores
         joined = (self.size - self.is_causal) * self.part
-        return 2 * self.whole + 2 * joined - self.part + sums
+        return 2 * self.whole + 2 * joined - self.part + sums + self.size * scores
 
 
-def context_call(operator: Operator, option: Option, mesh: Mesh) -> ContextCall | None:
-    """The call of one rank if the option cuts its keys along the sequence, else None."""
+def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | None:
+    """The call of one rank if the option cuts its keys along the sequence, else None. on_cpu: whose flash kernel takes
+    all dtypes."""
     joints = operator.rule.joints
     axis = next((number for number, own in enumerate(option.axes) if own.label in joints), None)
     if axis is None:
@@ -104,6 +129,7 @@ def context_call(operator: Operator, option: Option, mesh: Mesh) -> ContextCall 
     heads = num_local(query, option.inputs[0], mesh) // (queries * query.shape[-1])
     elements = num_local(key, option.inputs[1], mesh) + num_local(value, option.inputs[2], mesh)
     wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
+    is_flash = len(operator.inputs) == 3 and (on_cpu or key.dtype.itemsize < WIDE_BYTES)
     return ContextCall(
         joints[option.axes[axis].label].lowering,
         axis,
@@ -116,4 +142,5 @@ def context_call(operator: Operator, option: Option, mesh: Mesh) -> ContextCall 
         float(elements * wide),
         float(results * output.dtype.itemsize),
         float(results * wide),
+        0.0 if is_flash else float(heads * queries * keys * wide),
     )

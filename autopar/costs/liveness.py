@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.costs.context import context_call
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.saved import PARTS
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
@@ -264,7 +263,7 @@ class Walk:
 
     def _exchanged(self, node: Node) -> tuple[float, float]:
         """Keys and values of other ranks and what is merged of them, forward and backward (context_attention.py)."""
-        call = context_call(self.operators[self.scope.name, node.name], self.options[node.name], self.pricer.mesh)
+        call = self.pricer.context_call(self.operators[self.scope.name, node.name], self.options[node.name])
         if call is None:
             return 0.0, 0.0
         return call.forward_temporary() * self.scale, call.backward_temporary() * self.scale

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.compression import Compression
 from autopar.costs.coding import Wire, can_compress, coding_bytes, wire_of
-from autopar.costs.context import context_call
+from autopar.costs.context import ContextCall, context_call
 from autopar.costs.saved import extra_saved_bytes
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.mesh import Mesh
@@ -35,6 +35,9 @@ BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
 """Calls that multiply a matrix per element of their leading dims, where both operands have such."""
 
 ATTENTION = frozenset({"scaled_dot_product_attention"})
+VALUE_FEATURES = "f"
+"""The factor of values and result that attention's scores lack (rules/attention.py)."""
+
 FLASH = "fa2"
 """What torch's own fused attention is on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
@@ -200,6 +203,9 @@ class Pricer:
         flops = contraction_flops(operator) / ways
         dtype = self.dtype_name(operator.node.outputs[0])
         if base_name(operator.node.op) in ATTENTION:
+            # Ranks that share the features of the values have all scores each, which are half of the work.
+            widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
+            flops *= (1 + math.prod(widths)) / 2
             forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
             return forward, backward if num_grads else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
@@ -217,7 +223,7 @@ class Pricer:
         """Forward and backward of torch's own flash kernel, or of several of them with exchanges between ranks."""
         query, key = operator.inputs[0], operator.inputs[1]
         queries, width = query.shape[-2], query.shape[-1]
-        call = context_call(operator, option, self.mesh)
+        call = self.context_call(operator, option)
         if call is not None:
             known = call
 
@@ -230,6 +236,10 @@ class Pricer:
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
         shape = (heads, queries, key.shape[-2])
         return self._flash_seconds(flops, num_bytes, dtype, shape, _is_causal(operator.node))
+
+    def context_call(self, operator: Operator, option: Option) -> ContextCall | None:
+        """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""
+        return context_call(operator, option, self.mesh, is_cpu(self.cluster)) if operator.rule.joints else None
 
     def _flash_seconds(
         self, flops: float, num_bytes: float, dtype: str, shape: tuple[int, int, int], causal: bool

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.block_costs import BlockCost, Mode
-from autopar.costs.context import context_call
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import ATTENTION, MATMULS, Pricer
 from autopar.graph import Graph, LayerRun, Ref, TensorMeta, base_name
@@ -30,10 +29,11 @@ from autopar.sharding.strategies import Operator, Scope, num_local
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, and the forward seconds of
-    these."""
+    these. parts: of the results, those that are parts of a larger one, and not alive where nothing is made again."""
 
     inputs: float
     results: float
+    parts: float
     costly_seconds: float
 
 
@@ -56,13 +56,14 @@ def recompute_modes(
         "none": Mode(0.0, live.kept, block.transient_bytes, live),
         "offload": Mode(late, 0.0, max(fetched.forward, fetched.waiting), fetched),
     }
-    for name, num_bytes, seconds in (
-        ("selective", kept.inputs + kept.results, block.forward_seconds - kept.costly_seconds),
-        ("full", kept.inputs, block.forward_seconds),
+    for name, num_bytes, parts, seconds in (
+        ("selective", kept.inputs + kept.results, kept.parts, block.forward_seconds - kept.costly_seconds),
+        ("full", kept.inputs, 0.0, block.forward_seconds),
     ):
         if num_bytes < live.kept:
-            transient = max(again.forward, again.waiting) - num_bytes
-            modes[name] = Mode(seconds, num_bytes, transient, again)
+            alive = replace(_fetched(again, parts), forward=again.forward + parts)
+            transient = max(alive.forward, alive.waiting) - num_bytes
+            modes[name] = Mode(seconds, num_bytes, transient, alive)
     return modes
 
 
@@ -76,15 +77,18 @@ def _kept(
         for position, (name, meta) in enumerate(scope.layer.inputs if scope.layer else ())
         if position in carried
     )
-    results, costly = 0.0, 0.0
+    results, parts, costly = 0.0, 0.0, 0.0
     for node in scope.nodes:
         if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
             operator, option = operators[scope.name, node.name], choices.operators[scope.name, node.name]
-            if context_call(operator, option, pricer.mesh):
-                continue  # a function of its own, which is run again as a whole
-            results += _local_bytes(pricer, node.outputs[0], option.outputs[0])
+            call = pricer.context_call(operator, option)
+            num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
+            # Of attention over several blocks of keys, the results of all of them are kept, and merged again.
+            parts += (call.num_blocks - 1) * num_bytes if call else 0.0
+            results += (call.num_blocks if call else 1) * num_bytes
             costly += pricer.operator_seconds(operator, option)[0]
-    return _Kept(inputs, results, costly)
+            costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0
+    return _Kept(inputs, results, parts, costly)
 
 
 def _repeated(live: Liveness) -> Liveness:

@@ -10,6 +10,7 @@ from autopar.planning.request import Candidate
 from autopar.seats import first_ranks
 from codegen.emit import emit_model
 from codegen.fusion import fuse
+from codegen.overlap import overlap
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import PipelineProgram, Program
 from cost_models.schedule import orders, orders_text, placement
@@ -17,8 +18,20 @@ from cost_models.schedule import orders, orders_text, placement
 HOST = "host"
 
 
-def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
-    """What code is generated from. fused: with Triton kernels in place of runs of calls."""
+def program_of(candidate: Candidate, fused: bool, overlapped: bool = False) -> Program | PipelineProgram:
+    """What code is generated from.
+
+    fused: with Triton kernels in place of runs of calls. overlapped: sums over ranks of backward run beside weight
+    gradients (codegen/overlap.py), of calls that no kernel has.
+    """
+    program = _lowered(candidate)
+    for wanted, rewrite in ((fused, fuse), (overlapped, overlap)):
+        if wanted:
+            program = program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program)
+    return program
+
+
+def _lowered(candidate: Candidate) -> Program | PipelineProgram:
     plan, pipeline = candidate.plan, candidate.plan.pipeline
     home = home_of(pipeline)
     keeps_shards, coding = pipeline.offload == "parameters", plan.compression.names
@@ -26,13 +39,9 @@ def program_of(candidate: Candidate, fused: bool) -> Program | PipelineProgram:
     if pipeline.num_positions == 1:
         modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
         program = lower(*common, recompute=modes, offload=held, offload_optimizer=home)
-        program = replace(program, offload_parameters=keeps_shards, compression=coding)
-        return fuse(program) if fused else program
+        return replace(program, offload_parameters=keeps_shards, compression=coding)
     staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
-    staged = staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=coding))
-    if not fused:
-        return staged
-    return staged.map(fuse)
+    return staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=coding))
 
 
 def _split(modes: Modes) -> tuple[Modes, Modes]:

@@ -32,6 +32,7 @@ class Request:
 
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
     of them, the first. kernels: whether the program will have fused kernels, which then are what is priced.
+    num_waiting: devices that wait for one another in a step, 0 for all of `whole`.
     """
 
     trace: BatchedTrace
@@ -42,15 +43,25 @@ class Request:
     constraints: Constraints
     mixed: MixedCluster | None = None
     kernels: bool = False
+    num_waiting: int = 0
 
     @property
     def whole(self) -> AnyCluster:
         """All devices that there are."""
         return self.mixed or self.cluster
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the program sums gradients over tensor-parallel ranks beside weight gradients (codegen/overlap.py).
+
+        Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter.
+        """
+        return not is_cpu(self.whole.groups[0])
+
     def of_group(self, group: int) -> Request:
         """The same for one of the cluster's groups of equal nodes."""
-        return replace(self, cluster=self.whole.groups[group], mixed=None)
+        num_waiting = self.num_waiting or self.whole.num_devices
+        return replace(self, cluster=self.whole.groups[group], mixed=None, num_waiting=num_waiting)
 
     def compressed(self, compression: Compression) -> Request:
         """The same with ZeRO's collectives compressed like this."""
@@ -78,7 +89,7 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
     kind = KernelPricer if request.kernels else Pricer
-    cluster = paced(request.cluster, request.whole.num_devices)
+    cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
     return kind(mesh, cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
 
 

@@ -93,7 +93,8 @@ class _Builder:
     def __post_init__(self) -> None:
         self.scopes = {scope.name: scope for scope in scopes_of(self.graph)}
         self.runs = [piece for piece in self.graph.body if isinstance(piece, LayerRun)]
-        self.options = {key: options_of(op, self.pricer.mesh) for key, op in self.operators.items()}
+        mesh = self.pricer.mesh
+        self.options = {k: self.constraints.offered(op, options_of(op, mesh), mesh) for k, op in self.operators.items()}
         self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
         self.stored_names = frozenset(p.name for p in self.graph.parameters)
 

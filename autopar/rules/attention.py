@@ -13,7 +13,7 @@ from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Joint, Lowering, Rule
 
 EXCHANGES = ("all_gather", "ring")
-"""How ranks that share the positions of one sequence exchange keys and values (codegen/runtime/context_attention.py)."""
+"""How ranks that share a sequence's positions exchange keys and values (codegen/runtime/context_attention.py)."""
 
 
 def attention(call: Call) -> Rule:
@@ -70,8 +70,8 @@ def attention(call: Call) -> Rule:
 def _context(call: Call) -> dict[str, Joint]:
     """Queries, keys and values cut along the sequence on one axis, by the label of the option.
 
-    A mask is cut along its rows and has all columns. Not with dropout, with a mask that is learned, where causal queries
-    and keys differ in number, or where q, k and v are broadcast against each other.
+    A mask is cut along its rows and has all columns. Not with dropout, with a mask that is learned, where causal
+    queries and keys differ in number, or where q, k and v are broadcast against each other.
     """
     q, k, v, mask = call.tensor("query"), call.tensor("key"), call.tensor("value"), call.get("attn_mask")
     is_aligned = len({x.shape[:-3] for x in (q, k, v)}) == 1 and len(q.shape) == 4 and k.shape[-3] == v.shape[-3]

@@ -16,7 +16,7 @@ from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Placements, R, Stored, divides
 from autopar.plan import Plan, ScopePlan, labels_text, placements_text
 from autopar.sharding.reshard import steps
-from autopar.sharding.strategies import Operator, Option, Scope, options_of, scopes_of
+from autopar.sharding.strategies import Operator, Option, Scope, is_joint, options_of, scopes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,10 @@ class Deriver:
         operator = self.operators[scope.name, name]
         sources = tuple(self.lies[scope.name, ref] for ref in operator.node.inputs)
         weights = tuple(float(meta.num_bytes) for meta in operator.inputs)
-        return default_option(self.options[scope.name, name], sources, self.mesh.sizes, weights)
+        # Joint options are asked for, so a plan file names them.
+        options = self.options[scope.name, name]
+        plain = [i for i, option in enumerate(options) if not is_joint(operator, option)]
+        return plain[default_option(tuple(options[i] for i in plain), sources, self.mesh.sizes, weights)]
 
     def pieces(self, scope: Scope) -> list[Any]:
         return list(scope.nodes) if scope.name else list(self.graph.body)

@@ -175,6 +175,11 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     return tuple(found)
 
 
+def is_joint(operator: Operator, option: Option) -> bool:
+    """Whether some axis cuts several factors together, the ranks exchanging what they lack (`rule.Joint`)."""
+    return any(label in operator.rule.joints for label in option.labels)
+
+
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     """Options of one axis by its role. A data axis that can shard the batch does not replicate."""
     batch = operator.batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ class Predictor:
         return share.settings[key]
 
     def _training(self, profile: Framework, cluster: Cluster) -> Training:
-        own = training_of(adamw, self.traced_as, not is_cpu(cluster))
+        own = _usual_training(self.traced_as, not is_cpu(cluster))
         if profile.gradient_bytes and self.traced_as == "bf16":
             own = replace(own, gradient_bytes=profile.gradient_bytes)
         return own if profile.name == "autopar" else replace(own, update_bytes=0.0)
@@ -350,6 +351,12 @@ def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: boo
     elif profile.shards_weights:
         activations += tuple((name, (("tp", R),)) for name in matrices.residuals)
     return replace(limits, forbid_parameters=parameters, forbid_activations=activations)
+
+
+@cache
+def _usual_training(precision: str, on_gpu: bool) -> Training:
+    """Of the optimiser where none is given."""
+    return training_of(adamw, precision, on_gpu)
 
 
 def _traced_as(precision: str) -> str:

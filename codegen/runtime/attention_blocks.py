@@ -10,12 +10,12 @@ Transformers" (2023), section 3):
 
     lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
-The gradient of the whole is a sum over blocks. A block needs the *whole* attention's out and lse, and g = d loss / d out
+The gradient of the whole is a sum over blocks. A block needs the *whole* attention's out and lse, and g = d loss/d out
 (T. Dao, "FlashAttention-2" (2023), section 2.3):
 
     p = exp(x - lse)    dv = p^T g    ds = p * (g v^T - rowsum(g * out))    dq = scale * ds k    dk = scale * ds^T q
 
-This is what flash kernels compute from the out and lse that they are given. The only module that calls torch's own ones,
+This is what flash kernels compute from the out and lse that they are given. The only module that calls torch's own,
 which are private: on a CPU, and on a GPU in half precision; what they do not take is computed by the formulas.
 """
 
@@ -39,8 +39,8 @@ def block_attention(
 ) -> Block:
     """Attention of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F].
 
-    mask: boolean (True takes part) or floating (added), broadcastable to [B, H, L, T]. is_causal: query i sees keys 0 to
-    i. A row that sees no key has out 0 and lse -inf.
+    mask: boolean (True takes part) or floating (added), broadcastable to [B, H, L, T]. is_causal: query i sees the keys
+    0 to i. A row that sees no key has out 0 and lse -inf.
     """
     aten: Any = torch.ops.aten
     kernel = _kernel(q, k, v, mask)
@@ -133,4 +133,5 @@ def _per_head(k: Tensor, q: Tensor) -> Tensor:
 
 def _per_group(grad: Tensor, k: Tensor) -> Tensor:
     """[B, H, T, E] -> [B, G, T, E]: the sum over the query heads that share a key head."""
-    return grad.unflatten(-3, (k.shape[-3], -1)).sum(-3)
+    shape = (*k.shape[:-2], grad.shape[-3] // k.shape[-3], *grad.shape[-2:])
+    return grad.reshape(shape).sum(-3)

@@ -62,5 +62,4 @@ def pass_on(output: Tensor, part: Tensor, rank: int, group: Group) -> list[Work]
     size = dist.get_world_size(group)
     sends = dist.P2POp(dist.isend, wire(part), group=group, group_peer=(rank + 1) % size)
     receives = dist.P2POp(dist.irecv, wire(output), group=group, group_peer=(rank - 1) % size)
-    works: list[Work] = dist.batch_isend_irecv([sends, receives])
-    return works
+    return list(dist.batch_isend_irecv([sends, receives]))

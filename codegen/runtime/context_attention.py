@@ -98,7 +98,7 @@ class _Attention:
     axis: ContextAxis
 
     def visible(self) -> list[tuple[int, int, bool]]:
-        """(first rank, last rank + 1, whether the mask's diagonal runs through) of runs of parts that this rank sees."""
+        """(first rank, last rank + 1, whether the mask's diagonal runs through) of runs of parts that a rank sees."""
         if not self.is_causal:
             return [(0, self.axis.size, False)]
         own = (self.axis.rank, self.axis.rank + 1, True)
@@ -114,8 +114,8 @@ class _Attention:
 
     def joined(self, lines: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of several ranks, joined along the sequence. lines: one packed line per rank."""
-        keys = lines[:, : self.k.numel()].unflatten(1, self.k.shape)
-        values = lines[:, self.k.numel() :].unflatten(1, self.v.shape)
+        keys = lines[:, : self.k.numel()].view(-1, *self.k.shape)
+        values = lines[:, self.k.numel() :].view(-1, *self.v.shape)
         return keys.movedim(0, -3).flatten(-3, -2), values.movedim(0, -3).flatten(-3, -2)
 
     def forward(self, keys: Tensor, values: Tensor, first: int, is_diagonal: bool) -> Block:
@@ -137,7 +137,7 @@ class _Attention:
         """The result in q's dtype; what backward needs is saved."""
         assert found is not None  # a rank sees its own keys at least
         out, lse = found[0].to(self.q.dtype), found[1]
-        ctx.save_for_backward(self.q, self.k, self.v, self.mask, out, lse)
+        ctx.save_for_backward(self.q, self.k, self.v, self.mask, out, lse)  # type: ignore[arg-type]
         ctx.options = (self.is_causal, self.scale, self.axis)  # type: ignore[attr-defined]
         return out
 

@@ -31,7 +31,8 @@ class Axis:
     The methods of the first half change a tensor's placement on this axis, forward and backward (`reshard.py`); with
     one rank they return their argument. Negative dims count from the end. `sections` k: the dim is k equal sections,
     each split over the ranks. The second half is plain communication without gradients; a simulation of several ranks
-    overrides gather_parts, scatter_sum, exchange_parts, pass_on, sum_over and max_over.
+    overrides gather_parts, scatter_sum, exchange_parts, pass_on, sum_over and max_over, and for overlapped.py start_sum
+    and start_scatter_sum.
 
     wait=False: returns at once, and nothing may read the result before `Mesh.finish`. For sums that are only wanted at
     the end: a rank that is ahead need not wait for the others in mid-step.
@@ -107,8 +108,7 @@ class Axis:
     def _reduced(self, x: Tensor, largest: bool, wait: bool = True) -> Tensor:
         if self.size == 1:
             return x.detach()
-        # A new tensor, since the argument may be saved for a backward or be the gradient of several values.
-        result = x.detach().clone(memory_format=torch.contiguous_format)
+        result = _copy(x)
         work = collectives.all_reduce(result, self.group, async_op=not wait, largest=largest)
         if work is not None:
             self.unfinished.append(work)
@@ -133,6 +133,17 @@ class Axis:
         collectives.all_to_all(result, sent, self.group)
         return result
 
+    def start_sum(self, x: Tensor) -> Arrival:
+        """Starts `sum_over`; x may be read meanwhile."""
+        result = _copy(x)
+        return Arrival(result, result, _works(collectives.all_reduce(result, self.group, async_op=True)))
+
+    def start_scatter_sum(self, parts: Tensor) -> Arrival:
+        """Starts `scatter_sum`; the parts may be read meanwhile."""
+        sent = parts.detach().contiguous()
+        result = parts.new_empty(parts.shape[1:])
+        return Arrival(result, sent, _works(collectives.reduce_scatter(result, sent, self.group, async_op=True)))
+
     def pass_on(self, part: Tensor) -> Arrival:
         """Starts to send `part` to the next rank; what the rank before this one sends is on its way. No gradient."""
         sent = part.detach().contiguous()
@@ -142,7 +153,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A tensor on its way from the rank before this one, and one to the next; `sent` must live until it has left."""
+    """A tensor on its way from other ranks, and one to them; `sent` must live until it has left."""
 
     received: Tensor
     sent: Tensor
@@ -153,6 +164,15 @@ class Arrival:
         for work in self.works:
             work.wait()
         return self.received
+
+
+def _copy(x: Tensor) -> Tensor:
+    """For sums in place: the argument may be saved for a backward, or be the gradient of several values."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _works(work: Work | None) -> list[Work]:
+    return [] if work is None else [work]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,16 @@
 They know nothing of process groups: an `Exchange` (an `Axis` of the mesh, or a simulation of several ranks) moves the
 bytes. Results are contiguous. None of these may be differentiated twice.
 
+The sums of backward (ForUse, AllReducePartial, AllGather) can be started before their node's turn, by whoever makes the
+gradient (`begin_backward`); the node then waits for what is under way.
+
 Legend of the shapes below: n ranks of the axis; a dim of k equal sections, each split over the ranks, is the grid
 (k sections, n ranks, m elements), and its local part (k sections, m elements).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +27,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+class Arrival(Protocol):
+    """A tensor that other ranks contribute to, on its way."""
+
+    def wait(self) -> Tensor: ...
+
+
 class Exchange(Protocol):
-    """What the functions below need of an axis. Arguments may have any strides, results are contiguous and new."""
+    """What the functions below need of an axis. Arguments may have any strides, results are contiguous and new.
+
+    The last two are for `begin_backward` only.
+    """
 
     @property
     def size(self) -> int: ...
@@ -45,6 +58,14 @@ class Exchange(Protocol):
 
     def sum_over(self, x: Tensor) -> Tensor:
         """The sum over ranks."""
+        ...
+
+    def start_sum(self, x: Tensor) -> Arrival:
+        """Starts `sum_over`."""
+        ...
+
+    def start_scatter_sum(self, parts: Tensor) -> Arrival:
+        """Starts `scatter_sum`."""
         ...
 
 
@@ -93,18 +114,47 @@ def scatter(x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
     return axis.scatter_sum(split_parts(x, dim, sections, axis.size))
 
 
+def _start_sum(axis: Exchange, x: Tensor) -> Arrival:
+    return axis.start_sum(x)
+
+
+def _start_scatter(dim: int, sections: int, axis: Exchange, x: Tensor) -> Arrival:
+    return axis.start_scatter_sum(split_parts(x, dim, sections, axis.size))
+
+
+def begin_backward(node: Any, grad: Tensor) -> None:
+    """Start the sum over ranks that the backward of `node`, a `grad_fn`, makes of `grad`; nothing for other nodes.
+
+    That backward takes the sum if it gets this very tensor. If others read the node's result too, it gets their total
+    instead, and sums again.
+    """
+    start = getattr(node, "start", None)
+    if start is not None:
+        node.begun = grad, start(grad)
+
+
+def _finished(ctx: Any, grad: Tensor) -> Tensor | None:
+    """What `begin_backward` started for `grad`."""
+    if ctx.begun is None:
+        return None
+    (known, arrival), ctx.begun = ctx.begun, None
+    result: Tensor = arrival.wait()
+    return result if known is grad else None
+
+
 class ForUse(torch.autograd.Function):
     """R -> Rp."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.start, ctx.begun = axis, partial(_start_sum, axis), None
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.sum_over(grad), None
+        found = _finished(ctx, grad)
+        return ctx.axis.sum_over(grad) if found is None else found, None
 
 
 class AllReduce(torch.autograd.Function):
@@ -124,13 +174,14 @@ class AllReducePartial(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.start, ctx.begun = axis, partial(_start_sum, axis), None
         return axis.sum_over(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.sum_over(grad), None
+        found = _finished(ctx, grad)
+        return ctx.axis.sum_over(grad) if found is None else found, None
 
 
 class AllGather(torch.autograd.Function):
@@ -138,13 +189,15 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
-        ctx.place = dim, sections, axis
+        ctx.place, ctx.begun = (dim, sections, axis), None
+        ctx.start = partial(_start_scatter, dim, sections, axis)
         return gather(x, dim, sections, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return scatter(grad, *ctx.place), None, None, None
+        found = _finished(ctx, grad)
+        return scatter(grad, *ctx.place) if found is None else found, None, None, None
 
 
 class AllGatherFull(torch.autograd.Function):

@@ -150,7 +150,7 @@ def test_every_layout_fills_the_cluster() -> None:
     assert named_mesh(2, 2, 2).axes == ("ddp", "dp", "tp")
 
 
-@pytest.mark.parametrize(("name", "tight"), [slow("gpt2", 1.0), ("gpt2", 0.6), slow("llama", 0.5)])
+@pytest.mark.parametrize(("name", "tight"), [slow("gpt2", 1.0), ("gpt2", 0.75), slow("llama", 0.5)])
 def test_best_of_all_layouts_equals_brute_force(name: str, tight: float) -> None:
     """Every layout and schedule solved by enumeration, none skipped by its bound, ample memory and less."""
     free = searched(name, "4 a100-80g").run().found[0]
@@ -176,7 +176,7 @@ def test_best_of_all_layouts_equals_brute_force(name: str, tight: float) -> None
             problem = search.problem(layout, schedule, costs, capacity)
             with contextlib.suppress(PipelineInfeasibleError):
                 best = min(best, exhaustive_pipeline.solve(problem, fits).objective)
-    assert search.run().found[0].objective == pytest.approx(best, rel=1e-9)
+    assert math.isfinite(best) and search.run().found[0].objective == pytest.approx(best, rel=1e-9)
     assert len(search.layouts) > 100 and best < math.inf
 
 

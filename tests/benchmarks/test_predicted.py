@@ -25,6 +25,11 @@ def test_tau_counts_pairs_in_order_less_pairs_out_of_order() -> None:
     assert tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 6**0.5)
 
 
+def test_tau_of_pairs_that_are_apart() -> None:
+    assert tau([2, 1, 3], [1.0, 1.05, 2.0]) == pytest.approx(1 / 3)
+    assert tau([2, 1, 3], [1.0, 1.05, 2.0], close=0.1) == 1
+
+
 def test_errors_are_of_the_median() -> None:
     class Compiled:
         class plan:  # noqa: N801

@@ -1,0 +1,221 @@
+"""Attention over sequences that an axis cuts: which calls can, what it takes, and programs against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.costs.context import ContextCall, context_call
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.placement import S
+from autopar.plan import Plan
+from autopar.planning.planner import search_plans
+from autopar.rules import combines, prove_rule, rule_for
+from autopar.rules.rule import Joint, Rule, axis_options, joint_option, shard_option
+from autopar.sharding.strategies import is_joint
+from benchmarks.memory import OVER, UNDER, Pair, measure
+from examples.models import EXAMPLES
+from tests.autopar.planning import graph_of, request_for
+from tests.autopar.rules.handmade_calls import T, bools, f, make_node
+
+IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
+EVERYWHERE = {"parameters": {"*": {"tp": "R"}}}
+"""No weight is cut, so that every call between the tokens and the loss is cut along the tokens."""
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def attention_rule(*args: Any, **kwargs: Any) -> tuple[Any, Any, Rule]:
+    node, inputs = make_node(ATTENTION, *args, **kwargs)
+    rule = rule_for(node, inputs)
+    assert rule is not None
+    return node, inputs, rule
+
+
+Q = f(2, 4, 12, 8)
+CAUSAL = (None, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "can"),
+    [
+        ((Q, Q, Q, *CAUSAL), {}, True),
+        ((Q, f(2, 2, 12, 8), f(2, 2, 12, 8), *CAUSAL), {"enable_gqa": True}, True),
+        ((Q, f(2, 4, 6, 8), f(2, 4, 6, 8)), {}, True),
+        ((Q, Q, Q, bools(2, 1, 12, 12)), {}, True),
+        ((Q, Q, Q, T((2, 4, 12, 12), grad=False)), {}, True),
+        ((Q, Q, Q, f(2, 4, 12, 12)), {}, False),
+        ((Q, Q, Q, None, 0.1), {}, False),
+        ((Q, f(2, 4, 6, 8), f(2, 4, 6, 8), *CAUSAL), {}, False),
+        ((Q, f(2, 1, 12, 8), f(2, 1, 12, 8)), {}, False),
+        ((f(4, 12, 8), f(4, 12, 8), f(4, 12, 8)), {}, False),
+    ],
+    ids=["causal", "grouped", "cross", "mask", "fixed bias", "learned bias", "dropout", "uneven", "broadcast", "3-dim"],
+)
+def test_which_calls_can_be_cut(args: Any, kwargs: Any, can: bool) -> None:
+    node, inputs, rule = attention_rule(*args, **kwargs)
+    found = {o.lowering: o for o in axis_options(rule, 2, inputs, node.outputs) if o.label in rule.joints}
+    assert set(found) == ({"all_gather", "ring"} if can else set())
+    for option in found.values():
+        rows = S(2) if len(inputs) > 3 else None
+        assert option.inputs[:3] == (S(2),) * 3 and option.outputs == (S(2),)
+        assert option.inputs[3:] == ((rows,) if rows else ())
+
+
+def test_a_mask_without_rows_is_whole_and_odd_lengths_are_not_cut() -> None:
+    node, inputs, rule = attention_rule(Q, Q, Q, bools(2, 1, 1, 12))
+    assert joint_option(rule, "s+t/ring").inputs[3].is_replicated
+    assert not [o for o in axis_options(rule, 5, inputs, node.outputs) if o.label in rule.joints]
+
+
+def test_one_axis_only() -> None:
+    _, _, rule = attention_rule(Q, Q, Q)
+    both, rows, heads = joint_option(rule, "s+t/ring"), shard_option(rule, "s"), shard_option(rule, "h")
+    assert combines(rule, (both, heads), (2, 2))
+    assert not combines(rule, (both, both), (2, 2))
+    assert not combines(rule, (both, rows), (2, 2))
+
+
+def test_parts_without_an_exchange_are_wrong() -> None:
+    node, inputs, rule = attention_rule(f(2, 2, 6, 4), f(2, 2, 6, 4), f(2, 2, 6, 4), *CAUSAL)
+    alone = replace(rule, joints={"s+t": Joint(("s", "t", "t"), "s", "")})
+    wrong = prove_rule(node, inputs, alone, search_missed=False).wrong
+    assert any(text.startswith("s+t: S(2), S(2), S(2) -> S(2) on 2: output 0 differs") for text in wrong)
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+
+
+def call_of(exchange: str, size: int, is_causal: bool) -> ContextCall:
+    return ContextCall(exchange, 0, size, is_causal, 2, 10, 10, 100.0, 200.0, 50.0, 100.0)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_the_last_rank_is_priced(exchange: str, size: int) -> None:
+    """With free exchanges: keys before its own in full and its own by half, backward twice as long."""
+
+    def kernel(keys: int, causal: bool) -> tuple[float, float]:
+        return (keys / 2, float(keys)) if causal else (float(keys), 2.0 * keys)
+
+    free = (lambda kind, axis, num_bytes: 0.0), (lambda num_bytes: 0.0)
+    forward, backward = call_of(exchange, size, True).seconds(*free, kernel)
+    assert (forward, backward) == (10 * (size - 0.5), 20 * (size - 0.5))
+    assert call_of(exchange, size, False).seconds(*free, kernel) == (10 * size, 20 * size)
+
+
+def test_exchanges_that_take_longer_than_kernels() -> None:
+    """A ring hides its kernels behind its messages, but for the last; a gather hides nothing."""
+
+    def collectives(kind: str, axis: int, num_bytes: float) -> float:
+        return {"p2p": 1.0, "all_gather": 10.0, "reduce_scatter": 1000.0}[kind] * num_bytes
+
+    def kernel(keys: int, causal: bool) -> tuple[float, float]:
+        return 0.1 * keys, 0.3 * keys
+
+    free = (lambda num_bytes: 0.0), kernel
+    forward, backward = call_of("ring", 4, False).seconds(collectives, *free)
+    assert (forward, backward) == (pytest.approx(3 * 100 + 1), pytest.approx(3 * 300 + 3 + 200))
+    forward, backward = call_of("all_gather", 4, False).seconds(collectives, *free)
+    assert (forward, backward) == (pytest.approx(4000 + 4), pytest.approx(4000 + 12 + 400_000))
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_cuts_all_tokens() -> None:
+    best = search_plans(request_for("llama_gqa", tp=4, context="ring", **EVERYWHERE)).best
+    attention = [key for key, operator in best.operators.items() if operator.rule.joints]
+    assert attention
+    for key in attention:
+        option = best.choices.operators[key]
+        assert option.axes[-1].lowering == "ring" and option.outputs[0][-1] == S(2)
+        call = context_call(best.operators[key], option, Mesh(("tp",), (4,)), on_cpu=False)
+        assert call is not None and (call.queries, call.keys, call.size) == (8, 8, 4)
+        assert call.part == 2 * best.operators[key].inputs[1].num_bytes / 4
+    linear = [key for key in best.operators if key[0] and best.operators[key].node.op.startswith("aten.linear")]
+    assert all(best.choices.operators[key].outputs[0][-1] == S(1) for key in linear)
+
+
+def test_nobody_exchanges_unless_asked() -> None:
+    best = search_plans(request_for("llama_gqa", tp=4)).best
+    options = best.choices.operators
+    assert not [key for key in options if is_joint(best.operators[key], options[key])]
+    assert any(operator.rule.joints for operator in best.operators.values())
+    auto = search_plans(request_for("llama_gqa", tp=4, context="auto")).best
+    assert auto.plan.prediction.step_seconds <= best.plan.prediction.step_seconds * (1 + 1e-9)
+
+
+def test_refusals() -> None:
+    request_for("llama_gqa", tp=4, context="ring").constraints.check(graph_of("llama_gqa"))
+    example = EXAMPLES["gpt2"](dropout=0.1)
+    with pytest.raises(ConstraintError, match="without dropout"):
+        autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"context": "ring"})
+    with pytest.raises(ConstraintError, match="all_gather, ring, auto"):
+        request_for("llama_gqa", context="zigzag")
+    example = EXAMPLES["llama_gqa"](seq_len=14)
+    with pytest.raises(ConstraintError, match=r"14 queries(.|\n)*divisor of 14"):
+        autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"tp": 4, "context": "ring"})
+
+
+def test_program_and_plan_file(golden: Any) -> None:
+    example = EXAMPLES["llama_gqa"](layers=3)
+    pins = {"dp": 2, "tp": 2, "zero": 2, "context": "ring", **EVERYWHERE}
+    compiled = autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints=pins)
+    golden("programs/llama_gqa_context.py.txt", compiled.source)
+    text = compiled.plan.to_yaml()
+    again = autopar.compile(example.model, IDEAL, example_inputs=example.inputs, plan=Plan.from_yaml(text))
+    assert "s+t/ring" in text and again.source == compiled.source
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "constraints"),
+    [
+        ("llama_gqa", {"tp": 4, "context": "ring"}),
+        ("gpt2", {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, "context": "all_gather"}),
+        slow("llama_gqa", {"tp": 4, "context": "all_gather"}),
+        slow("gpt2", {"dp": 2, "tp": 2, "zero": 1, "context": "ring"}),
+        slow("bert", {"tp": 4, "context": "ring"}),
+        slow("llama_gqa", {"dp": 2, "tp": 2, "recompute": "selective", "context": "ring"}),
+        slow("llama_gqa", {"pp": 2, "tp": 2, "recompute": "full", "micro_batches": 4, "context": "all_gather"}),
+    ],
+)
+def test_programs_equal_one_process(name: str, constraints: dict[str, Any]) -> None:
+    example = EXAMPLES[name](dropout=0.0)
+    report = autopar.verify(
+        example.model,
+        IDEAL,
+        example_inputs=example.inputs,
+        loss_fn=example.loss_fn,
+        constraints={**constraints, **EVERYWHERE},
+    )
+    assert report.gradients and report.parameters
+    assert report.ok(1e-5), str(report)
+
+
+LONG = {"layers": 2, "width": 64, "seq_len": 512, "vocab_size": 32, "batch_size": 4}
+"""Where attention, not the loss, is the peak."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("exchange", "mode"), [("ring", "full"), slow("all_gather", "full"), slow("ring", "selective"),
+                           slow("all_gather", "none")]
+)  # fmt: skip
+def test_predicted_peaks_are_close_to_measured_ones(exchange: str, mode: str) -> None:
+    constraints = {"tp": 4, "context": exchange, "recompute": mode, **EVERYWHERE}
+    for row in measure(Pair("gpt2", constraints, sizes=LONG)):
+        assert 1 - UNDER <= row.ratio <= 1 + OVER, str(row)
