@@ -55,8 +55,11 @@ def predicted(name: str = "llama", cluster: str = "4 a100-80g", profile: Any = "
     return predictor(name).predict(cluster, strategy, global_batch_size=BATCH, framework=profile)
 
 
-@pytest.mark.parametrize("kernels", ["off", "on"])
-@pytest.mark.parametrize(("name", "strategy"), PLANS)
+@pytest.mark.parametrize(
+    ("name", "strategy", "kernels"),
+    [(*plan, "off") for plan in PLANS]
+    + [pytest.param(*plan, "on", marks=pytest.mark.slow if i else ()) for i, plan in enumerate(PLANS)],
+)
 def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[str, Any], kernels: str) -> None:
     """The search may find decisions that are a little better than a strategy's patterns."""
     plan = search_plans(replace(request_for(name, **strategy), kernels=kernels == "on")).best.plan

@@ -118,6 +118,7 @@ def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
     assert found("3 a100-80g", 8) == {("single", "dp2"), ("single", "tp2")}
 
 
+@pytest.mark.slow
 def test_pins_bear_on_what_is_tried() -> None:
     found = terms_of(costs_of(request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b")))
     assert {(t.num_micro_batches, t.zero, t.schedule) for t in found} == {(4, 2, "1f1b")}

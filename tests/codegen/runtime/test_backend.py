@@ -63,6 +63,7 @@ def _late(rank: int, world_size: int) -> tuple[bool, bool]:
     return within, meets()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_collectives_wait_for_a_rank_that_compiles_and_no_longer() -> None:
     results = run_ranks(_late, 2)

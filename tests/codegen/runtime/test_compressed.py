@@ -434,6 +434,7 @@ def pipelines(rank: int, world_size: int) -> None:
         assert len({each for own in found for each in own}) == 1, f"{case}: copies of the tied weight differ"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_four_ranks_stay_near_the_eager_model() -> None:
     run_ranks(near_the_eager_model, 4)
