@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import datetime
 import functools
 import inspect
@@ -49,6 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.launch import run_ranks
+from benchmarks.table import append
 
 RESULTS = Path(__file__).parent / "results" / "overhead.csv"
 LOSS_TOLERANCE = 1e-4
@@ -315,17 +315,6 @@ def interquartile(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return high - low
-
-
-def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Add rows to a CSV file, with its header where it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ Rows are appended to benchmarks/results/predicted.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import itertools
 import platform
@@ -41,6 +40,7 @@ from autopar.launch import run_ranks
 from autopar.profiling.clock import Usage, gathered, hostname, quiet_seconds
 from autopar.profiling.machine import available_cores, cpu_model
 from autopar.profiling.profile import profile
+from benchmarks.table import append
 from examples.models import EXAMPLES
 
 RESULTS = Path(__file__).parent / "results" / "predicted.csv"
@@ -203,17 +203,6 @@ def print_summary(pairs: Sequence[Pair]) -> None:
                 f"       {model} on {num_ranks}: tau {everywhere:+.2f} of {len(own)} plans, {apart:+.2f} of pairs more "
                 f"than {CLOSE:.0%} apart"
             )
-
-
-def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Add rows to a CSV file, with its header where it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Pair]:

@@ -242,12 +242,18 @@ class Pricer:
         return context_call(operator, option, self.mesh, is_cpu(self.cluster)) if operator.rule.joints else None
 
     def _flash_seconds(
-        self, flops: float, num_bytes: float, dtype: str, shape: tuple[int, int, int], causal: bool
+        self,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        shape: tuple[int, int, int],
+        causal: bool,
+        variant: str = FLASH,
     ) -> tuple[float, float]:
         """Forward and backward of one kernel; shape: heads, queries, keys."""
         device = self.cluster.device
-        forward = compute.Work("attention", flops, num_bytes, dtype, shape, FLASH, causal=causal)
-        backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, FLASH, True, causal)
+        forward = compute.Work("attention", flops, num_bytes, dtype, shape, variant, causal=causal)
+        backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, variant, True, causal)
         return compute.seconds(forward, device), compute.seconds(backward, device)
 
     def _matmul_seconds(

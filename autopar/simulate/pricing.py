@@ -130,14 +130,7 @@ class ProfiledPricer(Pricer):
         moved += self._local_bytes(operator.node.outputs[0], option.outputs[0])
         dtype = "bf16" if self.matmul_dtype == "fp8" else self.dtype_name(operator.node.outputs[0])
         variant = "fa2" if self.attention == "flash" else self.attention
-        forward, backward = (
-            compute.Work(
-                "attention", share * flops, times * moved, dtype, (heads, queries, keys), variant, back, causal
-            )
-            for share, times, back in ((1.0, 1, False), (2.5, 2, True))
-        )
-        device = self.cluster.device
-        return compute.seconds(forward, device), compute.seconds(backward, device)
+        return self._flash_seconds(flops, moved, dtype, (heads, queries, keys), causal, variant)
 
     def _unfused_attention_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Two batched matmuls over all of the scores, causal or not, and the passes over the scores."""

@@ -15,7 +15,6 @@ benchmarks/results/kernels.csv; --kernels picks some of them.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import os
 import statistics
@@ -37,6 +36,7 @@ from benchmarks.gpu.kernel_cases import (
     Operation,
     make_case,
 )
+from benchmarks.table import append
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.csv"
 FIELDS = (
@@ -176,17 +176,6 @@ def measure(
     return rows
 
 
-def append_rows(rows: list[dict[str, object]], path: Path) -> None:
-    """Appends to the CSV, with a header where the file is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def check(shapes: dict[str, list[tuple[int, ...]]], device: str) -> None:
     """Compares every kernel with fp64 at every shape and dtype; raises RuntimeError at the first that is off."""
     for kernel, kernel_shapes in shapes.items():
@@ -226,7 +215,7 @@ def main(arguments: list[str]) -> None:
             case = make_case(kernel, shape, torch.bfloat16, "cuda")
             error = relative_error(case)
             print(f"{kernel} {shape} bfloat16: relative error {error:.1e}", flush=True)
-            append_rows(measure(case, options.num_repeats, copy_rate, product_rate, error), options.output)
+            append(measure(case, options.num_repeats, copy_rate, product_rate, error), options.output)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ to benchmarks/results/profile.csv. A GPU that is not known by name needs --like,
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import statistics
 import tempfile
@@ -23,6 +22,7 @@ import torch
 from rich.console import Console
 
 from autopar.profiling.profile import Profile, profile, summary_table
+from benchmarks.table import append
 from cost_models.machine import Cluster
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -50,16 +50,6 @@ def rows_of(found: Profile) -> list[dict[str, object]]:
             }
         )
     return rows
-
-
-def append(rows: Sequence[dict[str, object]], path: Path) -> None:
-    """Add rows to a CSV file, with its header where it is new."""
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> Profile:

@@ -20,7 +20,6 @@ Rows are appended to benchmarks/results/train.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import functools
 import gc
@@ -37,6 +36,7 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
+from benchmarks.table import append
 
 RESULTS = Path(__file__).parents[1] / "results" / "train.csv"
 LOSS_TOLERANCE = 2e-2
@@ -279,17 +279,6 @@ def run(case: Case, device: torch.device, num_steps: int, peak_flops: float) -> 
         )
         del side
     return rows
-
-
-def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Add rows to a CSV file, with its header where it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
