@@ -62,6 +62,8 @@ class Device:
     modelled.
     special_seconds: of one exponential, error function, square root or the like of one element, where they take longer
     than its bytes (CPUs).
+    core_share: of a process on a CPU, the part of a core that it has while all others compute: below 1 where processes
+    outnumber cores, and rates are of so much.
     output_exposed: the part of the time of writing a matmul's output in which its processors multiply nothing.
     attention_variants: the fraction of the peak that a named kernel reaches forward on long sequences without a mask
     ("fa2", "fa3", "cudnn", ...), and with ".backward" behind its name in its backward.
@@ -90,6 +92,7 @@ class Device:
     matmul_tile: int = 1
     num_processors: int = 0
     special_seconds: float = 0.0
+    core_share: float = 1.0
     output_exposed: float = 0.0
     attention_variants: Mapping[str, float] = field(default_factory=dict, hash=False)
     cache_bytes: int = 0
@@ -172,6 +175,7 @@ class Link:
     latency_factors, rate_factors: by kind of collective ("all_reduce", ...; 1 if not listed), what its startup and
     hops, and the rate that it reaches, are multiplied by. For libraries whose algorithm is not the one that
     `collective` prices: gloo runs a reduce_scatter as an all_reduce.
+    hidden_share: of a collective's time, what a rank does not lose if it computes meanwhile, where that was measured.
     source: where the figures come from.
 
     The mappings are copied and must not be changed afterwards. Raises ValueError for figures out of range.
@@ -188,6 +192,7 @@ class Link:
     shared_by_node: bool = False
     latency_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     rate_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    hidden_share: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "latency_factors", dict(self.latency_factors))
@@ -208,6 +213,8 @@ class Link:
             contention_per_doubling=self.contention_per_doubling,
         )
         _require_fraction(owner, efficiency=self.efficiency)
+        if not 0 <= self.hidden_share < 1:
+            raise ValueError(f"{owner}: hidden_share must be 0 or more and below 1, got {self.hidden_share}")
 
     @property
     def achievable_bytes_per_second(self) -> float:

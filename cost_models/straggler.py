@@ -28,7 +28,7 @@ from importlib import resources
 from statistics import NormalDist
 from typing import Any
 
-from cost_models.machine import Cluster
+from cost_models.machine import Cluster, Device
 
 NORMAL = NormalDist()
 EULER = 0.5772156649015329
@@ -68,19 +68,18 @@ def variation(device: str) -> float:
 @lru_cache(maxsize=64)
 def paced(cluster: Cluster, num_ranks: int) -> Cluster:
     """The cluster whose devices compute as fast as the slowest of `num_ranks` of them is expected to."""
-    device = cluster.device
-    factor = slowdown(num_ranks, variation(device.name))
-    if factor == 1.0:
-        return cluster
+    factor = slowdown(num_ranks, variation(cluster.device.name))
+    return cluster if factor == 1.0 else replace(cluster, device=slowed(cluster.device, factor))
+
+
+def slowed(device: Device, factor: float) -> Device:
+    """The device with all of its rates divided by `factor`; launches and ramps stay."""
     return replace(
-        cluster,
-        device=replace(
-            device,
-            peak_flops_per_second={dtype: peak / factor for dtype, peak in device.peak_flops_per_second.items()},
-            memory_bytes_per_second=device.memory_bytes_per_second / factor,
-            cache_bytes_per_second=device.cache_bytes_per_second / factor,
-            special_seconds=device.special_seconds * factor,
-        ),
+        device,
+        peak_flops_per_second={dtype: peak / factor for dtype, peak in device.peak_flops_per_second.items()},
+        memory_bytes_per_second=device.memory_bytes_per_second / factor,
+        cache_bytes_per_second=device.cache_bytes_per_second / factor,
+        special_seconds=device.special_seconds * factor,
     )
 
 

@@ -79,6 +79,7 @@ class _Meter:
             block.forward[kinds[0]] += forward
             block.backward[kinds[1]] += backward
             block.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
+            block.putting_off_seconds += self.pricer.putting_off_seconds(operator)
 
     def _keep(self, scope: Scope) -> None:
         """What the calls of a scope keep, and what is alive while they run."""

@@ -49,7 +49,7 @@ class BlockCost:
     per micro-batch without recomputation, as the search of sharding counts them; live.kept with copies of resharded
     tensors that several calls keep. live: what is alive while it runs; gathered_bytes: whole parameters and
     gradients while they are gathered; slots: of each trained parameter. weight_seconds: the part of backward that only
-    makes weight gradients of linear layers and can be put off. modes: for layers.
+    makes weight gradients of linear layers and can be put off; putting_off_seconds: what that costs. modes: for layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -61,6 +61,7 @@ class BlockCost:
     gathered_bytes: float = 0.0
     slots: tuple[Slot, ...] = ()
     weight_seconds: float = 0.0
+    putting_off_seconds: float = 0.0
     modes: dict[str, Mode] = field(default_factory=dict)
 
     @property

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.price import SPECIALS, Pricer, is_cpu, num_local_dim
+from autopar.costs.price import Pricer, is_cpu, num_local_dim
 from autopar.costs.saved import KEEPS_INPUTS
+from autopar.costs.specials import specials
 from autopar.graph import Node, Ref, TensorMeta, base_name
 from autopar.placement import Placements
 from autopar.sharding.choices import Choices
@@ -135,8 +136,8 @@ class KernelPricer(Pricer):
         gradients = [ref for ref, meta in fusion.entering.items() if meta.requires_grad and ref not in handed_on]
         launch, seconds = self.cluster.device.kernel_launch_seconds, []
         moved = [*fusion.entering, *results], [*results, *kept_by(fusion), *gradients]
-        specials = SPECIALS.get(base_name(fusion.node.op), (0, 0))
-        for refs, launches, count in zip(moved, terms.launches, specials, strict=True):
+        counts = specials(fusion.node)
+        for refs, launches, count in zip(moved, terms.launches, counts, strict=True):
             whole = sum(metas[ref].num_bytes for ref in refs)
             here = sum(metas[ref].num_bytes for ref in refs if charged[ref] == name)
             work = compute.Work("memory", 0.0, local * whole, specials=count * local * fusion.node.meta.numel)

@@ -14,9 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from autopar.compression import Compression
+from autopar.costs import host
 from autopar.costs.coding import Wire, can_compress, coding_bytes, wire_of
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.saved import extra_saved_bytes
+from autopar.costs.specials import specials
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.mesh import Mesh
 from autopar.placement import Placements, Stored
@@ -42,14 +44,6 @@ FLASH = "fa2"
 """What torch's own fused attention is on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
-
-SPECIALS: Mapping[str, tuple[int, int]] = {
-    **dict.fromkeys(("silu", "sigmoid", "tanh", "softmax", "log_softmax", "cross_entropy_loss"), (1, 1)),
-    **dict.fromkeys(("layer_norm", "rms_norm"), (1, 1)),
-    **dict.fromkeys(("exp", "log", "sqrt", "rsqrt", "pow", "reciprocal"), (1, 0)),
-    **dict.fromkeys(("gelu", "sin", "cos", "erf"), (1, 2)),
-}
-"""Exponentials and the like that a call has per element, forward and backward; a norm's two passes count as one."""
 
 ADAM_BYTES = 28.0
 """Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
@@ -169,7 +163,8 @@ class Pricer:
         name = base_name(operator.node.op)
         metas_in = operator.inputs
         if name in FREE and not any(a.lowering for a in option.axes):
-            return 0.0, 0.0
+            seconds = host.VIEW * host.launch_seconds(self.cluster) if name in VIEWS else 0.0
+            return seconds, seconds if any(meta.requires_grad for meta in metas_in) else 0.0
         if not any(meta.requires_grad for meta in operator.node.outputs) and not metas_in:
             return 0.0, 0.0
         bytes_in = sum(
@@ -184,13 +179,16 @@ class Pricer:
             return self._contraction_seconds(operator, option, bytes_in + bytes_out, num_grads)
         forward, backward = bytes_in + bytes_out, bytes_in + bytes_out * (1 + num_grads)
         inner = self._inner_seconds(operator, option)
-        if self.cluster.device.special_seconds and name in SPECIALS:
+        counts = specials(operator.node)
+        if self.cluster.device.special_seconds and any(counts):
             largest = max((*metas_in, *outputs), key=lambda meta: meta.numel)
             lies = (*option.inputs, *option.outputs)[(*metas_in, *outputs).index(largest)]
             elements = num_local(largest, lies, self.mesh)
+            small = host.LOSS if name == "cross_entropy_loss" else (0.0, 0.0)
             one, two = (
                 compute.seconds(compute.Work("memory", 0.0, size, specials=count * elements), self.cluster.device)
-                for size, count in zip((forward, backward), SPECIALS[name], strict=True)
+                + launches * host.launch_seconds(self.cluster)
+                for size, count, launches in zip((forward, backward), counts, small, strict=True)
             )
             return one + inner, two if num_grads else 0.0
         return self.memory_seconds(forward) + inner, self.memory_seconds(backward) if num_grads else 0.0
@@ -288,6 +286,10 @@ class Pricer:
         forward_and_input = self.operator_seconds(_frozen(operator, position - 1), option)
         return whole_seconds - sum(forward_and_input)
 
+    def putting_off_seconds(self, operator: Operator) -> float:
+        """What it takes beside that to put them off."""
+        return host.PUT_OFF * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
+
     def _inner_seconds(self, operator: Operator, option: Option) -> float:
         """Collectives inside a lowering: cross-entropy over a sharded vocabulary reduces three numbers a token."""
         total = 0.0
@@ -379,7 +381,8 @@ class Pricer:
                 updated += moved / device.disk_bytes_per_second
             return max(updated, copied / device.host_link_bytes_per_second)
         if is_cpu(self.cluster):
-            return elements * training.update_traffic / device.host_memory_bytes_per_second
+            moved = elements * training.update_traffic
+            return moved / device.host_memory_bytes_per_second + host.UPDATE * host.launch_seconds(self.cluster)
         return elements * training.update_traffic / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
@@ -396,7 +399,8 @@ class Pricer:
         is_whole = stored.zero < 2 or self.zero_size(stored) == 1
         summed = again * wide if is_whole else again * 3 * wide / self.zero_size(stored)
         moved = local * (meta.dtype.itemsize + wide + summed)
-        return moved / (device.memory_bytes_per_second * device.memory_efficiency)
+        added = host.GRADIENT * host.launch_seconds(self.cluster)
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """(weights, gradients, optimiser state) that stay allocated on one rank."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.costs.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
+from autopar.costs.host import OWN_CORES, Host
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, orders, placement, simulate
 
 BUBBLE = "pipeline bubble"
+ACTIONS = "pipeline actions"
+PUTTING_OFF = "weight gradients put off"
 ROUND_OFF = 1e-9
 """Share of a step that is no bubble but the sum's round-off."""
 
@@ -22,8 +25,8 @@ class StageCost:
     """One stage on one of its ranks.
 
     micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
-    micro-batch; weight is the part of backward that can be put off. fixed: bytes that stay, by kind. peaks: of the
-    rest.
+    micro-batch; weight is the part of backward that can be put off, putting_off what schedules that do so take more.
+    fixed: bytes that stay, by kind. peaks: of the rest.
     """
 
     micro: Mapping[str, float]
@@ -33,6 +36,7 @@ class StageCost:
     weight: float
     fixed: Mapping[str, float]
     peaks: Peaks
+    putting_off: float = 0.0
 
     @property
     def kept_bytes(self) -> float:
@@ -83,7 +87,7 @@ def stage_cost(
     fixed: dict[str, float] = defaultdict(float)
     own = blocks[stage.first : stage.last]
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
-    forward = backward = weight = 0.0
+    forward = backward = weight = putting_off = 0.0
     lives = []
     for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
@@ -92,7 +96,7 @@ def stage_cost(
             for kind, value in table.items():
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
-        weight += cost.weight_seconds
+        weight, putting_off = weight + cost.weight_seconds, putting_off + cost.putting_off_seconds
         if not cost.modes:
             lives.append(Life(name, cost.live.kept, cost.live, slots))
             continue
@@ -101,7 +105,8 @@ def stage_cost(
         backward += mode.seconds
         lives.append(Life(name, mode.kept_bytes, mode.live, slots))
     received_bytes = lives[0].live.entering if stage.first else 0.0
-    return StageCost(micro, step, forward, backward, weight, fixed, peaks(lives, received_bytes, sent_bytes))
+    held = peaks(lives, received_bytes, sent_bytes)
+    return StageCost(micro, step, forward, backward, weight, fixed, held, putting_off)
 
 
 def stage_costs(
@@ -160,9 +165,11 @@ def simulated(
     shared: Sequence[SharedCost] = (),
     workspace_bytes: Sequence[float] = (),
     capacities: Sequence[float] = (),
+    host: Host = OWN_CORES,
 ) -> Simulated:
     """The whole pipeline. transfers: (source stage, target stage) -> seconds of one micro-batch's message.
-    workspace_bytes, capacities: of a rank at each position (none, and equal ones, if left out).
+    workspace_bytes, capacities: of a rank at each position (none, and equal ones, if left out). host: what
+    positions share.
 
     Seconds by kind are those of the busiest position, the rest of the simulated time is the bubble, and what is done
     once per step is that of the slowest position.
@@ -170,6 +177,9 @@ def simulated(
     schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
     lines = orders(schedule, positions, num_micro_batches, chunks)
     workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * positions]
+    is_split = any(action.kind == "W" for action in lines[0])
+    if positions > 1 and host.action_seconds:
+        stages = [_in_actions(stage, host.action_seconds, is_split) for stage in stages]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
     home = placement(schedule, positions, chunks)
     timeline = simulate(lines, times, transfers, tuple(transfers) or None, Shape(num_micro_batches, home))
@@ -178,7 +188,8 @@ def simulated(
     busiest = max(range(positions), key=lambda p: exposed[p])
     slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
     seconds = defaultdict(float, tables[busiest][0])
-    bubble = timeline.makespan - exposed[busiest]
+    # On shared cores a position is the faster the more of the others wait.
+    bubble = host.core_share * timeline.makespan - exposed[busiest]
     seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value
@@ -189,6 +200,17 @@ def simulated(
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
     once = tuple(table for _, table in tables)
     return Simulated(prediction, timeline, tuple(stages), home, once, tuple(memory), dict(transfers))
+
+
+def _in_actions(stage: StageCost, seconds: float, is_split: bool) -> StageCost:
+    """The stage with what its actions take beside it; half of what it takes to put gradients off is done in W."""
+    late = stage.putting_off / 2 if is_split else 0.0
+    more = {ACTIONS: (3 if is_split else 2) * seconds} | ({PUTTING_OFF: 2 * late} if late else {})
+    weight = stage.weight + (late + seconds if is_split else 0.0)
+    backward = stage.backward + seconds + (2 * late + seconds if is_split else 0.0)
+    return replace(
+        stage, micro={**stage.micro, **more}, forward=stage.forward + seconds, backward=backward, weight=weight
+    )
 
 
 def shared_costs(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.costs.block_costs import MODES, BlockCost
+from autopar.costs.host import host_of
 from autopar.costs.price import is_cpu
 from autopar.costs.stage_costs import simulated, stage_costs
 from autopar.errors import ConstraintError
@@ -137,4 +138,6 @@ def _seconds(
         (i, i + 1): 0.0 if home[i] == home[i + 1] else search.transfer_seconds(layout, borders[stage.last])
         for i, stage in enumerate(pipeline.stages[:-1])
     }
-    return simulated(staged, pipeline, layout.num_micro_batches, transfers).prediction.step_seconds
+    host = host_of(search.request.cluster)
+    found = simulated(staged, pipeline, layout.num_micro_batches, transfers, host=host)
+    return found.prediction.step_seconds

@@ -20,6 +20,7 @@ from autopar.costs.borders import (
     transfer_seconds,
 )
 from autopar.costs.cost_table import block_costs
+from autopar.costs.host import host_of
 from autopar.costs.peak import Life, peaks
 from autopar.costs.price import Pricer, is_cpu
 from autopar.costs.stage_costs import Copy, Simulated, shared_costs, simulated, stage_cost, stage_costs
@@ -90,7 +91,9 @@ def simulate_plan(
     }
     ties = tie_costs(graph, pricer, choices.parameters, pipeline.num_positions)
     shared = shared_costs(stages, shared_parameters(graph), ties)
-    return simulated(staged, pipeline, micro, transfers, shared, (_workspace(pricer),) * pipeline.num_positions)
+    workspace = (_workspace(pricer),) * pipeline.num_positions
+    host = host_of(pricer.cluster)
+    return simulated(staged, pipeline, micro, transfers, shared, workspace, host=host)
 
 
 def _simulate_unequal(
@@ -132,7 +135,8 @@ def _simulate_unequal(
     shared = shared_costs(stages, tied, last_holders(tied, stages, ties))
     workspace = [_workspace(pricer) for pricer in unequal.pricers]
     micro = unequal.pricers[0].training.num_micro_batches
-    return simulated(staged, pipeline, micro, transfers, shared, workspace, unequal.capacities)
+    host = host_of(unequal.pricers[0].cluster)
+    return simulated(staged, pipeline, micro, transfers, shared, workspace, unequal.capacities, host)
 
 
 def _workspace(pricer: Pricer) -> float:

@@ -84,13 +84,14 @@ class Candidate:
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:
-    """Prices for a mesh. Gradient traffic hides behind backward on GPUs; CPU ranks share their cores with it. Devices
+    """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Devices
     are as slow as the slowest of all that wait for one another."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
     kind = KernelPricer if request.kernels else Pricer
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
-    return kind(mesh, cluster, training, 0.0 if on_cpu else HIDDEN_FRACTION, 0.0 if on_cpu else FRAGMENTATION)
+    hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION
+    return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION)
 
 
 @dataclass(frozen=True, slots=True)

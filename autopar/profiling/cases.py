@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from autopar.profiling.blocks import TINY
 from cost_models.compute import Work
 
-Family = Literal["matmul", "memory", "attention", "overhead", "optimizer", "collective", "transfer"]
+Family = Literal["matmul", "memory", "attention", "overhead", "block", "optimizer", "collective", "overlap", "transfer"]
 Level = Literal["brief", "quick", "full"]
 """brief: what `detect` measures on the way to a plan, in some ten seconds."""
 
@@ -16,9 +17,6 @@ ROUNDS: Mapping[Level, int] = {"brief": 3, "quick": 3, "full": 5}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 ADAM_BYTES = 28
 """Per element of an AdamW update in fp32: weight and both moments read and written, gradient read."""
-BLOCK_FORWARD_KERNELS, BLOCK_BACKWARD_KERNELS = 10, 14
-"""What the block of kernels.py launches as the cost model counts it: two norms, four linears (two matmuls each in
-backward), attention, two additions, a GELU. Views are free in the model; what they cost is spread over the kernels."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
 
@@ -77,9 +75,10 @@ class Topology:
 def cases(topology: Topology, level: Level) -> list[Case]:
     """Everything that is measured, in order."""
     found = [*_matmuls(topology.on_gpu, level), *_memory(topology.on_gpu, level), *_attention(topology.on_gpu, level)]
-    found += [Case("overhead", "block forward"), Case("overhead", "block forward and backward")]
+    found += [Case("overhead", "block forward", TINY), Case("overhead", "block forward and backward", TINY)]
+    found += [] if topology.on_gpu else _blocks(level)
     found.append(_optimizer(2**24 if topology.on_gpu else 2**20))
-    found += _collectives(topology, level)
+    found += [*_collectives(topology, level), *_overlaps(topology)]
     return found if level == "brief" else [*found, *_transfers(topology.on_gpu, level)]
 
 
@@ -160,6 +159,12 @@ def _attention(on_gpu: bool, level: Level) -> Iterator[Case]:
                 yield Case("attention", " ".join(words), parameters, work)
 
 
+def _blocks(level: Level) -> Iterator[Case]:
+    for batch, length, width in ((4, 64, 256), (2, 64, 256), (8, 32, 384))[: 3 if level == "full" else 1]:
+        sizes = {"batch": batch, "length": length, "width": width, "heads": 4}
+        yield Case("block", f"block {batch}x{length}x{width}", sizes)
+
+
 def _optimizer(elements: int) -> Case:
     work = Work("memory", 0.0, float(ADAM_BYTES * elements))
     return Case("optimizer", f"adamw {elements}", {"elements": elements}, work)
@@ -175,6 +180,15 @@ def _collectives(topology: Topology, level: Level) -> Iterator[Case]:
             for num_bytes in (2**exponent for exponent in exponents):
                 parameters = {"kind": kind, "num_bytes": num_bytes, "group_size": size, "stride": stride}
                 yield Case("collective", f"{kind} {num_bytes} group {size} stride {stride}", parameters)
+
+
+def _overlaps(topology: Topology) -> Iterator[Case]:
+    """What ZeRO starts and leaves to itself: of all ranks of a node, beside work. GPUs have streams of their own."""
+    if topology.on_gpu or topology.devices_per_node == 1:
+        return
+    for kind in ("all_gather", "reduce_scatter"):
+        parameters = {"kind": kind, "num_bytes": 2**22, "group_size": topology.devices_per_node, "stride": 1}
+        yield Case("overlap", f"{kind} beside work", parameters)
 
 
 def _transfers(on_gpu: bool, level: Level) -> Iterator[Case]:

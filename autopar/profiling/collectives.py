@@ -31,8 +31,9 @@ def group_members(size: int, stride: int, world: int) -> list[list[int]]:
     return [[base + i * stride for i in range(size)] for base in bases]
 
 
-def collective(sizes: Mapping[str, Any], groups: Groups, device: torch.device) -> Call:
-    """num_bytes of fp32 as cost_models.collective counts them."""
+def collective(sizes: Mapping[str, Any], groups: Groups, device: torch.device, is_started: bool = False) -> Call:
+    """num_bytes of fp32 as cost_models.collective counts them. is_started: of a gather or a reduce_scatter, the call
+    only starts it and returns what is waited for."""
     group, size, kind = groups[sizes["group_size"], sizes["stride"]], sizes["group_size"], sizes["kind"]
     # torch 2.13 deprecates the *_tensor names for *_single, which 2.11 lacks.
     library: Any = dist
@@ -43,9 +44,9 @@ def collective(sizes: Mapping[str, Any], groups: Groups, device: torch.device) -
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if kind == "all_gather":
-        return lambda: all_gather(whole, part, group=group)
+        return lambda: all_gather(whole, part, group=group, async_op=is_started)
     if kind == "reduce_scatter":
-        return lambda: reduce_scatter(part, whole, group=group)
+        return lambda: reduce_scatter(part, whole, group=group, async_op=is_started)
     if kind == "all_to_all":
         return lambda: dist.all_to_all_single(other, whole, group=group)
     place = dist.get_rank(group)

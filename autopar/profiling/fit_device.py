@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.profiling.cases import BLOCK_BACKWARD_KERNELS, BLOCK_FORWARD_KERNELS
+from autopar.costs import host
+from autopar.profiling import blocks
 from autopar.profiling.fit import Parameters, descend, distance
 from autopar.profiling.samples import KernelTime, Measurements
 from cost_models import compute
 from cost_models.machine import Device
+from cost_models.straggler import slowed
 
 NAME = "cpu-measured"
 TILES = (1, 2, 4, 8, 16, 32)
@@ -56,7 +58,8 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Dev
     # Named kernels are taken to be off by the same factor as the one that torch chose.
     factor = device.attention_efficiency / usual
     variants = {name: min(rate * factor, 1.0) for name, rate in device.attention_variants.items()}
-    return replace(device, attention_variants=variants)
+    device = replace(device, attention_variants=variants)
+    return slowed(device, _loss_in_blocks(measured, device)) if measured.blocks else device
 
 
 def launch_seconds(measured: Measurements, base: Device | None = None) -> float:
@@ -68,9 +71,20 @@ def launch_seconds(measured: Measurements, base: Device | None = None) -> float:
     """
     if base is not None:
         return min(base.kernel_launch_seconds, *(kernel.seconds for kernel in measured.kernels))
-    forward, backward = BLOCK_FORWARD_KERNELS, BLOCK_BACKWARD_KERNELS
+    forward, backward = blocks.FORWARD_KERNELS, blocks.BACKWARD_KERNELS
     total = forward * measured.forward_seconds + backward * measured.backward_seconds
-    return total / (forward + backward)
+    return total / (forward + backward + 2 * blocks.VIEWS * host.VIEW)
+
+
+def _loss_in_blocks(measured: Measurements, device: Device) -> float:
+    """How many times longer the kernels of whole blocks take than one by one, launches aside: the median."""
+    factors = []
+    for block in measured.blocks:
+        launches = device.kernel_launch_seconds * len(block.works)
+        alone = sum(compute.seconds(work, device) for work in block.works)
+        views = 2 * blocks.VIEWS * host.VIEW * device.kernel_launch_seconds
+        factors.append((block.seconds - launches - views) / (alone - launches))
+    return statistics.median(factors)
 
 
 def kernel_errors(measured: Measurements, device: Device) -> dict[str, list[float]]:
@@ -86,17 +100,25 @@ def kernel_errors(measured: Measurements, device: Device) -> dict[str, list[floa
 def _of_cpu(
     measured: Measurements, plain: Sequence[KernelTime], memory: Sequence[KernelTime], memory_bytes: int
 ) -> Device:
-    """With the fastest that was seen as its peaks (bandwidth: outside the caches)."""
+    """With the fastest that was seen as its peaks (bandwidth: outside the caches, and of the last-level cache)."""
     streamed = max(k.work.num_bytes for k in measured.kernels if k.work.kind == "memory") / 4
+    rates = {k.work.num_bytes: k.work.num_bytes / k.seconds for k in memory if not k.work.specials}
+    rate = max(rate for size, rate in rates.items() if size >= streamed)
+    in_cache = {size: found for size, found in rates.items() if size < streamed and found > rate}
+    # Somewhere between what was fast and what was not.
+    border = math.sqrt(max(in_cache) * min(size for size in rates if size >= streamed)) if in_cache else 0.0
     return Device(
         name=NAME,
         memory_bytes=memory_bytes,
-        memory_bytes_per_second=max(k.work.num_bytes / k.seconds for k in memory if k.work.num_bytes >= streamed),
+        memory_bytes_per_second=rate,
+        cache_bytes=round(border),
+        cache_bytes_per_second=max(in_cache.values(), default=0.0),
         peak_flops_per_second={"fp32": max(k.work.flops / k.seconds for k in plain)},
         kernel_launch_seconds=0.0,
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
         attention_efficiency=1.0,
+        core_share=min(1.0, measured.num_cores / measured.topology.devices_per_node),
         reserved_bytes=measured.process_bytes,
         source="",
     )

@@ -15,6 +15,8 @@ from cost_models.collective import Kind
 from cost_models.machine import Cluster, Link
 
 SWEEPS = 4
+MOST_HIDDEN = 0.9
+"""Of what a measurement of some milliseconds can say."""
 Place = Literal["intra_node", "inter_node"]
 
 
@@ -55,6 +57,14 @@ def fit_link(cluster: Cluster, place: Place, times: Sequence[CollectiveTime], so
         for kind in dict.fromkeys(time.kind for time in times):
             link = _fit_kind(cluster, place, link, kind, [time for time in times if time.kind == kind])
     return _placed(cluster, place, link)
+
+
+def hidden_share(overlaps: Sequence[CollectiveTime], times: Sequence[CollectiveTime]) -> float:
+    """What ranks do not lose of collectives beside which they compute: the median; 0 if nothing tells."""
+    alone = {(t.kind, t.num_bytes, t.group_size, t.stride): t.seconds for t in times}
+    keys = [(t.kind, t.num_bytes, t.group_size, t.stride) for t in overlaps]
+    shares = [1 - t.seconds / alone[key] for t, key in zip(overlaps, keys, strict=True) if key in alone]
+    return min(max(statistics.median(shares), 0.0), MOST_HIDDEN) if shares else 0.0
 
 
 def _placed(cluster: Cluster, place: Place, link: Link) -> Cluster:

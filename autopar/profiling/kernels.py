@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autopar.profiling import blocks
 from autopar.profiling.cases import Case
 from autopar.profiling.clock import Call
 
@@ -67,26 +68,13 @@ def adamw(elements: int, device: torch.device) -> Call:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True).step
 
 
-def _overhead(name: str, _: Mapping[str, Any], device: torch.device) -> Call:
+def _overhead(name: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
     """A transformer block on tensors so small that only overhead is left."""
-    x = torch.randn(4, 16, device=device, requires_grad=True)
-    norms = [torch.ones(16, device=device, requires_grad=True) for _ in range(2)]
-    shapes = ((48, 16), (16, 16), (64, 16), (16, 64))
-    weights = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-    gradient = torch.ones(4, 16, device=device)
-    if name == "block forward":
-        return lambda: _block(x, norms, weights)
-    return lambda: torch.autograd.backward(_block(x, norms, weights), gradient)
+    return blocks.call(sizes, name != "block forward", device)
 
 
-def _block(x: torch.Tensor, norms: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The kernels that cases.BLOCK_FORWARD_KERNELS counts, with the views between them. x [4 tokens, 16]."""
-    h = F.linear(F.layer_norm(x, (16,), norms[0]), weights[0])
-    query, key, value = h.view(1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind()
-    h = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    x = x + F.linear(h.transpose(1, 2).reshape(4, 16), weights[1])
-    h = F.gelu(F.linear(F.layer_norm(x, (16,), norms[1]), weights[2]))
-    return x + F.linear(h, weights[3])
+def _block(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
+    return blocks.call(sizes, True, device)
 
 
 _MAKERS: Mapping[str, Callable[[str, Mapping[str, Any], torch.device], Call]] = {
@@ -95,4 +83,5 @@ _MAKERS: Mapping[str, Callable[[str, Mapping[str, Any], torch.device], Call]] = 
     "attention": _attention,
     "optimizer": _optimizer,
     "overhead": _overhead,
+    "block": _block,
 }

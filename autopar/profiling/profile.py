@@ -21,7 +21,7 @@ from rich.table import Table
 from autopar.errors import ClusterError
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
-from autopar.profiling.fit_link import collective_errors, fit_links
+from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share
 from autopar.profiling.processes import run_processes
 from autopar.profiling.samples import Measurements, Provenance, Samples
 from autopar.profiling.worker import under_torchrun
@@ -136,7 +136,13 @@ def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
         network = replace(catalog.link("ethernet-10g"), name="gloo-network")
         links = catalog.link("loopback"), network if origin.num_nodes > 1 else catalog.link("loopback")
     cluster = Cluster(device, origin.num_nodes, origin.devices_per_node, *links)
-    return Profile(fit_links(cluster, measured.collectives, source), measured, origin)
+    cluster = fit_links(cluster, measured.collectives, source)
+    if measured.overlaps:
+        share = float(f"{hidden_share(measured.overlaps, measured.collectives):.3g}")
+        inside = replace(cluster.intra_node, hidden_share=share)
+        between = inside if origin.num_nodes == 1 else cluster.inter_node
+        cluster = replace(cluster, intra_node=inside, inter_node=between)
+    return Profile(cluster, measured, origin)
 
 
 def raw_path(out: Path) -> Path:

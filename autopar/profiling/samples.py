@@ -8,17 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from autopar.profiling.cases import (
-    BLOCK_BACKWARD_KERNELS,
-    BLOCK_FORWARD_KERNELS,
-    Case,
-    Topology,
-)
+from autopar.profiling import blocks
+from autopar.profiling.cases import Case, Family, Topology
 from autopar.profiling.clock import Timing
 from cost_models.collective import Kind
 from cost_models.compute import Work
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +66,14 @@ class KernelTime:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTime:
+    """Seconds of one block, forward and backward, and the kernels that the cost model takes it to be."""
+
+    works: tuple[Work, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class CollectiveTime:
     """Seconds of one collective of num_bytes (as in cost_models.collective), all groups of its shape at once."""
 
@@ -85,9 +89,10 @@ class Measurements:
     """Medians over rounds, for fitting.
 
     forward_seconds, backward_seconds: host's and device's cost of one kernel on tiny tensors, in eager forward and in
-    autograd's backward. rates: bytes per second of one process by transfer ("copy to host", ...). share: how much of
-    its part of the cores a process had, other programs taking the rest. spread: median over cases of (largest -
-    smallest) / median over rounds. num_samples: timed rounds of cases.
+    autograd's backward. overlaps: seconds that ranks lose to collectives beside which they compute. rates: bytes per
+    second of one process by transfer ("copy to host", ...). share: how much of its part of the cores a process had,
+    other programs taking the rest. spread: median over cases of (largest - smallest) / median over rounds. num_samples:
+    timed rounds of cases.
     """
 
     topology: Topology
@@ -97,6 +102,8 @@ class Measurements:
     backward_seconds: float
     kernels: tuple[KernelTime, ...]
     collectives: tuple[CollectiveTime, ...]
+    blocks: tuple[BlockTime, ...] = ()
+    overlaps: tuple[CollectiveTime, ...] = ()
     rates: Mapping[str, float] = field(default_factory=dict, hash=False)
     optimizer: KernelTime | None = None
     share: float = 1.0
@@ -181,12 +188,15 @@ class Samples:
             topology=topology,
             num_cores=self.provenance.num_cores,
             process_bytes=self.provenance.process_bytes,
-            forward_seconds=forward / BLOCK_FORWARD_KERNELS,
-            backward_seconds=max(both - forward, 0.1 * forward) / BLOCK_BACKWARD_KERNELS,
+            forward_seconds=forward / blocks.FORWARD_KERNELS,
+            backward_seconds=max(both - forward, 0.1 * forward) / blocks.BACKWARD_KERNELS,
             kernels=tuple(kernels),
-            collectives=tuple(
-                CollectiveTime(p["kind"], p["num_bytes"], p["group_size"], s, p["stride"])
-                for p, s in ((case.parameters, s) for case, s in seconds.items() if case.family == "collective")
+            collectives=_collectives(seconds, "collective"),
+            overlaps=_collectives(seconds, "overlap"),
+            blocks=tuple(
+                BlockTime(tuple(blocks.works(case.parameters)), s)
+                for case, s in seconds.items()
+                if case.family == "block"
             ),
             rates={c.name: c.parameters["num_bytes"] / s for c, s in seconds.items() if c.family == "transfer"},
             optimizer=updates[0] if updates else None,
@@ -200,6 +210,11 @@ class Samples:
         for sample in self.samples:
             found.setdefault(sample.case.name, (sample.case, []))[1].append(sample.timing.seconds)
         yield from found.values()
+
+
+def _collectives(seconds: Mapping[Case, float], family: Family) -> tuple[CollectiveTime, ...]:
+    found = ((case.parameters, s) for case, s in seconds.items() if case.family == family)
+    return tuple(CollectiveTime(p["kind"], p["num_bytes"], p["group_size"], s, p["stride"]) for p, s in found)
 
 
 def _line(sample: Sample) -> str:

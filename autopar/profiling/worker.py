@@ -25,8 +25,9 @@ from autopar.profiling.kernels import kernel
 from autopar.profiling.machine import available_cores, device_name, driver_version, memory_bytes
 from autopar.profiling.samples import Provenance, Sample, Samples
 from autopar.profiling.transfers import remove_file, transfer
+from codegen.runtime.heap import keep_freed_memory
 
-STRETCH_SECONDS = {"brief": 0.1, "quick": 0.15, "full": 0.2}
+STRETCH_SECONDS = {"brief": 0.15, "quick": 0.2, "full": 0.3}
 """How long collectives and copies are repeated in one round."""
 Progress = Callable[[int, int, str], None]
 """Called on rank 0 with (samples taken, samples in all, what comes next)."""
@@ -94,13 +95,17 @@ class Runner:
         if device.type == "cuda":
             self.clock = CudaClock(device)
         else:
+            keep_freed_memory()  # as generated programs do
             self.clock = CpuClock(topology.devices_per_node, available_cores())
         self.groups: Groups = make_groups(topology.groups(level))
 
     def time(self, case: Case) -> Timing:
         """Seconds of one call, mean over the ranks; all ranks call it with the same case."""
         if case.family == "collective":
-            return self.clock.stretch(collective(case.parameters, self.groups, self.device), self.seconds)
+            return self.clock.collective(collective(case.parameters, self.groups, self.device), self.seconds)
+        if case.family == "overlap":
+            started = collective(case.parameters, self.groups, self.device, is_started=True)
+            return self.clock.collective(started, self.seconds, is_started=True)
         if case.family == "transfer":
             call = transfer(case.parameters, self.device, self.folder, dist.get_rank())
             return self._disk_time(call) if "disk" in case.name else self.clock.stretch(call, self.seconds)

@@ -15,6 +15,7 @@ from autopar.constraints import Constraints
 from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import border_bytes, second_copies, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
+from autopar.costs.host import host_of
 from autopar.costs.price import Pricer, Training, is_cpu
 from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_costs
 from autopar.costs.updates import adamw, training_of
@@ -233,7 +234,8 @@ class Predictor:
         tied = shared_costs(stages, share.shared_parameters, ties)
         device = request.cluster.device
         workspace = 0.0 if is_cpu(request.cluster) else float(workspace_bytes(device))
-        return simulated(staged, pipeline, wanted.micro_batches, transfers, tied, (workspace,) * wanted.pp)
+        spaces, host = (workspace,) * wanted.pp, host_of(request.cluster)
+        return simulated(staged, pipeline, wanted.micro_batches, transfers, tied, spaces, host=host)
 
     # --- what strategies share --------------------------------------------------------------------------------
 

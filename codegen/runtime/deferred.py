@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 _ATTRIBUTE = "weight_gradients"
 
@@ -33,11 +34,10 @@ class _Task:
     grad: Tensor
 
     def run(self) -> None:
-        # The backward of a leaf accumulates, and tells whoever waits for its gradient.
         if self.weight.requires_grad:
-            _backward(self.weight, _weight_gradient(self.x, self.grad, self.is_transposed))
+            _accumulate(self.weight, _weight_gradient(self.x, self.grad, self.is_transposed))
         if self.bias is not None and self.bias.requires_grad:
-            _backward(self.bias, _bias_gradient(self.grad))
+            _accumulate(self.bias, _bias_gradient(self.grad))
 
 
 class DeferredGradients:
@@ -76,8 +76,9 @@ class DeferredGradients:
         """The W action: in the order of the backward, each call's tensors freed when it is done."""
         tasks = self._tasks.pop(micro_batch)
         tasks.reverse()
-        while tasks:
-            tasks.pop().run()
+        with torch.no_grad():
+            while tasks:
+                tasks.pop().run()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -140,5 +141,10 @@ def _bias_gradient(grad: Tensor) -> Tensor:
     return grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
 
 
-def _backward(leaf: nn.Parameter, gradient: Tensor) -> None:
-    leaf.backward(gradient)  # type: ignore[no-untyped-call]
+def _accumulate(leaf: nn.Parameter, gradient: Tensor) -> None:
+    """What the end of a backward does for one leaf: adds its gradient up and tells whoever waits for it.
+
+    The node is called by itself: a backward of one node took 0.2 ms on a CPU, and a W action has one per gradient.
+    """
+    node: Any = get_gradient_edge(leaf).node
+    node(gradient)

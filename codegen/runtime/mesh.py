@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import collectives, reshard
 from .collectives import Group, Work
+from .heap import keep_freed_memory
 from .positions import tiled
 
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
@@ -237,6 +238,8 @@ class Mesh:
         multiply to the number of processes. Every rank must call it, with equal axes and sizes.
         """
         device = _checked(axes, sizes, device)
+        if device.type == "cpu":
+            keep_freed_memory()
         everyone = _everyone()
         rank, world_size = everyone.rank, everyone.size
         needed = math.prod(sizes)
@@ -279,6 +282,8 @@ class Mesh:
         counts = [math.prod(sizes) for _, sizes in shapes]
         for index, ((axes, sizes), first) in enumerate(zip(shapes, tiled(counts, first_ranks), strict=True)):
             device = _checked(axes, sizes, device)
+            if device.type == "cpu":
+                keep_freed_memory()
             wanted = [axes, *((name,) for name in axes), *(joints[index] if joints else ())]
             keys = dict.fromkeys(_sizable(axes, sizes, names) for names in wanted)
             made = {key: _axis_of(axes, sizes, key, first, everyone, timeout) for key in keys}

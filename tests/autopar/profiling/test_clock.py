@@ -6,7 +6,9 @@ import multiprocessing
 import time
 
 import pytest
+import torch.distributed as dist
 
+from autopar.launch import run_ranks
 from autopar.profiling.clock import CpuClock, Usage, quiet_seconds
 from autopar.profiling.machine import available_cores
 
@@ -51,6 +53,24 @@ def spin() -> float:
 def _forever() -> None:
     while True:
         spin()
+
+
+def _ranks_with(seconds_late: float) -> float:
+    """Seconds of a collective that takes none of its own, before which rank 1 of two is late."""
+    clock = CpuClock(2, 2.0)
+
+    def late() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(seconds_late)
+        dist.barrier()
+
+    return clock.collective(late, 0.3).seconds
+
+
+@pytest.mark.slow
+def test_a_collective_holds_what_ranks_wait_for_one_another() -> None:
+    plain, late = (min(run_ranks(_ranks_with, (seconds,), 2)[0] for _ in range(3)) for seconds in (0.0, 0.02))
+    assert late - plain == pytest.approx(0.02, rel=0.4)
 
 
 @pytest.mark.slow

@@ -7,11 +7,14 @@ import statistics
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.profiling import blocks
 from autopar.profiling.cases import Topology, linear
 from autopar.profiling.fit_device import fit_device, kernel_errors, launch_seconds
-from autopar.profiling.fit_link import collective_errors, fit_link, fit_links, predicted_seconds
-from autopar.profiling.samples import CollectiveTime, KernelTime, Measurements
+from autopar.profiling.fit_link import collective_errors, fit_link, fit_links, hidden_share, predicted_seconds
+from autopar.profiling.samples import BlockTime, CollectiveTime, KernelTime, Measurements
 from cost_models import compute
 from cost_models.collective import Kind
 from cost_models.compute import Work
@@ -73,8 +76,65 @@ def synthetic(noise: float) -> Measurements:
     )
 
 
-def test_the_launch_is_the_mean_of_ten_forward_and_fourteen_backward_kernels() -> None:
-    assert launch_seconds(synthetic(0.0)) == pytest.approx(20e-6)
+def test_the_launch_is_that_of_a_block_of_24_kernels_and_10_views_of_a_quarter_each() -> None:
+    forward, backward = (10 + 5 / 4) * 20e-6, (14 + 5 / 4) * 20e-6
+    measured = replace(synthetic(0.0), forward_seconds=forward / 10, backward_seconds=backward / 14)
+    assert launch_seconds(measured) == pytest.approx(20e-6)
+
+
+@pytest.mark.parametrize("loss", [1.0, 1.25])
+def test_rates_are_those_that_whole_blocks_reach(loss: float) -> None:
+    """Blocks that take `loss` times what their kernels take one by one, launches aside."""
+    measured = synthetic(0.0)
+    alone = fit_device(measured, 2**30, "test")
+    launch, times = alone.kernel_launch_seconds, []
+    for width in (128, 256, 512):
+        sizes = {"batch": 2, "length": 64, "width": width, "heads": 4}
+        works = tuple(blocks.works(sizes))
+        kernels = sum(compute.seconds(work, alone) - launch for work in works)
+        times.append(BlockTime(works, loss * kernels + (len(works) + 10 / 4) * launch))
+    found = fit_device(replace(measured, blocks=tuple(times)), 2**30, "test")
+    for work in (matmul(512, 512, 512), Work("memory", 0.0, 2e7)):
+        rest = compute.seconds(work, alone) - launch
+        assert compute.seconds(work, found) - launch == pytest.approx(loss * rest, rel=0.02)
+
+
+def test_a_block_does_the_arithmetic_of_a_transformers() -> None:
+    """6 flops per weight and token, and the attention that a causal mask leaves."""
+    sizes = {"batch": 2, "length": 32, "width": 64, "heads": 4}
+    by_kind = {kind: [w for w in blocks.works(sizes) if w.kind == kind] for kind in ("matmul", "attention")}
+    assert sum(w.flops for w in by_kind["matmul"]) == 6 * (12 * 64**2) * 64
+    assert sum(w.flops for w in by_kind["attention"]) == 3.5 * 2 * 64 * 32 * 64
+    call = blocks.call(sizes, True, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        call()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counted.items() if "mm" in str(op))
+    assert products == 6 * (12 * 64**2) * 64
+
+
+def test_bandwidth_of_the_cache_and_outside_it() -> None:
+    cached = replace(DEVICE, cache_bytes=2**22, cache_bytes_per_second=40e9, memory_ramp_seconds=0.0)
+    kernels = [k for k in synthetic(0.0).kernels if k.work.kind != "memory"]
+    memory = [Work("memory", 0.0, 2.0**power) for power in (16, 19, 21, 25, 26)]
+    kernels += [KernelTime(work, compute.seconds(work, cached)) for work in memory]
+    device = fit_device(replace(synthetic(0.0), kernels=tuple(kernels)), 2**30, "test")
+    assert device.cache_bytes_per_second > 2 * device.memory_bytes_per_second
+    assert 2**21 <= device.cache_bytes <= 2**25
+    for work in memory[1:]:
+        assert compute.seconds(work, device) == pytest.approx(compute.seconds(work, cached), rel=0.25), work
+
+
+def test_what_ranks_do_not_lose_of_collectives_beside_their_work() -> None:
+    alone = [CollectiveTime("all_gather", 2**22, 4, 10e-3), CollectiveTime("reduce_scatter", 2**22, 4, 20e-3)]
+    beside = [CollectiveTime("all_gather", 2**22, 4, 6e-3), CollectiveTime("reduce_scatter", 2**22, 4, 16e-3)]
+    assert hidden_share(beside, alone) == pytest.approx((0.4 + 0.2) / 2)
+    assert hidden_share([replace(time, seconds=0.1) for time in beside], alone) == 0.0
+    assert hidden_share(beside, ()) == hidden_share((), alone) == 0.0
+
+
+def test_processes_share_cores() -> None:
+    assert fit_device(synthetic(0.0), 2**30, "test").core_share == 0.5
 
 
 def test_large_kernels_are_predicted_as_the_known_device_does() -> None:
