@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.compiled_layers import BACKENDS, COMPILE_SECONDS, why_unavailable

@@ -18,7 +18,7 @@ from autopar.compiled import CompiledProgram
 from autopar.compression import Compression
 from autopar.constraints import Constraints
 from autopar.costs.block_costs import chain
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.costs.updates import OptimizerFactory, adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.graph import Graph

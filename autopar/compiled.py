@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.backend import backend_of, require_backend
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.lowering.assembly import home_of

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.backend import patience_seconds
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from autopar.cluster import ClusterSpec, as_cluster
 from autopar.compile import compile
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.launch import group_seconds, run_ranks
 from autopar.progress import TrainingProgress

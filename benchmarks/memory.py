@@ -29,7 +29,7 @@ import torch
 import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.launch import run_ranks
 from autopar.seats import first_ranks
 from cost_models.machine import Cluster

@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.price import Pricer, is_cpu, num_local_dim
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.costs.saved import KEEPS_INPUTS
 from autopar.costs.specials import specials
 from autopar.graph import Node, Ref, TensorMeta, base_name

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.placement import Placements

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.costs.liveness import Liveness
-from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.graph import TensorMeta
 from autopar.placement import Stored
 from autopar.sharding.strategies import num_local

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.costs.live_bytes import LiveBytes
-from autopar.costs.price import Training
+from autopar.costs.rates import Training
 from cost_models import memory
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

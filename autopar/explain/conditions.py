@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.planning.request import Request
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.constraints import Constraints
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
 from autopar.planning.layouts import micro_batch_counts, shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.costs.price import DEFERRABLE
+from autopar.costs.contractions import DEFERRABLE
 from autopar.graph import Graph, LayerRun, Node, Ref, base_name
 from autopar.placement import R
 from autopar.rules.attention import EXCHANGES

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.costs.block_costs import MODES, BlockCost
 from autopar.costs.host import host_of
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import simulated, stage_costs
 from autopar.errors import ConstraintError
 from autopar.planning.layouts import Layout

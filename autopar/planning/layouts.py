@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning.bases import PRICES, named_mesh

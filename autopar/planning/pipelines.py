@@ -18,7 +18,8 @@ from functools import cached_property
 from autopar.costs.block_costs import BlockCost, Mode, chain, exposed, homes_of
 from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
-from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import position_bytes as bytes_of_positions
 from autopar.costs.stage_costs import shared_costs, stage_costs
 from autopar.costs.stored_costs import StoredCost, stored_costs

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.price import is_cpu
+from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Plan, layout_text

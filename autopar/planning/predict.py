@@ -22,7 +22,8 @@ from autopar.costs.borders import (
 from autopar.costs.cost_table import block_costs
 from autopar.costs.host import host_of
 from autopar.costs.peak import Life, peaks
-from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Copy, Simulated, shared_costs, simulated, stage_cost, stage_costs
 from autopar.graph import Graph
 from autopar.mesh import Mesh

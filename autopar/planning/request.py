@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from autopar.compression import Compression
 from autopar.constraints import Constraints
 from autopar.costs.kernels import KernelPricer
-from autopar.costs.price import Pricer, Training, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training, is_cpu
 from autopar.graph import Graph, Ref
 from autopar.mesh import Mesh
 from autopar.plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.costs.coding import wire_of
-from autopar.costs.price import Training
+from autopar.costs.rates import Training
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.lowering.scope_lowering import attribute_path
 from autopar.mesh import Mesh

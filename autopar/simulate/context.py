@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from autopar.costs.block_costs import HIDDEN, segments
-from autopar.costs.price import ATTENTION, Pricer
+from autopar.costs.contractions import ATTENTION
+from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.graph import Graph, TensorMeta, base_name
 from autopar.planning.bases import Base

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.costs.block_costs import segments
-from autopar.costs.price import MATMULS, Pricer
+from autopar.costs.contractions import MATMULS
+from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.graph import VIEWS, Graph, Ref, base_name
 from autopar.mesh import Mesh

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.price import ATTENTION, FREE, MATMULS
+from autopar.costs.contractions import ATTENTION, MATMULS
+from autopar.costs.price import FREE
 from autopar.graph import VIEWS, Graph, LayerRun, Node, Ref, base_name
 from autopar.sharding.strategies import Scope, scopes_of
 

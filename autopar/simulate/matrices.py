@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.block_costs import homes_of, segments
-from autopar.costs.price import ATTENTION, FREE, MATMULS
+from autopar.costs.contractions import ATTENTION, MATMULS
+from autopar.costs.price import FREE
 from autopar.graph import VIEWS, Graph, base_name
 from autopar.sharding.strategies import scopes_of
 from autopar.simulate.experts import Experts

@@ -16,7 +16,8 @@ from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import border_bytes, second_copies, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
 from autopar.costs.host import host_of
-from autopar.costs.price import Pricer, Training, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training, is_cpu
 from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_costs
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.costs.price import ATTENTION, MATMULS, Pricer
+from autopar.costs.contractions import ATTENTION, MATMULS
+from autopar.costs.price import Pricer
 from autopar.costs.saved import extra_saved_bytes
 from autopar.graph import Node, TensorMeta, base_name
 from autopar.placement import Placements, Stored

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from autopar.constraints import Constraints
-from autopar.costs.price import Pricer, Training
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planning.request import Request, decode, pricer_for

@@ -16,7 +16,8 @@ from autopar.compiled import CompiledProgram
 from autopar.compression import Compression
 from autopar.costs.block_costs import CODING, HIDDEN, SYNCHRONISATION
 from autopar.costs.coding import REFERENCE_BYTES
-from autopar.costs.price import Pricer, Training
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training
 from autopar.errors import ConstraintError, PlanError
 from autopar.graph import TensorMeta
 from autopar.launch import run_ranks

@@ -15,7 +15,7 @@ import torch
 from autopar.constraints import Constraints
 from autopar.costs.activity_costs import activity_costs
 from autopar.costs.block_costs import BlockCost
-from autopar.costs.price import Training
+from autopar.costs.rates import Training
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.bases import Bases, named_mesh

@@ -20,7 +20,7 @@ from autopar.cli import app
 from autopar.compile import reprice
 from autopar.constraints import Constraints
 from autopar.costs.block_costs import chain
-from autopar.costs.price import Training
+from autopar.costs.rates import Training
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Graph, LayerRun
 from autopar.mesh import Mesh

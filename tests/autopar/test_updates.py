@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.costs.price import Pricer, Training
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training
 from autopar.costs.updates import adamw, training_of
 from autopar.graph import TensorMeta
 from autopar.mesh import Mesh

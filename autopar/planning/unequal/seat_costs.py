@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from autopar.costs.block_costs import BlockCost, chain, exposed, homes_of
 from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs
 from autopar.costs.cost_table import combined
-from autopar.costs.price import Pricer, is_cpu
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Copy
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.mesh import Mesh

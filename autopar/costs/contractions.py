@@ -1,0 +1,137 @@
+"""Matmuls and attention: their arithmetic, and its seconds at local sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.costs.context import ContextCall, context_call
+from autopar.costs.rates import Rates, is_cpu, num_local_dim
+from autopar.graph import Node, base_name
+from autopar.sharding.strategies import Operator, Option, num_local
+from cost_models import compute
+
+MATMULS = frozenset(
+    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
+)
+DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
+"""Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
+
+BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
+"""Calls that multiply a matrix per element of their leading dims, where both operands have such."""
+
+ATTENTION = frozenset({"scaled_dot_product_attention"})
+VALUE_FEATURES = "f"
+"""The factor of values and result that attention's scores lack (rules/attention.py)."""
+
+FLASH = "fa2"
+"""What torch's own fused attention is on GPUs (T. Dao, "FlashAttention-2" (2023))."""
+
+
+@dataclass
+class Contractions(Rates):
+    """Prices of calls whose flops count."""
+
+    def contraction_seconds(
+        self, operator: Operator, option: Option, num_bytes: float, num_grads: int
+    ) -> tuple[float, float]:
+        """(forward, backward) of one matmul or attention that reads and writes num_bytes, num_grads of its inputs being
+        trained."""
+        rule = operator.rule
+        ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label))
+        flops = contraction_flops(operator) / ways
+        dtype = self.dtype_name(operator.node.outputs[0])
+        if base_name(operator.node.op) in ATTENTION:
+            # Ranks that share the features of the values have all scores each, which are half of the work.
+            widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
+            flops *= (1 + math.prod(widths)) / 2
+            forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
+            return forward, backward if num_grads else 0.0
+        forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
+        backward = (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
+        if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
+            # The gradient of a bias is a sum over all rows.
+            output = operator.node.outputs[0]
+            size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
+            backward += self.memory_seconds(size)
+        return forward, backward
+
+    def _attention_seconds(
+        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
+    ) -> tuple[float, float]:
+        """Forward and backward of torch's own flash kernel, or of several of them with exchanges between ranks."""
+        query, key = operator.inputs[0], operator.inputs[1]
+        queries, width = query.shape[-2], query.shape[-1]
+        call = self.context_call(operator, option)
+        if call is not None:
+            known = call
+
+            def part(keys: int, causal: bool) -> tuple[float, float]:
+                shape, moved = (known.heads, known.queries, keys), num_bytes + known.part * (keys / known.keys - 1)
+                work = 4.0 * math.prod(shape) * width * (0.5 if causal else 1.0)
+                return self._flash_seconds(work, moved, dtype, shape, causal)
+
+            return call.seconds(self.collective_seconds, self.memory_seconds, part)
+        heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
+        shape = (heads, queries, key.shape[-2])
+        return self._flash_seconds(flops, num_bytes, dtype, shape, _is_causal(operator.node))
+
+    def context_call(self, operator: Operator, option: Option) -> ContextCall | None:
+        """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""
+        return context_call(operator, option, self.mesh, is_cpu(self.cluster)) if operator.rule.joints else None
+
+    def _flash_seconds(
+        self,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        shape: tuple[int, int, int],
+        causal: bool,
+        variant: str = FLASH,
+    ) -> tuple[float, float]:
+        """Forward and backward of one kernel; shape: heads, queries, keys."""
+        device = self.cluster.device
+        forward = compute.Work("attention", flops, num_bytes, dtype, shape, variant, causal=causal)
+        backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, variant, True, causal)
+        return compute.seconds(forward, device), compute.seconds(backward, device)
+
+    def _matmul_seconds(
+        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
+    ) -> tuple[float, float, float]:
+        """Forward, gradient with respect to the input, and to the weight."""
+        output, placements = operator.node.outputs[0], option.outputs[0]
+        columns = num_local_dim(output, placements, self.mesh)
+        if base_name(operator.node.op) in BATCHED and min(len(meta.shape) for meta in operator.inputs) > 2:
+            # A product per element of the leading dims, of which flops counts all.
+            rows = num_local_dim(output, placements, self.mesh, -2)
+            batch = max(num_local(output, placements, self.mesh) // (rows * columns), 1)
+            depth = max(round(flops / (2 * rows * columns * batch)), 1)
+        else:
+            rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
+            depth = max(round(flops / (2 * rows * columns)), 1)
+        shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
+        device = self.cluster.device
+        forward, wrt_input, wrt_weight = (
+            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape), device) for shape in shapes
+        )
+        return forward, wrt_input, wrt_weight
+
+
+def contraction_flops(operator: Operator) -> float:
+    """Multiply-adds times two of the whole call."""
+    node = operator.node
+    if base_name(node.op) in ATTENTION:
+        query, key = operator.inputs[0], operator.inputs[1]
+        causal = 0.5 if _is_causal(node) else 1.0
+        return 4.0 * query.numel * key.shape[-2] * causal
+    return 2.0 * math.prod(operator.rule.sizes[f] for f in _used_factors(operator))
+
+
+def _used_factors(operator: Operator) -> set[str]:
+    rule = operator.rule
+    return {f for dims in (*rule.inputs, *rule.outputs) for dim in dims for f in dim}
+
+
+def _is_causal(node: Node) -> bool:
+    return len(node.args) > 5 and bool(node.args[5])

@@ -1,0 +1,154 @@
+"""Parameters: what their gradients, ZeRO's traffic and the update take, and the bytes that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs import host
+from autopar.costs.coding import Wire, can_compress, coding_bytes, wire_of
+from autopar.costs.rates import Rates, is_cpu
+from autopar.graph import TensorMeta
+from autopar.placement import Stored
+from autopar.sharding.strategies import num_local
+from cost_models import collective
+
+
+@dataclass
+class ParameterPrices(Rates):
+    """Prices of parameters as they are stored."""
+
+    def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
+        """What one parameter takes per step beside the calls that use it: traffic that is not hidden, sums, update."""
+        per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
+        coding_per_micro, coding_per_step = self.coding_parts(meta, stored, unit_bytes)
+        per_micro += self.accumulation_seconds(meta, stored) + coding_per_micro
+        per_step += coding_per_step
+        return per_micro * self.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
+
+    def sync_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
+        """Gradient synchronisation and ZeRO traffic of one parameter, not counting what is hidden: seconds per
+        micro-batch, and seconds once per step.
+
+        unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
+        """
+        if not meta.requires_grad:
+            return 0.0, 0.0
+        training = self.training
+        local = num_local(meta, stored.placements, self.mesh)
+        share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
+        per_micro, per_step = 0.0, 0.0
+
+        def shared(kind: collective.Kind, axis: int, num_bytes: float) -> float:
+            return self.collective_seconds(kind, axis, num_bytes * share) / share
+
+        size = 1
+        if stored.zero:
+            axis = self.mesh.axes.index("dp")
+            size = self.mesh.sizes[axis]
+            wire = self.wire(meta, stored)
+            reduces = shared("all_to_all" if wire.reduce_code else "reduce_scatter", axis, local * wire.reduce)
+            gathers = shared("all_gather", axis, local * wire.gather)
+            per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
+            per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
+            if stored.zero == 3 and training.offload == "parameters":
+                per_micro += 2 * local * training.compute_bytes / size / self.cluster.device.host_link_bytes_per_second
+        for axis, placement in enumerate(stored.placements):
+            if placement.kind == "Rp" and not (stored.zero and self.mesh.axes[axis] == "dp"):
+                per_step += shared("all_reduce", axis, local * training.gradient_bytes / size)
+        exposed = 1.0 - self.hidden_fraction
+        return per_micro * exposed, per_step * exposed
+
+    def wire(self, meta: TensorMeta, stored: Stored) -> Wire:
+        """Bytes per element that ZeRO's collectives of one parameter move."""
+        training = self.training
+        size = self.zero_size(stored)
+        return wire_of(training.compression, meta, size, training.compute_bytes, training.gradient_bytes)
+
+    def coding_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
+        """Quantising and dequantising of compressed collectives, which nothing hides, in the parts of `sync_parts`."""
+        training, size = self.training, self.zero_size(stored)
+        if not (training.compression and stored.zero and meta.requires_grad):
+            return 0.0, 0.0
+        widths = (training.compute_bytes, training.gradient_bytes)
+        share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
+        elements = num_local(meta, stored.placements, self.mesh) * share
+        gathers, reduces = (
+            self.memory_seconds(elements * moved) / share
+            for moved in coding_bytes(self.wire(meta, stored), size, *widths, self.cluster.device)
+        )
+        if stored.zero == 3:
+            return reduces + 2 * gathers, 0.0
+        return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
+
+    def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """The update of one parameter's stored part, bandwidth only (kernels are shared by many parameters)."""
+        if not meta.requires_grad:
+            return 0.0
+        elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
+        device, training = self.cluster.device, self.training
+        if training.offload:
+            # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
+            copied = elements * max(training.gradient_bytes, training.compute_bytes)
+            updated = elements * training.update_traffic / device.host_memory_bytes_per_second
+            if training.offload.startswith("nvme:"):
+                moved = 2 * elements * (training.state_bytes + training.master_bytes)
+                updated += moved / device.disk_bytes_per_second
+            return max(updated, copied / device.host_link_bytes_per_second)
+        if is_cpu(self.cluster):
+            moved = elements * training.update_traffic
+            return moved / device.host_memory_bytes_per_second + host.UPDATE * host.launch_seconds(self.cluster)
+        return elements * training.update_traffic / (device.memory_bytes_per_second * device.memory_efficiency)
+
+    def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """Per micro-batch: a parameter's gradient moved into the line that is reduced, and added up there.
+
+        With c and g the bytes of an element as computed and as reduced, and m micro-batches: read c, write g, and from
+        the second micro-batch on read g; where every micro-batch is reduced (zero 2 and 3), its shard is added up.
+        """
+        if not meta.requires_grad:
+            return 0.0
+        training, device = self.training, self.cluster.device
+        local, wide = num_local(meta, stored.placements, self.mesh), training.gradient_bytes
+        again = (training.num_micro_batches - 1) / training.num_micro_batches
+        is_whole = stored.zero < 2 or self.zero_size(stored) == 1
+        summed = again * wide if is_whole else again * 3 * wide / self.zero_size(stored)
+        moved = local * (meta.dtype.itemsize + wide + summed)
+        added = host.GRADIENT * host.launch_seconds(self.cluster)
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
+
+    def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
+        """(weights, gradients, optimiser state) that stay allocated on one rank."""
+        training = self.training
+        local = num_local(meta, stored.placements, self.mesh)
+        if not meta.requires_grad:
+            return local * meta.dtype.itemsize, 0.0, 0.0
+        size, zero = self.zero_size(stored), stored.zero
+        on_device = not training.offload
+        is_away = zero == 3 and training.offload == "parameters"
+        weights = 0.0 if is_away else training.compute_bytes * local / (size if zero == 3 else 1)
+        master = training.master_bytes
+        if training.compression.gather and zero in (1, 2) and size > 1 and can_compress(meta):
+            # What all ranks compute with is rounded, so that the masters lie beside it in fp32 too.
+            master = 4
+        weights += master * local / size if on_device else 0.0
+        # As codegen/runtime/flat.py: stage 1 keeps the whole gradient beside its part of the sum where several
+        # micro-batches add up, and works as stage 2 where one does not.
+        shares = 1 / size if zero >= 2 or (zero and training.num_micro_batches == 1) else 1 + (1 / size if zero else 0)
+        gradients = training.gradient_bytes * local * shares
+        return weights, gradients, training.state_bytes * local / size if on_device else 0.0
+
+    def gathered_bytes(self, meta: TensorMeta, stored: Stored) -> float:
+        """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""
+        if stored.zero < 2 or not meta.requires_grad:
+            return 0.0
+        wire = self.wire(meta, stored)
+        width = self.training.gradient_bytes + (wire.reduce if wire.reduce_code else 0)
+        if stored.zero == 3:
+            width += self.training.compute_bytes + (wire.gather if wire.gather_code else 0)
+        return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
+
+    def zero_size(self, stored: Stored) -> int:
+        """Ranks over which a parameter's state is sharded."""
+        return self.mesh.size("dp") if stored.zero else 1
+
+    # --- activations ------------------------------------------------------------------------------------------

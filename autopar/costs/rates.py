@@ -1,0 +1,152 @@
+"""What everything is priced from: collectives, reshards and memory-bound kernels on one mesh of one cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autopar.compression import Compression
+from autopar.graph import TensorMeta
+from autopar.mesh import Mesh
+from autopar.placement import Placements
+from autopar.sharding.reshard import Step, steps
+from cost_models import collective, compute
+from cost_models.machine import Cluster
+
+ADAM_BYTES = 28.0
+"""Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a step is run, as far as costs depend on it.
+
+    state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
+    at once or (updates_together: no) of one after the other; update_traffic: bytes that it moves per
+    element. compute_bytes, master_bytes: of a weight as computed with,
+    and of a separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
+    "optimizer": state and separate masters live in host memory, and the host updates them; "parameters": under ZeRO-3
+    the shards of the parameters too. compression: of ZeRO's collectives (coding.py).
+    """
+
+    num_micro_batches: int = 1
+    state_bytes: float = 8.0
+    compute_bytes: int = 4
+    master_bytes: int = 0
+    gradient_bytes: int = 4
+    offload: str = ""
+    update_bytes: float = 0.0
+    updates_together: bool = False
+    update_traffic: float = ADAM_BYTES
+    compression: Compression = Compression()
+
+
+def is_cpu(cluster: Cluster) -> bool:
+    """Whether ranks are processes on a CPU."""
+    return cluster.device.is_cpu
+
+
+@dataclass
+class Rates:
+    """Costs on one mesh of one cluster. Caches collective times; holds no decision.
+
+    hidden_fraction: share of gradient and parameter traffic that runs behind compute. fragmentation: what the
+    allocator holds beyond activations and transients, as a fraction of them.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    training: Training
+    hidden_fraction: float = 0.0
+    fragmentation: float = 0.0
+    _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
+    _memory_times: dict[float, float] = field(default_factory=dict)
+    _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)
+    _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(
+        default_factory=dict
+    )
+
+    @cached_property
+    def groups(self) -> tuple[collective.Group, ...]:
+        """The process group of each axis, as laid over the cluster."""
+        return tuple(
+            collective.Group(size, self.mesh.stride(axis))
+            for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)
+        )
+
+    def collective_seconds(self, kind: collective.Kind, axis: int, num_bytes: float) -> float:
+        """One collective on one axis; num_bytes as cost_models.collective defines it."""
+        key = (kind, axis, num_bytes)
+        if key not in self._times:
+            self._times[key] = collective.seconds(kind, num_bytes, self.groups[axis], self.cluster)
+        return self._times[key]
+
+    # --- resharding -------------------------------------------------------------------------------------------
+
+    def step_seconds(self, step: Step, meta: TensorMeta) -> tuple[float, float]:
+        """(forward, backward) of one reshard step of the whole tensor `meta`: collective plus local copies."""
+        num_bytes = meta.num_bytes * step.fraction
+        forward = self.collective_seconds(step.forward, step.axis, num_bytes) if step.forward else 0.0
+        backward = (
+            self.collective_seconds(step.backward, step.axis, num_bytes)
+            if step.backward and meta.requires_grad
+            else 0.0
+        )
+        copies = self.memory_seconds(2 * num_bytes) if (step.source.kind, step.target.kind) != ("R", "Rp") else 0.0
+        return forward + copies, backward + (copies if meta.requires_grad else 0.0)
+
+    def reshard_seconds(self, source: Placements, target: Placements, meta: TensorMeta) -> float:
+        """Forward and conjugate backward of a reshard, once. inf if there is no way."""
+        if source == target:
+            return 0.0
+        key = (source, target, meta.num_bytes, meta.requires_grad)
+        if key not in self._reshards:
+            path = steps(source, target, self.mesh.sizes)
+            self._reshards[key] = math.inf if path is None else sum(sum(self.step_seconds(s, meta)) for s in path)
+        return self._reshards[key]
+
+    def reshard_matrix(
+        self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta
+    ) -> np.ndarray:
+        """[len(sources), len(targets)] seconds of one forward and backward."""
+        key = (sources, targets, meta.num_bytes, meta.requires_grad)
+        if key not in self._matrices:
+            unique_s, index_s = _unique(sources)
+            unique_t, index_t = _unique(targets)
+            small = np.array([[self.reshard_seconds(s, t, meta) for t in unique_t] for s in unique_s])
+            self._matrices[key] = small[np.ix_(index_s, index_t)]
+        return self._matrices[key]
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """A memory-bound kernel that moves num_bytes."""
+        if num_bytes not in self._memory_times:
+            work = compute.Work("memory", 0.0, num_bytes)
+            self._memory_times[num_bytes] = compute.seconds(work, self.cluster.device)
+        return self._memory_times[num_bytes]
+
+    def dtype_name(self, meta: TensorMeta) -> str:
+        """What contractions with this result are computed in."""
+        return _dtype_name(meta)
+
+
+def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int = -1) -> int:
+    """Local size of a dim, counted from the last."""
+    if not meta.shape:
+        return 1
+    number = len(meta.shape) + dim
+    ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p.is_shard and p.dim == number)
+    return max(meta.shape[dim] // ways, 1)
+
+
+def _dtype_name(meta: TensorMeta) -> str:
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
+
+
+def _unique(items: tuple[Placements, ...]) -> tuple[list[Placements], list[int]]:
+    index: Mapping[Placements, int] = {item: i for i, item in enumerate(dict.fromkeys(items))}
+    return list(index), [index[item] for item in items]
