@@ -256,6 +256,7 @@ def verify(
     constraints: ConstraintFile = None,
     option: Options = None,
     backend: Backend = None,
+    compress: Compress = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to verify instead of searching", metavar="FILE")] = None,
     steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
@@ -267,7 +268,9 @@ def verify(
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=False)
     limits = read_constraints(settings, memory, constraints)
-    compiled = compile_job(job, spec, batch, precision, limits, plan, sgd_with_momentum, backend=backend)
+    compiled = compile_job(
+        job, spec, batch, precision, limits, plan, sgd_with_momentum, backend=backend, compress=compress
+    )
     found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
     print(found)
     is_ok = found.ok(tolerance)

@@ -115,6 +115,7 @@ def verify(
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
     backend: str = "eager",
+    compression: Mapping[str, str] | None = None,
     steps: int = 3,
     max_grad_norm: float | None = None,
     seed: int = 0,
@@ -136,6 +137,7 @@ def verify(
         constraints=constraints,
         kernels=kernels,
         backend=backend,
+        compression=compression,
     )
     return verify_program(compiled, example_inputs, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
 

@@ -110,6 +110,23 @@ def test_saved_programs_have_the_kernels_and_the_option(tmp_path: Any) -> None:
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.distributed
+def test_verification_shows_what_is_lost() -> None:
+    """Codes of 8 bits round to 1/254 of a block's largest number: gradients are off, but not by a tenth."""
+    example = small(layers=1)
+    report = autopar.verify(
+        example.model,
+        "2 cpu",
+        example_inputs=example.inputs,
+        constraints={"dp": 2, "zero": 3},
+        compression=BOTH,
+        steps=1,
+    )
+    assert 1e-3 < max(report.gradients.values()) < 0.1
+    assert report.loss < 1e-2
+    assert not report.ok(1e-5)
+
+
 def count_bytes(program: CompiledProgram, batch: Any) -> dict[str, int]:
     """On every rank: bytes of ZeRO's collectives of one step, by kind; only they are asynchronous."""
     step = program.build()
