@@ -11,7 +11,7 @@ from cost_models.compute import Work
 
 Family = Literal["matmul", "memory", "attention", "overhead", "block", "optimizer", "collective", "overlap", "transfer"]
 Level = Literal["brief", "quick", "full"]
-"""brief: what `detect` measures on the way to a plan, in some ten seconds."""
+"""brief: what `detect` measures on the way to a plan, in some twenty seconds."""
 
 ROUNDS: Mapping[Level, int] = {"brief": 3, "quick": 3, "full": 5}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -174,7 +174,7 @@ def _collectives(topology: Topology, level: Level) -> Iterator[Case]:
     if topology.on_gpu:
         exponents = tuple(range(10, 31, 2)) if level == "full" else (10, 16, 20, 24, 28)
     else:
-        exponents = (10, 14, 16, 18, 20, 22, 24) if level == "full" else (10, 16, 20, 22, 24)
+        exponents = (10, 14, 16, 18, 20, 22, 24) if level == "full" else (10, 18, 22)
     for size, stride in topology.groups(level):
         for kind in KINDS:
             for num_bytes in (2**exponent for exponent in exponents):

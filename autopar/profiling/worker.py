@@ -27,7 +27,7 @@ from autopar.profiling.samples import Provenance, Sample, Samples
 from autopar.profiling.transfers import remove_file, transfer
 from codegen.runtime.heap import keep_freed_memory
 
-STRETCH_SECONDS = {"brief": 0.15, "quick": 0.2, "full": 0.3}
+STRETCH_SECONDS = {"brief": 0.1, "quick": 0.2, "full": 0.3}
 """How long collectives and copies are repeated in one round."""
 Progress = Callable[[int, int, str], None]
 """Called on rank 0 with (samples taken, samples in all, what comes next)."""
