@@ -188,8 +188,10 @@ def simulated(
     busiest = max(range(positions), key=lambda p: exposed[p])
     slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
     seconds = defaultdict(float, tables[busiest][0])
-    # On shared cores a position is the faster the more of the others wait.
-    bubble = host.core_share * timeline.makespan - exposed[busiest]
+    if host.core_share < 1 and timeline.makespan > exposed[busiest]:
+        # On shared cores a position is the faster the more of the others wait.
+        timeline = timeline.scaled(max(host.core_share, exposed[busiest] / timeline.makespan))
+    bubble = timeline.makespan - exposed[busiest]
     seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value

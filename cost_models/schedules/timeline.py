@@ -45,6 +45,11 @@ class Timeline:
             for action, start, end in zip(*columns, strict=True):
                 yield Event(action, position, start, end)
 
+    def scaled(self, factor: float) -> Timeline:
+        """The same step, everything in it taking `factor` times as long."""
+        starts, ends = (tuple(tuple(factor * t for t in line) for line in times) for times in (self.starts, self.ends))
+        return Timeline(self.orders, starts, ends, factor * self.makespan, tuple(factor * busy for busy in self.busy))
+
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
         """Of each position, the fraction of the makespan in which it does not compute; 0 for an empty makespan."""

@@ -50,6 +50,8 @@ def test_on_shared_cores_waiting_is_not_lost() -> None:
     alone, shared = seconds("1f1b", OWN_CORES, count=1), seconds("1f1b", Host(core_share=0.5), count=1)
     assert sum(alone.values()) == pytest.approx(2 * 6.0)
     assert sum(shared.values()) == pytest.approx(6.0)
+    late = simulated([stage()] * 2, pipeline("1f1b"), 2, {(0, 1): 0.0}, host=Host(core_share=0.5))
+    assert max(event.end for event in late.timeline.events()) == pytest.approx(late.prediction.step_seconds)
     # Where all positions are busy nearly always, there is nothing to share.
     assert sum(seconds("1f1b", Host(core_share=0.9)).values()) == pytest.approx(0.9 * 9 * 6.0)
 
