@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.compile import NOTHING_COMPRESSED
+from autopar.costs.rates import is_cpu
 from autopar.costs.updates import training_of
 from autopar.graph import Graph
 from autopar.report.costs import runner_ups, time_rows
@@ -20,7 +21,7 @@ from autopar.report.pipeline import pipeline_panels
 from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.tables import plain_text, table_of
-from autopar.report.traffic import Transfer, parameter_traffic, reshard_rows
+from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
 from autopar.sharding.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
@@ -59,7 +60,7 @@ def _header(compiled: CompiledProgram) -> RenderableType:
         ("cluster", str(compiled.cluster)),
         ("mesh", f"{plan.layout}: " + _axes_text(compiled)),
         ("batch", _batch_text(compiled)),
-        ("precision", plan.precision),
+        ("precision", plan.precision + (", linear layers of repeated layers in fp8 (e4m3)" if plan.fp8 else "")),
         *([("compression", str(plan.compression))] if plan.compression else []),
         ("predicted", _prediction_text(compiled)),
     ]
@@ -152,6 +153,8 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
     rows: list[Transfer] = []
     for module in _modules(program, scope):
         rows += reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
+    best, on_cpu = compiled.best, is_cpu(compiled.cluster.groups[0])
+    rows += context_rows(scope, best.operators, best.choices, plan.mesh, on_cpu, plan.num_micro_batches)
     training = replace(training_of(compiled.optimizer, plan.precision), compression=plan.compression)
     rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
     if not rows:

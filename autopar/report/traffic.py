@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.costs.coding import wire_of
+from autopar.costs.context import context_call
 from autopar.costs.rates import Training
 from autopar.graph import Graph, LayerRun, Node, Ref
 from autopar.lowering.scope_lowering import attribute_path
@@ -15,7 +16,7 @@ from autopar.names import readable_names
 from autopar.placement import Placement, S
 from autopar.report.dims import DimNames
 from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Scope, num_local
+from autopar.sharding.strategies import Operator, Scope, num_local
 from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard
 
@@ -109,6 +110,32 @@ def _dim_word(scope: Scope, ref: Ref | None, text: str, names: DimNames) -> str:
     if not placement.is_shard or ref is None or ref not in scope.metas:
         return f"dim {placement.dim}" if placement.is_shard else text
     return names.of(scope.name, ref, S(placement.dim, placement.sections), len(scope.metas[ref].shape))
+
+
+def context_rows(
+    scope: Scope,
+    operators: Mapping[tuple[str, str], Operator],
+    choices: Choices,
+    mesh: Mesh,
+    on_cpu: bool,
+    num_micro_batches: int,
+) -> list[Transfer]:
+    """What attention over keys of several ranks exchanges inside its call."""
+    found = []
+    for node in scope.nodes:
+        key = scope.name, node.name
+        call = context_call(operators[key], choices.operators[key], mesh, on_cpu) if key in operators else None
+        if call is None:
+            continue
+        axis, times = mesh.axes[call.axis], scope.count * num_micro_batches
+        if call.exchange == "ring":
+            words, once = f"{node.name}: keys and values around {axis}", call.size - 1
+            back = bytes_text(once * call.part + call.size * call.wide_part)
+            found.append(Transfer(words, f"{bytes_text(once * call.part)}, backward {back} p2p", times))
+        else:
+            words = f"{node.name}: gather keys and values of all rows over {axis}"
+            found.append(Transfer(words, f"{bytes_text(call.whole)}, backward all_gather, reduce_scatter", times))
+    return found
 
 
 def parameter_traffic(

@@ -15,9 +15,11 @@ from autopar.mesh import Mesh
 from autopar.placement import S
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
+from autopar.report.traffic import context_rows
 from autopar.rules import combines, prove_rule, rule_for
 from autopar.rules.rule import Joint, Rule, axis_options, joint_option, shard_option
-from autopar.sharding.strategies import is_joint
+from autopar.sharding.strategies import is_joint, scopes_of
+from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from examples.models import EXAMPLES
 from tests.autopar.planning import graph_of, request_for
@@ -140,6 +142,21 @@ def test_a_plan_cuts_all_tokens() -> None:
         assert call.part == 2 * best.operators[key].inputs[1].num_bytes / 4
     linear = [key for key in best.operators if key[0] and best.operators[key].node.op.startswith("aten.linear")]
     assert all(best.choices.operators[key].outputs[0][-1] == S(1) for key in linear)
+
+
+def test_the_report_tells_what_is_exchanged() -> None:
+    """Three times a quarter of all keys and values, and their gradients once more on the way back to their rank."""
+    best = search_plans(request_for("llama_gqa", tp=4, context="ring", **EVERYWHERE)).best
+    (scope,) = (scope for scope in scopes_of(best.graph) if scope.layer)
+    rows = context_rows(scope, best.operators, best.choices, best.plan.mesh, False, 1)
+    key, value = next(o.inputs[1:3] for o in best.operators.values() if o.rule.joints)
+    own = (key.numel + value.numel) * 4 // 4
+    assert [row.traffic for row in rows] == [f"{bytes_text(3 * own)}, backward {bytes_text(3 * own + 4 * own)} p2p"]
+    assert rows[0].count == scope.count
+    alone = search_plans(request_for("llama_gqa", tp=4)).best
+    assert not any(
+        context_rows(s, alone.operators, alone.choices, alone.plan.mesh, False, 1) for s in scopes_of(alone.graph)
+    )
 
 
 def test_nobody_exchanges_unless_asked() -> None:
