@@ -13,6 +13,7 @@ import torch
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
+from autopar.fp8 import require_fp8
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.compiled_layers import BACKENDS, COMPILE_SECONDS, why_unavailable
 from cost_models.mixed import AnyCluster
@@ -65,11 +66,13 @@ def backend_of(program: Program | PipelineProgram) -> str:
 
 
 def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> None:
-    """Raises ConstraintError if this machine cannot run the program's backend."""
+    """Raises ConstraintError if this machine cannot run the program: its backend, or its products in fp8."""
+    on_gpu = torch.cuda.is_available() and not is_cpu(cluster.groups[0])
+    device = torch.device("cuda" if on_gpu else "cpu")
+    require_fp8(program, device)
     if backend_of(program) == "eager":
         return
-    on_gpu = torch.cuda.is_available() and not is_cpu(cluster.groups[0])
-    reason = why_unavailable(torch.device("cuda" if on_gpu else "cpu"))
+    reason = why_unavailable(device)
     if reason:
         raise ConstraintError("backend='inductor' cannot compile on this machine", values=reason, alternatives=EAGER)
 

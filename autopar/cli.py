@@ -19,6 +19,7 @@ from autopar.cli_options import (
     ClusterText,
     Compress,
     ConstraintFile,
+    Fp8,
     GivenCluster,
     GivenModel,
     GivenPrecision,
@@ -76,6 +77,7 @@ def plan(
     constraints: ConstraintFile = None,
     option: Options = None,
     backend: Backend = None,
+    fp8: Fp8 = None,
     out: Annotated[str | None, typer.Option(help="write the plan to this YAML file", metavar="FILE")] = None,
     code: Annotated[
         str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
@@ -86,7 +88,7 @@ def plan(
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=code is None)
     limits = read_constraints(settings, memory, constraints)
-    compiled = compile_job(job, spec, batch, precision, limits, compress=compress, backend=backend)
+    compiled = compile_job(job, spec, batch, precision, limits, compress=compress, backend=backend, fp8=fp8)
     _print_report(compiled)
     if out:
         Path(out).write_text(compiled.plan.to_yaml(), encoding="utf-8")
@@ -257,10 +259,13 @@ def verify(
     option: Options = None,
     backend: Backend = None,
     compress: Compress = None,
+    fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to verify instead of searching", metavar="FILE")] = None,
     steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
-    tolerance: Annotated[float, typer.Option(help="largest relative error that passes")] = 1e-5,
+    tolerance: Annotated[
+        float | None, typer.Option(help="largest relative error that passes [default: 1e-5; of fp8, its rounding]")
+    ] = None,
 ) -> None:
     """Run the generated program beside the single-process model on this machine, and compare."""
     from autopar.verify import sgd_with_momentum, verify_program
@@ -269,10 +274,11 @@ def verify(
     job = read_job(model, spec.num_devices, batch, seq, option, meta=False)
     limits = read_constraints(settings, memory, constraints)
     compiled = compile_job(
-        job, spec, batch, precision, limits, plan, sgd_with_momentum, backend=backend, compress=compress
+        job, spec, batch, precision, limits, plan, sgd_with_momentum, backend=backend, compress=compress, fp8=fp8
     )
     found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
     print(found)
+    tolerance = found.tolerance if tolerance is None else tolerance
     is_ok = found.ok(tolerance)
     print(f"{'equal' if is_ok else 'DIFFERENT'} within {tolerance:g}")
     if is_ok and found.explained(tolerance):
@@ -320,6 +326,7 @@ def train(
     constraints: ConstraintFile = None,
     option: Options = None,
     backend: Backend = None,
+    fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
     data: Annotated[
         str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")
@@ -342,6 +349,7 @@ def train(
         "precision": precision,
         "compression": read_compression(compress),
         "backend": backend,
+        "fp8": fp8,
         "plan": plan,
         "steps": steps,
         "learning_rate": learning_rate,

@@ -41,6 +41,10 @@ Compress = Annotated[
         metavar="NAME=VALUE",
     ),
 ]
+Fp8 = Annotated[
+    bool | None,
+    typer.Option("--fp8/--no-fp8", help="linear layers multiply in 8 bits, e4m3 (lossy)", show_default=False),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -127,6 +131,7 @@ def compile_job(
     optimizer: Any = None,
     compress: list[str] | None = None,
     backend: str | None = None,
+    fp8: bool | None = None,
 ) -> CompiledProgram:
     """autopar.compile of a job."""
     import autopar
@@ -143,6 +148,7 @@ def compile_job(
         optimizer=optimizer,
         compression=read_compression(compress),
         backend=backend or "eager",
+        fp8=fp8,
     )
 
 

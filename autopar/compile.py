@@ -21,6 +21,7 @@ from autopar.costs.block_costs import chain
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import OptimizerFactory, adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
+from autopar.fp8 import NOTHING_IN_FP8, check_fp8
 from autopar.graph import Graph
 from autopar.lowering.assembly import program_of, source_of
 from autopar.plan import Pipeline, Plan
@@ -29,6 +30,7 @@ from autopar.planning.request import Candidate, Request, operators_at
 from autopar.sharding.choices import expand
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import common_batch, find_cuts, name_inputs, trace
+from codegen.fp8 import count_calls
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES, placement
 
@@ -51,6 +53,7 @@ def compile(  # noqa: A001
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
     compression: Mapping[str, str] | None = None,
+    fp8: bool | None = None,
     backend: str = "eager",
     plan: Plan | str | None = None,
 ) -> CompiledProgram:
@@ -72,6 +75,10 @@ def compile(  # noqa: A001
         compression: None, or what ZeRO's collectives of parameters are rounded to on the wire: {"gather": "int8" or
             "fp8", "reduce": "int8"}, or one of them. Lossy, with the bounds of codegen/runtime/compressed.py; plans are
             chosen and priced accordingly. Warns where nothing is left to compress. A plan's own by default.
+        fp8: linear layers of repeated layers multiply in e4m3 with a scale per row, but for their weights' gradients
+            (codegen/kernels/fp8.py has the bounds): lossy, for GPUs of compute capability 8.9 or more in bf16. On a CPU
+            the same numbers are computed in fp32, to verify, and take longer. Plans are priced accordingly. A plan's
+            own by default.
         backend: "eager", or "inductor": what layers compute between collectives is compiled by torch.compile, once per
             layer class, in the first step. Plans are neither chosen nor priced for it.
         plan: a plan (or its file) to use instead of searching; it is validated and priced again.
@@ -92,12 +99,15 @@ def compile(  # noqa: A001
         constraints=constraints,
         kernels=kernels,
         compression=compression,
+        fp8=bool(fp8),
     )
     if plan is not None:
         given = Plan.from_file(plan) if isinstance(plan, str) else plan
         if compression is not None:
             given = replace(given, compression=request.training.compression)
-        request = request.compressed(given.compression)
+        if fp8 is not None:
+            given = replace(given, fp8=fp8)
+        request = replace(request.compressed(given.compression), fp8=given.fp8)
         result = reprice(request, given)
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         result = _plan_on_rank_0(request)
@@ -109,6 +119,8 @@ def compile(  # noqa: A001
     # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
     overlapped = request.overlaps and backend == "eager"
     program = with_backend(program_of(best, fused=request.kernels, overlapped=overlapped), backend)
+    if best.plan.fp8 and not count_calls(program):
+        warnings.warn(NOTHING_IN_FP8, stacklevel=2)
     return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)
 
 
@@ -124,6 +136,7 @@ def request_of(
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
     compression: Mapping[str, str] | None = None,
+    fp8: bool = False,
 ) -> Request:
     """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
     if kernels not in KERNEL_CHOICES:
@@ -132,6 +145,8 @@ def request_of(
         raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
     coding = Compression.parse(compression)
     cluster = as_cluster(cluster_spec)
+    if fp8:
+        check_fp8(cluster, precision)
     batch = name_inputs(model, example_inputs, loss_fn)
     rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -148,7 +163,7 @@ def request_of(
     training = training_of(optimizer or adamw, precision, not is_cpu(first))
     training = replace(training, compression=coding)
     fused = kernels == "on" or (kernels == "auto" and not is_cpu(first))
-    return Request(traced, first, rows, precision, training, limits, mixed, fused)
+    return Request(traced, first, rows, precision, training, limits, mixed, fused, fp8)
 
 
 def advised_search(request: Request) -> SearchResult:
@@ -162,8 +177,13 @@ def advised_search(request: Request) -> SearchResult:
 
 
 def reprice(request: Request, plan: Plan) -> SearchResult:
-    """Validate a given plan against the model and predict it anew, with its own compression. Raises PlanError."""
-    request = request.compressed(plan.compression)
+    """Validate a given plan against the model and predict it anew, with its own compression and fp8.
+
+    Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
+    """
+    request = replace(request.compressed(plan.compression), fp8=plan.fp8)
+    if plan.fp8:
+        check_fp8(request.whole, plan.precision)
     _check_devices(plan, request.whole)
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
         raise PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import shutil
@@ -20,6 +21,7 @@ from torch import nn
 
 from autopar.backend import backend_of, require_backend
 from autopar.costs.rates import is_cpu
+from autopar.costs.updates import DefaultAdamW
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.lowering.assembly import home_of
@@ -62,6 +64,11 @@ class CompiledProgram:
         return self.best.plan
 
     @property
+    def any_stage(self) -> Program:
+        """The program, of a pipeline one stage's: what all have in common can be read off it."""
+        return self.program.any if isinstance(self.program, PipelineProgram) else self.program
+
+    @property
     def backend(self) -> str:
         """Who runs what layers compute between collectives: "eager" or "inductor"."""
         return backend_of(self.program)
@@ -91,7 +98,7 @@ class CompiledProgram:
         weights: also write the model's values to `weights.safetensors`, which `main.py` starts from (not for models on
         meta). The folder is complete or absent: it is written beside its place and renamed.
         """
-        return write_folder(self, Path(directory), weights)
+        return write_folder(self, Path(directory), weights, tuned=True)
 
     def build(
         self,
@@ -115,7 +122,7 @@ class CompiledProgram:
         step = runtime_step.Step(
             program,
             mesh,
-            optimizer_factory=self.optimizer,
+            optimizer_factory=self._optimizer_factory(package),
             num_micro_batches=self.plan.num_micro_batches,
             schedule=schedule,
             precision=self.plan.precision,
@@ -125,9 +132,19 @@ class CompiledProgram:
             offload_parameters=self.plan.pipeline.offload == "parameters",
             compression=self.plan.compression.names,
             backend=self.backend,
+            kernels=self.any_stage.kernels,
+            fp8=self.any_stage.fp8,
         )
         step.load(value_source(self.model, init))
         return step
+
+    def _optimizer_factory(self, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:
+        """The given one; the default's fused form where the program has kernels."""
+        given = self.optimizer
+        if not (isinstance(given, DefaultAdamW) and self.any_stage.has_fused_update):
+            return given
+        fused = importlib.import_module(f"{package.__name__}.runtime.fused_adamw").FusedAdamW
+        return functools.partial(fused, lr=given.lr, weight_decay=given.weight_decay)
 
     def _root(self, package: ModuleType, device: torch.device | str) -> tuple[Any, Any, tuple[str, ...]]:
         """What `Step` runs, the mesh of this rank's position, and the schedule's lines."""
@@ -144,7 +161,7 @@ class CompiledProgram:
         home = Path(tempfile.mkdtemp(prefix="autopar_"))
         Finalize(None, shutil.rmtree, (home, True), exitpriority=0)  # unlike atexit's, also run by a forked rank
         name = f"autopar_program_{next(_numbers)}"
-        write_folder(self, home / name, weights=False)
+        write_folder(self, home / name, weights=False, tuned=False)
         sys.path.insert(0, str(home))
         try:
             return importlib.import_module(name)

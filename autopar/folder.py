@@ -17,11 +17,17 @@ from codegen.program import PipelineProgram, Program
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
 
+TUNING_FILE = "tuning.json"
+"""Where kernels of a saved program keep their launch parameters (codegen/kernels/tuning.py), if it is there."""
+
 _IMPORTED = re.compile(r"^from \.kernels\.", re.MULTILINE)
 
 
-def write_folder(compiled: CompiledProgram, directory: Path, weights: bool) -> Path:
-    """Write everything to a sibling folder, then rename it into place (an older one is replaced)."""
+def write_folder(compiled: CompiledProgram, directory: Path, weights: bool, tuned: bool) -> Path:
+    """Write everything to a sibling folder, then rename it into place (an older one is replaced).
+
+    tuned: kernels measure their launch parameters, and keep them in the folder; those of an older one stay.
+    """
     directory = directory.absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}_", dir=directory.parent))
@@ -33,8 +39,12 @@ def write_folder(compiled: CompiledProgram, directory: Path, weights: bool) -> P
     (fresh / "main.py").write_text(emit_main(compiled.program))
     (fresh / "plan.yaml").write_text(compiled.plan.to_yaml())
     copy_package("codegen.runtime", fresh / "runtime")
-    if compiled.plan.compression or any(_IMPORTED.search(text) for text in sources.values()):
+    imports_kernels = any(_IMPORTED.search(text) for text in sources.values())
+    if imports_kernels or compiled.any_stage.kernels or compiled.plan.fp8 or compiled.plan.compression:
         copy_package("codegen.kernels", fresh / "kernels")
+        if tuned:
+            older = directory / TUNING_FILE
+            (fresh / TUNING_FILE).write_bytes(older.read_bytes() if older.exists() else b"{}\n")
     has_values = all(p.device.type != "meta" for p in compiled.model.parameters())
     if weights and has_values:
         _write_weights(compiled, fresh / "weights.safetensors")

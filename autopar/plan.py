@@ -118,6 +118,7 @@ class Plan:
     runner_ups: tuple[tuple[str, float, str], ...] = ()
     pipeline: Pipeline = Pipeline()
     compression: Compression = Compression()
+    fp8: bool = False
     source: str = field(default="", compare=False, repr=False)
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict, compare=False, repr=False)
 

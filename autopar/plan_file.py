@@ -58,6 +58,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "micro_batches": plan.num_micro_batches,
         "precision": plan.precision,
         **({"compression": plan.compression.names} if plan.compression else {}),
+        **({"fp8": True} if plan.fp8 else {}),
         **_pipeline_data(plan.pipeline),
         "top": scope_data(plan.scopes[""]),
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
@@ -152,6 +153,7 @@ class _Reader:
             tuple((r["plan"], float(r["seconds"]), r["why"]) for r in self.data.get("runner_ups") or ()),
             self._pipeline(num_positions, seats),
             self._compression(),
+            self._fp8(),
             self.source,
             self.lines,
         )
@@ -202,6 +204,12 @@ class _Reader:
             values = error.values if isinstance(error.values, str) else ""
             alternatives = error.alternatives if isinstance(error.alternatives, str) else ""
             raise self.fail(("compression",), f"{error.constraint}: {values}", alternatives) from None
+
+    def _fp8(self) -> bool:
+        given = self.data.get("fp8", False)
+        if not isinstance(given, bool):
+            raise self.fail(("fp8",), f"{given!r} is neither true nor false", "true or false")
+        return given
 
     def _modes(self, path: tuple[str, ...], text: str) -> tuple[tuple[str, int], ...]:
         found = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ class TrainerConfig:
     given). steps: optimiser steps in all, those before a resumption included. global_batch_size: rows of a batch, the
     first batch's by default. plan: a plan file to use instead of searching. constraints: see autopar.constraints.
     compression: of ZeRO's collectives, as in autopar.compile (a plan file's own by default).
+    fp8: linear layers multiply in e4m3, as in autopar.compile (a plan file's own by default).
     backend: "eager", or "inductor", which compiles the layers, as in autopar.compile.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
     log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
@@ -55,6 +55,7 @@ class TrainerConfig:
     weight_decay: float = 0.01
     precision: str = "fp32"
     compression: Mapping[str, str] | None = None
+    fp8: bool | None = None
     backend: str = "eager"
     max_grad_norm: float | None = None
     seed: int = 0
@@ -167,10 +168,9 @@ class Trainer:
 
     def optimizer_factory(self) -> Callable[..., torch.optim.Optimizer]:
         """The given factory, or AdamW as configured."""
-        import torch
+        from autopar.costs.updates import DefaultAdamW
 
-        rate, decay = self.config.learning_rate, self.config.weight_decay
-        return self.optimizer or functools.partial(torch.optim.AdamW, lr=rate, weight_decay=decay, fused=True)
+        return self.optimizer or DefaultAdamW(self.config.learning_rate, self.config.weight_decay)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def compile_program(
         optimizer=optimizer,
         precision=config.precision,
         compression=config.compression,
+        fp8=config.fp8,
         backend=config.backend,
         constraints=config.constraints,
         plan=config.plan,
@@ -313,6 +314,8 @@ class _Plain:
             raise ConstraintError(
                 "a plain run has nothing to compress", values=f"{self.config.compression}", alternatives="auto_parallel"
             )
+        if self.config.fp8:
+            raise ConstraintError("a plain run has no fp8", values="fp8=True", alternatives="auto_parallel")
         if self.config.backend != "eager":
             raise ConstraintError("a plain run is eager", values=self.config.backend, alternatives="auto_parallel")
         self.model.train()

@@ -31,6 +31,7 @@ from torch import nn
 from autopar.compile import compile
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
+from autopar.fp8 import EXACT, tolerance
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
 from autopar.tracing.trace import _LossModule, name_inputs
 from codegen.runtime.reference import SameDropout
@@ -49,7 +50,7 @@ class VerifyReport:
 
     gradients, parameters: error by name (parameters after the last step). gradient_floors, floors: the reference's own
     error against the same training in fp64. round_off: names left out by the rule. losses: (program, reference) of
-    each step.
+    each step. tolerance: what may be expected of the program (autopar/fp8.py).
     """
 
     loss: float
@@ -60,6 +61,7 @@ class VerifyReport:
     round_off: tuple[str, ...]
     losses: tuple[tuple[float, float], ...]
     mesh: str
+    tolerance: float = EXACT
 
     @property
     def largest_gradient(self) -> float:
@@ -69,8 +71,9 @@ class VerifyReport:
     def largest_parameter(self) -> float:
         return max(self.parameters.values(), default=0.0)
 
-    def ok(self, tolerance: float = 1e-5) -> bool:
-        """Whether every error is within `tolerance`, or within FLOORS times the reference's own."""
+    def ok(self, tolerance: float | None = None) -> bool:
+        """Whether every error is within `tolerance` (by default the report's), or FLOORS times the reference's own."""
+        tolerance = self.tolerance if tolerance is None else tolerance
         return self.loss <= tolerance and not self.beyond(tolerance)
 
     def beyond(self, tolerance: float = 1e-5) -> tuple[str, ...]:
@@ -116,6 +119,7 @@ def verify(
     kernels: str = "auto",
     backend: str = "eager",
     compression: Mapping[str, str] | None = None,
+    fp8: bool = False,
     steps: int = 3,
     max_grad_norm: float | None = None,
     seed: int = 0,
@@ -136,6 +140,7 @@ def verify(
         precision=precision,
         constraints=constraints,
         kernels=kernels,
+        fp8=fp8,
         backend=backend,
         compression=compression,
     )
@@ -231,6 +236,7 @@ def _compare(
         tuple(sorted(round_off | partly)),
         tuple(losses),
         compiled.plan.layout,
+        tolerance(compiled.program),
     )
 
 

@@ -85,7 +85,7 @@ def main():
     step = Step(
         {model},
         mesh,
-        optimizer_factory=lambda params: torch.optim.AdamW(params, lr=options.lr, fused=True),
+        optimizer_factory=lambda params: {optimizer},
         num_micro_batches=NUM_MICRO_BATCHES,
         precision="{precision}",
         max_grad_norm=options.max_grad_norm,
@@ -123,6 +123,11 @@ Step = importlib.import_module(f"{package}.runtime.step").Step
 INPUTS = {name: spec for stage in PIPELINE.stages for name, spec in stage.program.INPUTS.items()}
 SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())'''
 
+_FUSED_IMPORT = '\nFusedAdamW = importlib.import_module(f"{package}.runtime.fused_adamw").FusedAdamW'
+
+_OPTIMIZER = "torch.optim.AdamW(params, lr=options.lr, fused=True)"
+_FUSED_OPTIMIZER = "FusedAdamW(params, lr=options.lr)"
+
 
 def emit_main(program: Program | PipelineProgram) -> str:
     """The text of main.py."""
@@ -148,7 +153,9 @@ def emit_main(program: Program | PipelineProgram) -> str:
     )
 
 
-def _emit(whole: Program | PipelineProgram, any_program: Program, *, options: list[str], **parts: str) -> str:
+def _emit(
+    whole: Program | PipelineProgram, any_program: Program, *, imports: str, options: list[str], **parts: str
+) -> str:
     """any_program: one with the header's values. options: further arguments of Step."""
     if any_program.offload_optimizer:
         options = [*options, f'offload_optimizer="{any_program.offload_optimizer}"']
@@ -158,6 +165,11 @@ def _emit(whole: Program | PipelineProgram, any_program: Program, *, options: li
         options = [*options, f"compression={json.dumps(dict(any_program.compression))}"]
     if any_program.backend != "eager":
         options = [*options, f'backend="{any_program.backend}"']
+    if any_program.kernels:
+        options = [*options, "kernels=True"]
+    if any_program.fp8:
+        options = [*options, "fp8=True"]
+    is_fused = any_program.has_fused_update
     return _TEMPLATE.format(
         name=whole.name,
         mesh_text=whole.mesh_text,
@@ -167,5 +179,7 @@ def _emit(whole: Program | PipelineProgram, any_program: Program, *, options: li
         precision=any_program.precision,
         vocabulary=any_program.vocabulary,
         options="".join(f"        {option},\n" for option in options),
+        imports=imports + (_FUSED_IMPORT if is_fused else ""),
+        optimizer=_FUSED_OPTIMIZER if is_fused else _OPTIMIZER,
         **parts,
     )

@@ -155,7 +155,8 @@ class Program:
     receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers
     in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
     offload_parameters: ZeRO-3's shards too. compression: of ZeRO's collectives, as `Step` takes it.
-    backend: "eager" or "inductor", as `Step` takes it.
+    backend: "eager" or "inductor", as `Step` takes it. kernels: runs of calls were replaced by fused ones, and the
+    update and the gradient's norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
     """
 
     name: str
@@ -181,6 +182,13 @@ class Program:
     offload_parameters: bool = False
     compression: Mapping[str, str] = field(default_factory=dict)
     backend: str = "eager"
+    kernels: bool = False
+    fp8: bool = False
+
+    @property
+    def has_fused_update(self) -> bool:
+        """Whether the default optimiser is the run time's FusedAdamW."""
+        return self.kernels and not self.offload_optimizer
 
     @property
     def mesh_text(self) -> str:

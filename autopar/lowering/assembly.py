@@ -9,6 +9,7 @@ from autopar.plan import Pipeline
 from autopar.planning.request import Candidate
 from autopar.seats import first_ranks
 from codegen.emit import emit_model
+from codegen.fp8 import in_fp8
 from codegen.fusion import fuse
 from codegen.overlap import overlap
 from codegen.pipeline_source import emit_pipeline
@@ -21,14 +22,19 @@ HOST = "host"
 def program_of(candidate: Candidate, fused: bool, overlapped: bool = False) -> Program | PipelineProgram:
     """What code is generated from.
 
-    fused: with Triton kernels in place of runs of calls. overlapped: sums over ranks of backward run beside weight
-    gradients (codegen/overlap.py), of calls that no kernel has.
+    fused: with Triton kernels in place of runs of calls, for the update and for the gradient's norm. overlapped: sums
+    over ranks of backward run beside weight gradients (codegen/overlap.py), of calls that no kernel has. The plan says
+    whether linear layers are in fp8.
     """
     program = _lowered(candidate)
-    for wanted, rewrite in ((fused, fuse), (overlapped, overlap)):
+    for wanted, rewrite in ((fused, _with_kernels), (candidate.plan.fp8, in_fp8), (overlapped, overlap)):
         if wanted:
             program = program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program)
     return program
+
+
+def _with_kernels(program: Program) -> Program:
+    return replace(fuse(program), kernels=True)
 
 
 def _lowered(candidate: Candidate) -> Program | PipelineProgram:

@@ -45,6 +45,7 @@ def _candidate(request: Request, mesh: Mesh, count: int, choices: Choices, pipel
         scopes,
         pipeline=pipeline,
         compression=request.training.compression,
+        fp8=request.fp8,
     )
     pricer = pricer_for(request, mesh, count, pipeline.offload)
     prediction = predict(graph, operators, pricer, choices, pipeline, unequal_of(request, plan))

@@ -224,6 +224,7 @@ def _candidate(
         compress(graph, operators, pricer.mesh, choices),
         prediction,
         compression=request.training.compression,
+        fp8=request.fp8,
     )
     return Candidate(plan, graph, operators, choices, solution)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.compression import Compression
 from autopar.constraints import Constraints
+from autopar.costs.fp8 import Fp8KernelPricer, Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
@@ -26,14 +27,23 @@ from search.problem import Solution
 HIDDEN_FRACTION = 0.5
 """Share of gradient traffic taken to run behind backward on a GPU: an assumption until it is calibrated."""
 
+_PRICERS: Mapping[tuple[bool, bool], type[Pricer]] = {
+    (False, False): Pricer,
+    (True, False): KernelPricer,
+    (False, True): Fp8Pricer,
+    (True, True): Fp8KernelPricer,
+}
+"""By whether there are fused kernels, and whether linear layers are in fp8."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is to be planned.
 
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
-    of them, the first. kernels: whether the program will have fused kernels, which then are what is priced.
-    num_waiting: devices that wait for one another in a step, 0 for all of `whole`.
+    of them, the first. kernels: whether the program will have fused kernels, which then are what is priced. fp8:
+    whether its linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step,
+    0 for all of `whole`.
     """
 
     trace: BatchedTrace
@@ -44,6 +54,7 @@ class Request:
     constraints: Constraints
     mixed: MixedCluster | None = None
     kernels: bool = False
+    fp8: bool = False
     num_waiting: int = 0
 
     @property
@@ -89,7 +100,7 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
     are as slow as the slowest of all that wait for one another."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
-    kind = KernelPricer if request.kernels else Pricer
+    kind = _PRICERS[request.kernels, request.fp8]
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
     hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION
     return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION)

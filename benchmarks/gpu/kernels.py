@@ -3,13 +3,15 @@
     python -m benchmarks.gpu.kernels            # from the repository's root, on a machine with one GPU
     python -m benchmarks.gpu.kernels --smoke    # anywhere: the same checks on tiny shapes, interpreted, untimed
 
-First every kernel is compared with the same formula in fp64; any error above the tolerance ends the run. Then each
-implementation is timed forward and forward + backward with CUDA events, the L2 cache flushed before each repetition.
-Achieved bytes per second count each input read once and each output written once, whatever an implementation really
-moves, beside the bandwidth of a large device-to-device copy measured in the same run. What consists of matrix products
-is also compared with the rate of a large bf16 product (printed: rate and share follow from a row's shape and seconds;
-a share of fp8 products may exceed 1). liger-kernel is timed too where it is installed. Rows are appended to
-benchmarks/results/kernels.csv; --kernels picks some of them.
+Our kernels choose their launch parameters as in a program (codegen/kernels/tuning.py), anew in every run, and each
+choice is printed; --tuning keeps them in a file, or leaves the first candidates with "off". First every kernel is
+compared with the same formula in fp64; any error above the tolerance ends the run. Then each implementation is timed
+forward and forward + backward with CUDA events, the L2 cache flushed before each repetition. Achieved bytes per second
+count each input read once and each output written once, whatever an implementation really moves, beside the bandwidth
+of a large device-to-device copy measured in the same run. What consists of matrix products is also compared with the
+rate of a large bf16 product (printed: rate and share follow from a row's shape and seconds; a share of fp8 products may
+exceed 1). liger-kernel is timed too where it is installed. Rows are appended to benchmarks/results/kernels.csv;
+--kernels picks some of them.
 """
 
 from __future__ import annotations
@@ -19,23 +21,14 @@ import datetime
 import os
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.kernel_cases import (
-    BOTH,
-    FORWARD,
-    MAKERS,
-    ODD_SHAPES,
-    SMOKE_SHAPES,
-    TIMED_SHAPES,
-    TOLERANCE,
-    Case,
-    Operation,
-    make_case,
-)
+from benchmarks.gpu.cases.case import BOTH, FORWARD, TOLERANCE, Case, Operation, Shape
+from benchmarks.gpu.cases.every import KERNELS, make_case
 from benchmarks.table import append
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.csv"
@@ -176,17 +169,24 @@ def measure(
     return rows
 
 
-def check(shapes: dict[str, list[tuple[int, ...]]], device: str) -> None:
+def print_choices(printed: set[object]) -> None:
+    """What launch parameters were chosen and are not yet among `printed`, which they then are."""
+    from codegen.kernels.tuning import program_tuner
+
+    tuner = program_tuner()
+    for case, tile in (tuner.chosen if tuner else {}).items():
+        if case not in printed:
+            printed.add(case)
+            print(f"  {case}: {tile}")
+
+
+def check(shapes: Mapping[str, tuple[Shape, ...]], device: str) -> None:
     """Compares every kernel with fp64 at every shape and dtype; raises RuntimeError at the first that is off."""
     for kernel, kernel_shapes in shapes.items():
         for shape in kernel_shapes:
             for dtype in TOLERANCE:
                 error = relative_error(make_case(kernel, shape, dtype, device))
                 print(f"{kernel} {shape} {dtype}: relative error {error:.1e}", flush=True)
-
-
-def _chosen(shapes: dict[str, list[tuple[int, ...]]], kernels: list[str]) -> dict[str, list[tuple[int, ...]]]:
-    return {kernel: shapes[kernel] for kernel in kernels if kernel in shapes}
 
 
 def main(arguments: list[str]) -> None:
@@ -196,26 +196,37 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--num-repeats", type=int, default=50)
     parser.add_argument("--output", type=Path, default=RESULTS, help="CSV to append to")
     parser.add_argument(
-        "--kernels", nargs="+", choices=MAKERS, default=list(MAKERS), metavar="KERNEL", help=", ".join(MAKERS)
+        "--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), metavar="KERNEL", help=", ".join(KERNELS)
     )
+    parser.add_argument("--tuning", metavar="FILE", help='of launch parameters to read and add to, or "off"')
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-        check(_chosen(SMOKE_SHAPES, options.kernels), "cpu")
+        check({kernel: KERNELS[kernel].interpreted for kernel in options.kernels}, "cpu")
         return
     if not torch.cuda.is_available():
         parser.error("no CUDA device; --smoke runs without one")
-    check(_chosen(ODD_SHAPES, options.kernels), "cuda")
-    copy_rate = copy_bytes_per_second(options.num_repeats)
-    product_rate = product_flops_per_second(options.num_repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["AUTOPAR_TUNING"] = options.tuning or str(Path(folder) / "tuning.json")
+        run(options.kernels, options.num_repeats, options.output)
+
+
+def run(kernels: list[str], num_repeats: int, output: Path) -> None:
+    """Checks and times `kernels`, and appends the rows to `output`."""
+    check({kernel: KERNELS[kernel].checked for kernel in kernels}, "cuda")
+    printed: set[object] = set()
+    copy_rate = copy_bytes_per_second(num_repeats)
+    product_rate = product_flops_per_second(num_repeats)
     print(f"copy: {copy_rate / 1e9:.0f} GB/s; bf16 products: {product_rate / 1e12:.0f} TFLOP/s")
-    for kernel, shapes in _chosen(TIMED_SHAPES, options.kernels).items():
-        for shape in shapes:
+    for kernel in kernels:
+        for shape in KERNELS[kernel].timed:
             case = make_case(kernel, shape, torch.bfloat16, "cuda")
             error = relative_error(case)
             print(f"{kernel} {shape} bfloat16: relative error {error:.1e}", flush=True)
-            append(measure(case, options.num_repeats, copy_rate, product_rate, error), options.output)
+            rows = measure(case, num_repeats, copy_rate, product_rate, error)
+            print_choices(printed)
+            append(rows, output)
 
 
 if __name__ == "__main__":

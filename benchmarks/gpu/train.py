@@ -36,6 +36,7 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
+from autopar.costs.updates import DefaultAdamW
 from benchmarks.table import append
 
 RESULTS = Path(__file__).parents[1] / "results" / "train.csv"
@@ -44,7 +45,9 @@ LOSS_TOLERANCE = 2e-2
 CHECKED_STEPS, WARM_STEPS = 3, 2
 Batch = Mapping[str, Tensor]
 Step = Callable[[], Tensor]
-Optimizer = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+LEARNING_RATE = 1e-4
+Optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+"""Of the baselines; generated programs have the default one, whose update is a kernel of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ def generated(case: Case, device: torch.device, backend: str) -> Side:
         model,
         autopar.ClusterSpec.detect(1) if cluster == "detect" else cluster,
         example_inputs=case.batch(torch.device("cpu")),
-        optimizer=Optimizer,
+        optimizer=DefaultAdamW(LEARNING_RATE),
         precision="bf16",
         kernels="on" if device.type == "cuda" else "auto",
         backend=backend,

@@ -25,11 +25,19 @@ from typing import Final
 
 import torch
 
-from .chunk_table import BLOCK, CHUNK, ChunkTable, chunk_of, chunk_table, column_pointer, load_tile, store_tile
-from .dispatch import jit, launch_device, num_warps, tl
+from .chunk_table import CHUNK, ChunkTable, chunk_of, chunk_table, column_pointer, load_tile, store_tile
+from .dispatch import jit, launch_device, tl
+from .tile import Tile
+from .tuning import choose
 
 # A program holds the tiles of four columns at once: twice the warps of a single tile, so fewer registers each.
-_WARP_FACTOR: Final = 2
+TILES: Final = (
+    Tile(2048, per_warp=256),
+    Tile(2048),
+    Tile(1024, per_warp=256),
+    Tile(4096, per_warp=256),
+    Tile(4096),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,30 +115,50 @@ def adamw_(
     if not table.chunks.on_kernels:
         adamw_reference_(table, factors_3, decays_T, betas, eps)
         return
-    parameter, gradient, exp_avg, exp_avg_sq, *copy = table.chunks.bases
+    parameter, gradient, *_ = table.chunks.bases
+
+    def trial(tile: Tile) -> None:
+        """Writes what is there already, so that a measurement needs no copies; the copy column is due anyway."""
+        _launch(table, tile, factors_3.new_tensor([0.0, 1.0, 0.0]), torch.ones_like(decays_T), (1.0, 1.0), 1.0)
+
     with launch_device(parameter):
-        _adamw_kernel[(table.chunks.num_chunks,)](
-            parameter,
-            gradient,
-            exp_avg,
-            exp_avg_sq,
-            copy[0] if copy else None,
-            table.chunks.offsets_TK,
-            table.chunks.numels_T,
-            table.chunks.chunks_P2,
-            decays_T,
-            factors_3,
-            1 - betas[0],
-            betas[1],
-            1 - betas[1],
-            eps,
-            NUM_COLUMNS=len(table.chunks.columns),
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-            ALIGNED=table.chunks.is_aligned,
-            HAS_COPY=table.has_copies,
-            num_warps=num_warps(_WARP_FACTOR * BLOCK),
-        )
+        shape, copies = (table.chunks.num_chunks, CHUNK), table.has_copies
+        tile = choose("adamw", TILES, trial, shape, parameter, gradient, copies=copies)
+        _launch(table, tile, factors_3, decays_T, betas, eps)
+
+
+def _launch(
+    table: AdamWTable,
+    tile: Tile,
+    factors_3: torch.Tensor,
+    decays_T: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    parameter, gradient, exp_avg, exp_avg_sq, *copy = table.chunks.bases
+    _, block, _, warps = tile.fit(CHUNK)
+    _adamw_kernel[(table.chunks.num_chunks,)](
+        parameter,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        copy[0] if copy else None,
+        table.chunks.offsets_TK,
+        table.chunks.numels_T,
+        table.chunks.chunks_P2,
+        decays_T,
+        factors_3,
+        1 - betas[0],
+        betas[1],
+        1 - betas[1],
+        eps,
+        NUM_COLUMNS=len(table.chunks.columns),
+        CHUNK=CHUNK,
+        BLOCK=block,
+        ALIGNED=table.chunks.is_aligned,
+        HAS_COPY=table.has_copies,
+        num_warps=warps,
+    )
 
 
 def adamw_reference_(

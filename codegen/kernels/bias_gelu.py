@@ -8,7 +8,8 @@ Formula (gelu and its derivative exact or with tanh, see gelu.py):
     db_C  = sum_N(dx_NC)                                of the values before they are rounded
 
 Shapes: N rows (all leading dims), C columns, P row chunks of the backward pass (partial sums of db). Arithmetic is fp32
-whatever the dtypes of x and b; partial sums are fp32. Backward recomputes h, so only x and b are saved.
+whatever the dtypes of x and b; partial sums are fp32. The tile decides in which order db is summed, and nothing else.
+Backward recomputes h, so only x and b are saved.
 """
 
 from __future__ import annotations
@@ -17,12 +18,27 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_processors, num_warps, row_tile, tl, use_triton
+from .dispatch import as_rows, jit, num_processors, tl, use_triton
 from .gelu import check_approximate, gelu_derivative, gelu_share
+from .tile import Tile
+from .tuning import launch
 
-_MAX_TILE: Final = 4096
-# Backward programs per multiprocessor: enough to hide latency, few enough that P partial rows of db stay small.
-_PROGRAMS_PER_PROCESSOR: Final = 4
+FORWARD_TILES: Final = (
+    Tile(4096, least=2048),
+    Tile(4096, least=2048, per_warp=256),
+    Tile(4096, least=2048, per_warp=1024),
+    Tile(2048, least=2048),
+    Tile(8192, least=2048),
+    Tile(1024, least=4096),
+)
+BACKWARD_TILES: Final = (
+    Tile(4096, least=2048),
+    Tile(4096, least=2048, per_warp=256),
+    Tile(2048, least=2048),
+    Tile(8192, least=2048),
+    Tile(4096, least=2048, programs=2),
+    Tile(2048, least=2048, programs=2),
+)
 
 
 def bias_gelu_reference(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -123,14 +139,15 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, tanh: bool) -> torch.Tensor:
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
-        x_NC = as_rows(x)
+        x_NC, bias = as_rows(x), bias.contiguous()
         num_rows, num_cols = x_NC.shape
-        rows, cols, _ = row_tile(num_cols, _MAX_TILE)
-        y_NC = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device)
-        with launch_device(x):
+
+        def run(tile: Tile) -> torch.Tensor:
+            rows, cols, _, warps = tile.fit(num_cols)
+            y_NC = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device)
             _forward_kernel[(-(-num_rows // rows), -(-num_cols // cols))](
                 x_NC,
-                bias.contiguous(),
+                bias,
                 y_NC,
                 num_rows,
                 num_cols,
@@ -138,8 +155,11 @@ class _BiasGelu(torch.autograd.Function):
                 ROWS=rows,
                 COLS=cols,
                 TANH=tanh,
-                num_warps=num_warps(rows * cols),
+                num_warps=warps,
             )
+            return y_NC
+
+        y_NC = launch("bias_gelu_forward", FORWARD_TILES, run, (num_rows, num_cols), x, bias, tanh=tanh)
         return y_NC.view(x.shape)
 
     @staticmethod
@@ -147,18 +167,19 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, bias = ctx.saved_tensors
         need_dx, need_db, _ = ctx.needs_input_grad
-        x_NC, dy_NC = as_rows(x), as_rows(dy)
+        x_NC, bias, dy_NC = as_rows(x), bias.contiguous(), as_rows(dy)
         num_rows, num_cols = x_NC.shape
-        rows, cols, _ = row_tile(num_cols, _MAX_TILE)
-        column_blocks = -(-num_cols // cols)
-        most_chunks = max(_PROGRAMS_PER_PROCESSOR * num_processors(x.device) // column_blocks, 1)
-        num_chunks = min(-(-num_rows // rows), most_chunks)
-        dx_NC = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need_dx else None
-        db_PC = torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x.device) if need_db else None
-        with launch_device(x):
+
+        def run(tile: Tile) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            rows, cols, _, warps = tile.fit(num_cols)
+            column_blocks = -(-num_cols // cols)
+            most_chunks = max(tile.programs * num_processors(x.device) // column_blocks, 1)
+            num_chunks = min(-(-num_rows // rows), most_chunks)
+            dx_NC = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need_dx else None
+            db_PC = torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x.device) if need_db else None
             _backward_kernel[(num_chunks, column_blocks)](
                 x_NC,
-                bias.contiguous(),
+                bias,
                 dy_NC,
                 dx_NC,
                 db_PC,
@@ -171,7 +192,10 @@ class _BiasGelu(torch.autograd.Function):
                 TANH=ctx.tanh,
                 NEED_DX=need_dx,
                 NEED_DB=need_db,
-                num_warps=num_warps(rows * cols),
+                num_warps=warps,
             )
-        dx = None if dx_NC is None else dx_NC.view(x.shape)
-        return dx, None if db_PC is None else db_PC.sum(0).to(bias.dtype), None
+            return dx_NC, None if db_PC is None else db_PC.sum(0).to(bias.dtype)
+
+        flags = {"tanh": ctx.tanh, "dx": need_dx, "db": need_db}
+        dx_NC, db = launch("bias_gelu_backward", BACKWARD_TILES, run, (num_rows, num_cols), x, bias, **flags)
+        return None if dx_NC is None else dx_NC.view(x.shape), db, None

@@ -3,7 +3,7 @@
 A table has rows of tensors that belong together (a parameter, its gradient, its state), of one number of elements, in
 columns of one dtype. A kernel gets the first tensor of each column as a pointer, and the others as 64-bit distances
 from it, in elements: a GPU has one address space, so that any tensor is at some distance from any other. Program i
-works on chunk i: CHUNK elements (fewer at a tensor's end) of each tensor of a row, in tiles of BLOCK.
+works on chunk i: CHUNK elements (fewer at a tensor's end) of each tensor of a row, tile by tile.
 
 Shapes: T rows, K columns, P chunks. int64 throughout.
 """
@@ -20,7 +20,6 @@ from .dispatch import jit, tl, use_triton
 
 # A chunk is long enough for the look-ups before it not to count: 128 KiB of fp32 in each column.
 CHUNK: Final = 32768
-BLOCK: Final = 2048
 _ALIGNMENT: Final = 16
 
 

@@ -12,6 +12,7 @@ max and logsum come from one pass over V in blocks, keeping a running maximum an
 sum would round away the digits of logsum when logits are large (at 10^4, fp32 resolves 10^-3).
 
 Shapes: N tokens, V vocabulary. Arithmetic is fp32; the forward pass saves max and logsum (fp32, `[N]`) and the logits.
+The tile decides in which order logsum is summed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,19 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import as_rows, jit, tl, use_triton
+from .tile import Tile
+from .tuning import launch
 
-_MAX_BLOCK: Final = 8192
+FORWARD_TILES: Final = (
+    Tile(8192),
+    Tile(8192, per_warp=256),
+    Tile(8192, per_warp=1024),
+    Tile(16384),
+    Tile(4096),
+    Tile(4096, per_warp=256),
+)
+BACKWARD_TILES: Final = (Tile(8192), Tile(8192, per_warp=256), Tile(4096), Tile(2048), Tile(1024))
 
 
 def cross_entropy_reference(logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -132,10 +143,11 @@ class _CrossEntropy(torch.autograd.Function):
         # Logits with a strided last dim are copied (see as_rows); a sliced sequence or vocabulary is read in place.
         logits_NV, target_N = as_rows(logits), target.contiguous()
         num_rows, num_classes = logits_NV.shape
-        loss_N = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-        max_N, logsum_N = torch.empty_like(loss_N), torch.empty_like(loss_N)
-        block = min(power_of_2_at_least(num_classes), _MAX_BLOCK)
-        with launch_device(logits):
+
+        def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            _, block, _, warps = tile.fit(num_classes)
+            loss_N = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+            max_N, logsum_N = torch.empty_like(loss_N), torch.empty_like(loss_N)
             _forward_kernel[(num_rows,)](
                 logits_NV,
                 target_N,
@@ -146,8 +158,13 @@ class _CrossEntropy(torch.autograd.Function):
                 logits_NV.stride(0),
                 ignore_index,
                 BLOCK=block,
-                num_warps=num_warps(block),
+                num_warps=warps,
             )
+            return loss_N, max_N, logsum_N
+
+        loss_N, max_N, logsum_N = launch(
+            "cross_entropy_forward", FORWARD_TILES, run, (num_rows, num_classes), logits_NV
+        )
         ctx.save_for_backward(logits, target_N, max_N, logsum_N)
         ctx.ignore_index = ignore_index
         return loss_N
@@ -158,10 +175,11 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target_N, max_N, logsum_N = ctx.saved_tensors
         logits_NV = as_rows(logits)
         num_rows, num_classes = logits_NV.shape
-        dlogits = torch.empty((num_rows, num_classes), dtype=logits.dtype, device=logits.device)
-        block = min(power_of_2_at_least(num_classes), _MAX_BLOCK)
-        blocks_per_row = -(-num_classes // block)
-        with launch_device(logits):
+
+        def run(tile: Tile) -> torch.Tensor:
+            _, block, _, warps = tile.fit(num_classes)
+            blocks_per_row = -(-num_classes // block)
+            dlogits = torch.empty((num_rows, num_classes), dtype=logits.dtype, device=logits.device)
             _backward_kernel[(num_rows * blocks_per_row,)](
                 logits_NV,
                 target_N,
@@ -175,6 +193,9 @@ class _CrossEntropy(torch.autograd.Function):
                 dloss_N.stride(0),
                 ctx.ignore_index,
                 BLOCK=block,
-                num_warps=num_warps(block),
+                num_warps=warps,
             )
+            return dlogits
+
+        dlogits = launch("cross_entropy_backward", BACKWARD_TILES, run, (num_rows, num_classes), logits_NV)
         return dlogits, None, None

@@ -1,4 +1,4 @@
-"""What the kernels share: the optional Triton import, the choice of path, and launch shapes.
+"""What the kernels share: the optional Triton import, the choice of path, and how tensors are read as rows.
 
 Triton is optional. Without it (CPU-only installations, Windows, macOS) every operation runs its torch reference.
 """
@@ -23,13 +23,6 @@ KERNEL_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # `triton.jit` reads TRITON_INTERPRET when it decorates, which is when the kernel files are imported. Reading it at
 # the same moment keeps the dispatch true to what the kernels became, whatever happens to the environment later.
 INTERPRETING: Final[bool] = triton is not None and bool(triton.knobs.runtime.interpret)
-
-# Elements one warp holds of one tile: 16 per thread. ptxas for sm_90 then reports 17 to 128 registers a thread and no
-# spills for every kernel here at every tile size the launchers choose, in bf16 and fp32; but for one word where the
-# gradient of a layer norm's sum has rows beyond a tile, in fp32.
-_ELEMENTS_PER_WARP: Final = 512
-# Elements of the smallest tile of rows: short rows share it (heads of 64 or 128 in query-key norms).
-MIN_TILE: Final = 2048
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -80,17 +73,6 @@ def elementwise_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def power_of_2_at_least(value: int) -> int:
     """The smallest power of two that is >= `value` (>= 1): Triton's tile sizes are powers of two."""
     return 1 << max(value - 1, 0).bit_length()
-
-
-def num_warps(num_elements: int) -> int:
-    """Warps for a program whose largest tile has `num_elements` elements: between 4 and 32."""
-    return min(max(power_of_2_at_least(num_elements // _ELEMENTS_PER_WARP), 4), 32)
-
-
-def row_tile(num_cols: int, max_tile: int) -> tuple[int, int, bool]:
-    """(rows, columns, whether a row fits) of the tile for rows of `num_cols` elements."""
-    cols = min(power_of_2_at_least(num_cols), max_tile)
-    return max(MIN_TILE // cols, 1), cols, cols >= num_cols
 
 
 def num_processors(device: torch.device) -> int:

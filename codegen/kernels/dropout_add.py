@@ -28,10 +28,19 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from .dispatch import jit, launch_device, num_warps, row_tile, tl, use_triton
+from .dispatch import jit, tl, use_triton
 from .residual import check_agree
+from .tile import Tile
+from .tuning import launch
 
-_MAX_TILE: Final = 4096
+TILES: Final = (
+    Tile(4096, least=2048),
+    Tile(4096, least=2048, per_warp=256),
+    Tile(4096, least=2048, per_warp=1024),
+    Tile(2048, least=2048),
+    Tile(1024, least=1024, per_warp=256),
+    Tile(8192, least=2048),
+)
 _MASK_64: Final = (1 << 64) - 1
 
 
@@ -195,11 +204,12 @@ def _launch(
     residual_RC = None if residual is None else _as_grid(residual, grid)
     num_rows, num_cols = x_RC.shape
     paired = grid.paired and row_offset % 2 == 0
-    rows, cols, _ = row_tile(num_cols, _MAX_TILE)
-    blocks_per_row = -(-num_cols // cols)
     multiplier, start = _constants(key)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with launch_device(x):
+
+    def run(tile: Tile) -> torch.Tensor:
+        rows, cols, _, warps = tile.fit(num_cols)
+        blocks_per_row = -(-num_cols // cols)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _dropout_kernel[(-(-num_rows // rows) * blocks_per_row,)](
             x_RC,
             residual_RC,
@@ -220,10 +230,13 @@ def _launch(
             COLS=cols,
             PAIRED=paired,
             HAS_RESIDUAL=residual is not None,
-            num_warps=num_warps(rows * cols),
+            num_warps=warps,
             enable_fp_fusion=False,
         )
-    return y
+        return y
+
+    flags = {"paired": paired, "residual": residual is not None}
+    return launch("dropout_add", TILES, run, (num_rows, num_cols), x, **flags)
 
 
 class _DropoutAdd(torch.autograd.Function):

@@ -32,13 +32,22 @@ from typing import Any, Final
 import torch
 
 from . import dispatch
-from .dispatch import as_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import as_rows, jit, tl, use_triton
+from .tile import Tile
+from .tuning import launch
 
 E4M3: Final = torch.float8_e4m3fn
 E4M3_MAX: Final = 448.0
 # Below this a row counts as zero but for its subnormals: 448 / amax would overflow for the smallest fp32 numbers.
 SMALLEST_AMAX: Final = 2.0**-100
-_MAX_BLOCK: Final = 8192
+QUANTIZE_TILES: Final = (
+    Tile(8192),
+    Tile(8192, per_warp=256),
+    Tile(8192, per_warp=1024),
+    Tile(16384),
+    Tile(4096),
+)
+DEQUANTIZE_TILES: Final = (Tile(8192), Tile(8192, per_warp=256), Tile(4096), Tile(2048), Tile(1024))
 _MULTIPLE: Final = 16
 
 
@@ -70,10 +79,11 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_rows_reference(x)
     x_NK = as_rows(x)
     num_rows, num_cols = x_NK.shape
-    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
-    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-    with launch_device(x):
+
+    def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        _, block, whole_row, warps = tile.fit(num_cols)
+        q = torch.empty(x.shape, dtype=E4M3, device=x.device)
+        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         _quantize_kernel[(num_rows,)](
             x_NK,
             q,
@@ -83,10 +93,12 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             LARGEST=E4M3_MAX,
             SMALLEST_AMAX=SMALLEST_AMAX,
             BLOCK=block,
-            WHOLE_ROW=block >= num_cols,
-            num_warps=num_warps(block),
+            WHOLE_ROW=whole_row,
+            num_warps=warps,
         )
-    return q, scale
+        return q, scale
+
+    return launch("quantize_rows", QUANTIZE_TILES, run, (num_rows, num_cols), x_NK)
 
 
 def dequantize_rows(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -100,15 +112,20 @@ def dequantize_rows(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     is_kernel_dtype = dtype in dispatch.KERNEL_DTYPES
     if not (use_triton(scale) and has_e4m3(scale) and is_kernel_dtype and q.is_contiguous() and q.numel()):
         return dequantize_rows_reference(q, scale, dtype)
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    scale = scale.contiguous()
     num_cols = q.shape[-1]
-    block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-    blocks_per_row = -(-num_cols // block)
-    with launch_device(q):
-        _dequantize_kernel[(q.numel() // num_cols * blocks_per_row,)](
-            q, scale.contiguous(), out, num_cols, blocks_per_row, BLOCK=block, num_warps=num_warps(block)
+    num_rows = q.numel() // num_cols
+
+    def run(tile: Tile) -> torch.Tensor:
+        _, block, _, warps = tile.fit(num_cols)
+        blocks_per_row = -(-num_cols // block)
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        _dequantize_kernel[(num_rows * blocks_per_row,)](
+            q, scale, out, num_cols, blocks_per_row, BLOCK=block, num_warps=warps
         )
-    return out
+        return out
+
+    return launch("dequantize_rows", DEQUANTIZE_TILES, run, (num_rows, num_cols), q, half=dtype.itemsize == 2)
 
 
 def scaled_product(

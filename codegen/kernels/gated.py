@@ -6,9 +6,11 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import elementwise_rows, launch_device, num_warps, power_of_2_at_least
+from . import tuning
+from .dispatch import elementwise_rows
+from .tile import Tile
 
-_MAX_BLOCK: Final = 4096
+TILES: Final = (Tile(4096), Tile(4096, per_warp=256), Tile(4096, per_warp=1024), Tile(2048), Tile(8192), Tile(1024))
 
 
 def check_agree(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -20,19 +22,25 @@ def check_agree(gate: torch.Tensor, up: torch.Tensor) -> None:
         )
 
 
-def launch(kernel: Any, inputs: tuple[torch.Tensor, ...], num_outputs: int, **options: Any) -> list[torch.Tensor]:
+def launch(
+    name: str, kernel: Any, inputs: tuple[torch.Tensor, ...], num_outputs: int, **options: bool
+) -> list[torch.Tensor]:
     """Contiguous outputs like the inputs, which are of one shape and any strides.
 
     kernel: (inputs, outputs, columns, blocks per row, the inputs' row strides, BLOCK, options) on `[N, C]`.
     """
-    outputs = [torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device) for _ in range(num_outputs)]
     rows = elementwise_rows(*inputs)
     num_rows, num_cols = rows[0].shape
-    block = min(power_of_2_at_least(num_cols), _MAX_BLOCK)
-    blocks_per_row = -(-num_cols // block)
     strides = [tensor.stride(0) for tensor in rows]
-    with launch_device(inputs[0]):
+
+    def run(tile: Tile) -> list[torch.Tensor]:
+        _, block, _, warps = tile.fit(num_cols)
+        blocks_per_row = -(-num_cols // block)
+        outputs = [torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)]
+        outputs += [torch.empty_like(outputs[0]) for _ in range(num_outputs - 1)]
         kernel[(num_rows * blocks_per_row,)](
-            *rows, *outputs, num_cols, blocks_per_row, *strides, BLOCK=block, num_warps=num_warps(block), **options
+            *rows, *outputs, num_cols, blocks_per_row, *strides, BLOCK=block, num_warps=warps, **options
         )
-    return outputs
+        return outputs
+
+    return tuning.launch(name, TILES, run, (num_rows, num_cols), inputs[0], **options)

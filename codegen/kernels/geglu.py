@@ -105,11 +105,11 @@ class _GeGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.tanh = tanh
-        (y,) = launch(_forward_kernel, (gate, up), 1, TANH=tanh)
+        (y,) = launch("geglu_forward", _forward_kernel, (gate, up), 1, TANH=tanh)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        dgate, dup = launch(_backward_kernel, (*ctx.saved_tensors, dy), 2, TANH=ctx.tanh)
+        dgate, dup = launch("geglu_backward", _backward_kernel, (*ctx.saved_tensors, dy), 2, TANH=ctx.tanh)
         return dgate, dup, None

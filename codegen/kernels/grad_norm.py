@@ -5,20 +5,26 @@ Formula, over rows T of a table with weights w_T:
     total  = sum_T(w_T * sum(gradient_T ** 2))
     factor = min(1, max_norm / (sqrt(total) + 1e-6))         as torch.nn.utils.clip_grad_norm_
 
-Squares and sums are fp32 within a chunk: a partial sum per column of a tile, then over the tile, so that
-a chunk's relative error is below (CHUNK / BLOCK + log2(BLOCK) + 1) * 2**-24 = 2e-6, and the sum over chunks is fp64. No
-atomic operations: equal input gives equal bits. Nothing waits for the device. Of sharded gradients each rank has a
-part of the sum: add up `squared_norm` over ranks, with a weight of 1 / copies where several hold the same elements.
+Squares and sums are fp32 within a chunk: a partial sum per column of a tile of B elements, then over the tile, so that
+a chunk's relative error is below (CHUNK / B + log2(B) + 1) * 2**-24 < 3e-6, and the sum over chunks is fp64. No atomic
+operations: equal input gives equal bits, with the same tile, which decides the order of the fp32 sums. Nothing waits
+for the device. Of sharded gradients each rank has a part of the sum: add up `squared_norm` over ranks, with a weight
+of 1 / copies where several hold the same elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
-from .chunk_table import BLOCK, CHUNK, ChunkTable, chunk_of, column_pointer, load_tile
-from .dispatch import jit, launch_device, num_warps, tl
+from .chunk_table import CHUNK, ChunkTable, chunk_of, column_pointer, load_tile
+from .dispatch import jit, tl
+from .tile import Tile
+from .tuning import launch
+
+TILES: Final = (Tile(2048), Tile(2048, per_warp=256), Tile(1024, per_warp=256), Tile(4096), Tile(8192))
 
 
 def squared_norm_reference(gradients: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
@@ -44,8 +50,10 @@ def squared_norm(table: ChunkTable, column: int = 0, weights: torch.Tensor | Non
     gradients = table.columns[column]
     if not table.on_kernels:
         return squared_norm_reference(gradients, None if weights is None else weights.tolist())
-    partial_P = torch.empty(table.num_chunks, dtype=torch.float32, device=gradients[0].device)
-    with launch_device(partial_P):
+
+    def run(tile: Tile) -> torch.Tensor:
+        _, block, _, warps = tile.fit(CHUNK)
+        partial_P = torch.empty(table.num_chunks, dtype=torch.float32, device=gradients[0].device)
         _square_kernel[(table.num_chunks,)](
             gradients[0],
             table.offsets_TK,
@@ -56,11 +64,15 @@ def squared_norm(table: ChunkTable, column: int = 0, weights: torch.Tensor | Non
             COLUMN=column,
             NUM_COLUMNS=len(table.columns),
             CHUNK=CHUNK,
-            BLOCK=BLOCK,
+            BLOCK=block,
             ALIGNED=table.is_aligned,
             WEIGHTED=weights is not None,
-            num_warps=num_warps(BLOCK),
+            num_warps=warps,
         )
+        return partial_P
+
+    shape, is_weighted = (table.num_chunks, CHUNK), weights is not None
+    partial_P = launch("squared_norm", TILES, run, shape, gradients[0], weighted=is_weighted)
     return partial_P.sum(dtype=torch.float64).to(torch.float32)
 
 

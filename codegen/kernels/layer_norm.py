@@ -16,25 +16,21 @@ The variance is the mean square of the differences from the mean, in a second pa
 the mean's square loses all digits where the mean is large.
 
 Shapes: N rows (all leading dims), H hidden, P row chunks of the backward pass (partial sums of dw and db). Arithmetic
-is fp32 whatever the dtypes of x, w and b; mean, rstd, dot, avg and the partial sums are fp32. The kernels also do
-add_layer_norm.py.
+is fp32 whatever the dtypes of x, w and b; mean, rstd, dot, avg and the partial sums are fp32. The tile decides in which
+order mean, rstd, dot, avg, dw and db are summed. The kernels also do add_layer_norm.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_processors, num_warps, row_tile, tl, use_triton
+from .dispatch import as_rows, jit, num_processors, tl, use_triton
 from .residual import load_sum
-
-# Elements of one tile. A row longer than the largest tile is read in blocks, which costs other passes. The backward
-# tile is smaller: it also holds w, dy and the sums of dw and db.
-_MAX_FORWARD_TILE: Final = 16384
-_MAX_BACKWARD_TILE: Final = 8192
-# Backward programs per multiprocessor: enough to hide latency, few enough that P partial rows stay small.
-_CHUNKS_PER_PROCESSOR: Final = 4
+from .row_tiles import BACKWARD_TILES, FORWARD_TILES
+from .tile import Tile
+from .tuning import launch
 
 
 def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -267,17 +263,19 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(y, x + residual where there is one, mean, rstd)."""
     num_rows, num_cols = x_NH.shape
-    rows, cols, whole_row = row_tile(num_cols, _MAX_FORWARD_TILE)
-    y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
-    sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
-    mean_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
-    rstd_N = torch.empty_like(mean_N)
-    with launch_device(x_NH):
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+
+    def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        rows, cols, whole_row, warps = tile.fit(num_cols)
+        y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
+        sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
+        mean_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
+        rstd_N = torch.empty_like(mean_N)
         _forward_kernel[(-(-num_rows // rows),)](
             x_NH,
             residual_NH,
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
+            weight,
+            bias,
             y_NH,
             sum_NH,
             mean_N,
@@ -292,9 +290,12 @@ def launch_forward(
             WHOLE_ROW=whole_row,
             HAS_RESIDUAL=residual_NH is not None,
             HAS_BIAS=bias is not None,
-            num_warps=num_warps(rows * cols),
+            num_warps=warps,
         )
-    return y_NH, sum_NH, mean_N, rstd_N
+        return y_NH, sum_NH, mean_N, rstd_N
+
+    flags = {"residual": residual_NH is not None, "bias": bias is not None}
+    return launch("layer_norm_forward", FORWARD_TILES, run, (num_rows, num_cols), x_NH, weight, **flags)
 
 
 def launch_backward(
@@ -308,16 +309,16 @@ def launch_backward(
     x_NH, dy_NH, weight = as_rows(x), as_rows(dy), weight.contiguous()
     dsum_NH = None if dsum is None else as_rows(dsum)
     num_rows, num_cols = x_NH.shape
-    rows, cols, whole_row = row_tile(num_cols, _MAX_BACKWARD_TILE)
-    num_chunks = min(-(-num_rows // rows), _CHUNKS_PER_PROCESSOR * num_processors(x.device))
-    dx_NH = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need[0] else None
-    dw_PH, db_PH = (
-        torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x.device) if needed else None
-        for needed in need[1:]
-    )
-    dot_N, avg_N = (torch.empty_like(rstd_N) if need[0] and not whole_row else None for _ in range(2))
-    warps = num_warps(rows * cols)
-    with launch_device(x):
+
+    def run(tile: Tile) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        rows, cols, whole_row, warps = tile.fit(num_cols)
+        num_chunks = min(-(-num_rows // rows), tile.programs * num_processors(x.device))
+        dx_NH = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device) if need[0] else None
+        dw_PH, db_PH = (
+            torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x.device) if needed else None
+            for needed in need[1:]
+        )
+        dot_N, avg_N = (torch.empty_like(rstd_N) if need[0] and not whole_row else None for _ in range(2))
         if dot_N is not None:
             _row_means_kernel[(num_rows,)](
                 x_NH,
@@ -359,9 +360,12 @@ def launch_backward(
             HAS_DSUM=dsum_NH is not None,
             num_warps=warps,
         )
-    dw = None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
-    db = None if db_PH is None or bias is None else db_PH.sum(0).to(bias.dtype)
-    return None if dx_NH is None else dx_NH.view(x.shape), dw, db
+        dw = None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
+        db = None if db_PH is None or bias is None else db_PH.sum(0).to(bias.dtype)
+        return None if dx_NH is None else dx_NH.view(x.shape), dw, db
+
+    flags = {"dx": need[0], "dw": need[1], "db": need[2], "dsum": dsum_NH is not None}
+    return launch("layer_norm_backward", BACKWARD_TILES, run, (num_rows, num_cols), x_NH, weight, **flags)
 
 
 class _LayerNorm(torch.autograd.Function):

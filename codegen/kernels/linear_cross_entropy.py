@@ -34,7 +34,8 @@ bytes per element of x and weight (dw in fp32: 4 bytes; in the weight's dtype: a
     forward    C V e + N H e + V H a            logits of one chunk, dx, dw
     backward   N H 2 e + V H (a + e)            dx and dw as computed, and times s in the inputs' dtype
 
-against N V (4 + 2 e) for the unfused pair with an fp32 copy of the logits, at least.
+against N V (4 + 2 e) for the unfused pair with an fp32 copy of the logits, at least. The tile decides in which order
+logsum is summed, and neither C nor the memory.
 """
 
 from __future__ import annotations
@@ -43,9 +44,20 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import as_rows, jit, launch_device, tl, use_triton
+from .tile import Tile
+from .tuning import choose, launch
 
-_MAX_BLOCK: Final = 8192
+STATISTICS_TILES: Final = (
+    Tile(8192),
+    Tile(8192, per_warp=256),
+    Tile(8192, per_warp=1024),
+    Tile(16384),
+    Tile(4096),
+    Tile(4096, per_warp=256),
+)
+# Of kernels that read and write every element by itself.
+ELEMENT_TILES: Final = (Tile(8192), Tile(8192, per_warp=256), Tile(4096), Tile(2048), Tile(1024))
 # Elements of a chunk of logits: 512 MiB in bf16, where the rows (2048 for 128k entries) still fill a GPU's products.
 _ELEMENTS_PER_CHUNK_CPU: Final = 1 << 20
 _ELEMENTS_PER_CHUNK_GPU: Final = 1 << 28
@@ -249,8 +261,9 @@ def _statistics(logits_CV: torch.Tensor, target_C: torch.Tensor, first_class: in
     """Fills stats with what `_statistics_kernel` says, of the columns that start with entry `first_class`."""
     num_rows, num_classes = logits_CV.shape
     if use_triton(logits_CV):
-        block = min(power_of_2_at_least(num_classes), _MAX_BLOCK)
-        with launch_device(logits_CV):
+
+        def run(tile: Tile) -> None:
+            _, block, _, warps = tile.fit(num_classes)
             _statistics_kernel[(num_rows,)](
                 logits_CV,
                 target_C,
@@ -260,8 +273,10 @@ def _statistics(logits_CV: torch.Tensor, target_C: torch.Tensor, first_class: in
                 stats_3C.stride(0),
                 first_class,
                 BLOCK=block,
-                num_warps=num_warps(block),
+                num_warps=warps,
             )
+
+        launch("linear_cross_entropy_statistics", STATISTICS_TILES, run, (num_rows, num_classes), logits_CV)
         return
     x = logits_CV.to(stats_3C.dtype)
     column = target_C - first_class
@@ -281,11 +296,12 @@ def _to_gradient(
     first_class: int,
     all_classes: int,
     ignore_index: int,
+    tile: Tile,
 ) -> None:
     """Overwrites the logits with dlogits."""
     num_rows, num_classes = logits_CV.shape
     if use_triton(logits_CV):
-        block = min(power_of_2_at_least(num_classes), _MAX_BLOCK)
+        _, block, _, warps = tile.fit(num_classes)
         blocks_per_row = -(-num_classes // block)
         with launch_device(logits_CV):
             _gradient_kernel[(num_rows * blocks_per_row,)](
@@ -300,7 +316,7 @@ def _to_gradient(
                 all_classes,
                 ignore_index,
                 BLOCK=block,
-                num_warps=num_warps(block),
+                num_warps=warps,
             )
         return
     column = target_C - first_class
@@ -339,13 +355,15 @@ def _scaled(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     """`tensor * scale` in `dtype`, multiplied in fp32: torch would first round a 0-dim scale to the tensor's dtype."""
     if not use_triton(tensor, scale):
         return (tensor.to(scale.dtype) * scale).to(dtype)
-    out = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    block = min(power_of_2_at_least(tensor.numel()), _MAX_BLOCK)
-    with launch_device(tensor):
-        _scale_kernel[(-(-tensor.numel() // block),)](
-            tensor, scale, out, tensor.numel(), BLOCK=block, num_warps=num_warps(block)
-        )
-    return out
+
+    def run(tile: Tile) -> torch.Tensor:
+        _, block, _, warps = tile.fit(tensor.numel())
+        out = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        _scale_kernel[(-(-tensor.numel() // block),)](tensor, scale, out, tensor.numel(), BLOCK=block, num_warps=warps)
+        return out
+
+    half = dtype.itemsize == 2
+    return launch("linear_cross_entropy_scale", ELEMENT_TILES, run, (tensor.numel(),), tensor, half=half)
 
 
 class _Chunks:
@@ -380,6 +398,9 @@ class _Chunks:
         stats_3N = torch.empty((3, num_rows), dtype=stats_dtype, device=x.device)
         losses_N = torch.empty(num_rows, dtype=stats_dtype, device=x.device)
         buffer_CV = torch.empty((min(self.chunk_rows, num_rows), num_classes), dtype=x.dtype, device=x.device)
+        tile = ELEMENT_TILES[0]
+        if any(needs) and use_triton(buffer_CV):
+            tile = self._gradient_tile(buffer_CV, target_N, stats_3N, first_class, all_classes)
         for top in range(0, num_rows, self.chunk_rows):
             rows = slice(top, min(top + self.chunk_rows, num_rows))
             x_CH, target_C, logits_CV = x_NH[rows], target_N[rows], buffer_CV[: rows.stop - top]
@@ -393,7 +414,7 @@ class _Chunks:
                 continue
             max_C, logsum_C, x_target_C = _over_ranks(stats_3C, self.axis)
             losses_N[rows] = self._losses(max_C, logsum_C, x_target_C, target_C, all_classes)
-            _to_gradient(logits_CV, target_C, max_C, logsum_C, first_class, all_classes, self.ignore_index)
+            _to_gradient(logits_CV, target_C, max_C, logsum_C, first_class, all_classes, self.ignore_index, tile)
             if dx_NH is not None:
                 torch.mm(logits_CV, weight_VH, out=dx_NH[rows])
             if dw_VH is not None:
@@ -403,6 +424,25 @@ class _Chunks:
         if not any(needs):
             losses_N = self._losses(*_over_ranks(stats_3N, self.axis), target_N, all_classes)
         return losses_N, dx_NH, dw_VH, db_V
+
+    def _gradient_tile(
+        self,
+        buffer_CV: torch.Tensor,
+        target_N: torch.Tensor,
+        stats_3N: torch.Tensor,
+        first_class: int,
+        all_classes: int,
+    ) -> Tile:
+        """Measured while nothing is in the buffer yet: dlogits take the place of the logits."""
+        num_rows = len(buffer_CV)
+        max_C, logsum_C, _ = stats_3N[:, :num_rows]
+        bounds = first_class, all_classes, self.ignore_index
+
+        def trial(tile: Tile) -> None:
+            _to_gradient(buffer_CV, target_N[:num_rows], max_C, logsum_C, *bounds, tile)
+
+        with launch_device(buffer_CV):
+            return choose("linear_cross_entropy_gradient", ELEMENT_TILES, trial, tuple(buffer_CV.shape), buffer_CV)
 
     def _losses(
         self,

@@ -34,14 +34,22 @@ from typing import Final
 import torch
 
 from . import dispatch
-from .dispatch import jit, launch_device, num_warps, tl, use_triton
+from .dispatch import jit, tl, use_triton
 from .fp8 import E4M3, E4M3_MAX, SMALLEST_AMAX, has_e4m3
+from .tile import Tile
+from .tuning import launch
 
 _LARGEST: Final = {torch.int8: 127.0, E4M3: E4M3_MAX}
 _SMALLEST_BLOCK: Final = 16
 _LARGEST_BLOCK: Final = 8192
-# Elements of one program: short blocks share it.
-_TILE: Final = 4096
+# Short blocks share a program; longer ones have one each, whatever `most` says.
+TILES: Final = (
+    Tile(_LARGEST_BLOCK, least=4096),
+    Tile(_LARGEST_BLOCK, least=4096, per_warp=256),
+    Tile(_LARGEST_BLOCK, least=4096, per_warp=1024),
+    Tile(_LARGEST_BLOCK, least=2048),
+    Tile(_LARGEST_BLOCK, least=8192),
+)
 _ALIGNMENT: Final = 16
 
 
@@ -151,10 +159,12 @@ def quantize_blocks(
         codes.copy_(found[0])
         scales.copy_(found[1])
         return codes, scales
-    rows = max(_TILE // block_size, 1)
-    with launch_device(x):
+    x = x.contiguous()
+
+    def run(tile: Tile) -> None:
+        rows, _, _, warps = tile.fit(block_size)
         _quantize_kernel[(-(-blocks // rows),)](
-            x.contiguous(),
+            x,
             codes,
             scales,
             x.numel(),
@@ -166,8 +176,10 @@ def quantize_blocks(
             BLOCK=block_size,
             INTEGER=dtype == torch.int8,
             STOCHASTIC=seed is not None,
-            num_warps=num_warps(rows * block_size),
+            num_warps=warps,
         )
+
+    launch("quantize_blocks", TILES, run, (blocks, block_size), x, codes, stochastic=seed is not None)
     return codes, scales
 
 
@@ -201,9 +213,10 @@ def dequantize_sum(
     contiguous = codes[:1].is_contiguous() and scales[:1].is_contiguous()
     if not (use_triton(scales) and has_e4m3(scales) and dtype in dispatch.KERNEL_DTYPES and contiguous):
         return dequantize_sum_reference(codes, scales, shape, dtype)
-    out = torch.empty(shape, dtype=dtype, device=codes.device)
-    rows = max(_TILE // block_size, 1)
-    with launch_device(codes):
+
+    def run(tile: Tile) -> torch.Tensor:
+        rows, _, _, warps = tile.fit(block_size)
+        out = torch.empty(shape, dtype=dtype, device=codes.device)
         _dequantize_sum_kernel[(-(-blocks // rows),)](
             codes,
             scales,
@@ -215,9 +228,12 @@ def dequantize_sum(
             scales.stride(0),
             ROWS=rows,
             BLOCK=block_size,
-            num_warps=num_warps(rows * block_size),
+            num_warps=warps,
         )
-    return out
+        return out
+
+    half = dtype.itemsize == 2
+    return launch("dequantize_sum", TILES, run, (codes.shape[0], blocks, block_size), codes, half=half)
 
 
 @jit

@@ -10,24 +10,21 @@ Formula (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", sectio
     dw_H    = sum_N(dy_NH * round(xhat_NH))
 
 Shapes: N rows (all leading dims), H hidden, P row chunks of the backward pass (partial sums of dw). Arithmetic is
-fp32 whatever the dtype of x and w; rstd, dot and the partial sums are fp32. The kernels also do add_rms_norm.py.
+fp32 whatever the dtype of x and w; rstd, dot and the partial sums are fp32. The tile decides in which order rstd, dot
+and dw are summed. The kernels also do add_rms_norm.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from .dispatch import as_rows, jit, launch_device, num_processors, num_warps, row_tile, tl, use_triton
+from .dispatch import as_rows, jit, num_processors, tl, use_triton
 from .residual import load_sum
-
-# Elements of one tile. A row longer than the largest tile is read in blocks, which costs another pass. The backward
-# tile is smaller: it also holds w, dy and the sum of dw.
-_MAX_FORWARD_TILE: Final = 16384
-_MAX_BACKWARD_TILE: Final = 8192
-# Backward programs per multiprocessor: enough to hide latency, few enough that P partial rows of dw stay small.
-_CHUNKS_PER_PROCESSOR: Final = 4
+from .row_tiles import BACKWARD_TILES, FORWARD_TILES
+from .tile import Tile
+from .tuning import launch
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -204,11 +201,12 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, x + residual where there is one, rstd)."""
     num_rows, num_cols = x_NH.shape
-    rows, cols, whole_row = row_tile(num_cols, _MAX_FORWARD_TILE)
-    y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
-    sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
-    rstd_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
-    with launch_device(x_NH):
+
+    def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        rows, cols, whole_row, warps = tile.fit(num_cols)
+        y_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device)
+        sum_NH = None if residual_NH is None else torch.empty_like(y_NH)
+        rstd_N = torch.empty(num_rows, dtype=torch.float32, device=x_NH.device)
         _forward_kernel[(-(-num_rows // rows),)](
             x_NH,
             residual_NH,
@@ -225,9 +223,12 @@ def launch_forward(
             COLS=cols,
             WHOLE_ROW=whole_row,
             HAS_RESIDUAL=residual_NH is not None,
-            num_warps=num_warps(rows * cols),
+            num_warps=warps,
         )
-    return y_NH, sum_NH, rstd_N
+        return y_NH, sum_NH, rstd_N
+
+    has_residual = residual_NH is not None
+    return launch("rms_norm_forward", FORWARD_TILES, run, (num_rows, num_cols), x_NH, weight, residual=has_residual)
 
 
 def launch_backward(
@@ -241,13 +242,13 @@ def launch_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx, with dsum added where there is one; dw)."""
     num_rows, num_cols = x_NH.shape
-    rows, cols, whole_row = row_tile(num_cols, _MAX_BACKWARD_TILE)
-    num_chunks = min(-(-num_rows // rows), _CHUNKS_PER_PROCESSOR * num_processors(x_NH.device))
-    dx_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device) if need_dx else None
-    dw_PH = torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x_NH.device) if need_dw else None
-    dot_N = torch.empty_like(rstd_N) if need_dx and not whole_row else None
-    warps = num_warps(rows * cols)
-    with launch_device(x_NH):
+
+    def run(tile: Tile) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        rows, cols, whole_row, warps = tile.fit(num_cols)
+        num_chunks = min(-(-num_rows // rows), tile.programs * num_processors(x_NH.device))
+        dx_NH = torch.empty((num_rows, num_cols), dtype=x_NH.dtype, device=x_NH.device) if need_dx else None
+        dw_PH = torch.empty((num_chunks, num_cols), dtype=torch.float32, device=x_NH.device) if need_dw else None
+        dot_N = torch.empty_like(rstd_N) if need_dx and not whole_row else None
         if dot_N is not None:
             _row_dot_kernel[(num_rows,)](
                 x_NH,
@@ -283,7 +284,10 @@ def launch_backward(
             HAS_DSUM=dsum_NH is not None,
             num_warps=warps,
         )
-    return dx_NH, None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
+        return dx_NH, None if dw_PH is None else dw_PH.sum(0).to(weight.dtype)
+
+    flags = {"dx": need_dx, "dw": need_dw, "dsum": dsum_NH is not None}
+    return launch("rms_norm_backward", BACKWARD_TILES, run, (num_rows, num_cols), x_NH, weight, **flags)
 
 
 class _RmsNorm(torch.autograd.Function):

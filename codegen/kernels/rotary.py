@@ -25,10 +25,13 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import jit, launch_device, num_warps, power_of_2_at_least, tl, use_triton
+from .dispatch import jit, power_of_2_at_least, tl, use_triton
+from .tile import Tile
+from .tuning import launch
 
-# Elements of one program's query heads: of one token, with their share of its key heads.
-_MAX_TILE: Final = 4096
+# Of one program's query heads: of one token, with their share of its key heads. Halves of a head are read by
+# themselves, so that 256 elements per warp would be too few for 16 bytes at once.
+TILES: Final = (Tile(4096), Tile(4096, per_warp=1024), Tile(2048), Tile(8192), Tile(8192, per_warp=1024))
 
 
 def rotary_reference(
@@ -280,19 +283,21 @@ def _launch(
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, cos, sin = (_with_unit_stride(tensor) for tensor in (q, k, cos, sin))
-    # Keeps the order of strides: heads that lie beside one another stay so.
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     tokens_dim = 3 - heads_dim
     num_q_heads, num_k_heads, num_tokens = q.shape[heads_dim], k.shape[heads_dim], q.shape[tokens_dim]
     num_pairs = cos.shape[-1] if interleaved else cos.shape[-1] // 2
     num_rest = q.shape[-1] - 2 * num_pairs
     pairs, rest = power_of_2_at_least(num_pairs), power_of_2_at_least(num_rest) if num_rest else 0
-    blocks = -(-num_q_heads * (2 * pairs + rest) // _MAX_TILE)
-    q_heads_per_block, k_heads_per_block = -(-num_q_heads // blocks), -(-num_k_heads // blocks)
-    q_heads, k_heads = power_of_2_at_least(q_heads_per_block), power_of_2_at_least(k_heads_per_block)
-    strides = [x.stride(dim) for x in (q, k, q_out, k_out) for dim in (0, tokens_dim, heads_dim)]
+    num_elements = num_q_heads * (2 * pairs + rest)
     angle_strides = [s for x in (cos, sin) for s in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
-    with launch_device(q):
+
+    def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        # Keeps the order of strides: heads that lie beside one another stay so.
+        q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+        strides = [x.stride(dim) for x in (q, k, q_out, k_out) for dim in (0, tokens_dim, heads_dim)]
+        blocks = -(-num_elements // tile.most)
+        q_heads_per_block, k_heads_per_block = -(-num_q_heads // blocks), -(-num_k_heads // blocks)
+        q_heads, k_heads = power_of_2_at_least(q_heads_per_block), power_of_2_at_least(k_heads_per_block)
         _rotary_kernel[(q.shape[0] * num_tokens * blocks,)](
             q,
             k,
@@ -316,10 +321,13 @@ def _launch(
             REST=rest,
             INTERLEAVED=interleaved,
             BACKWARD=backward,
-            num_warps=num_warps(q_heads * (2 * pairs + rest)),
+            num_warps=tile.num_warps(q_heads * (2 * pairs + rest)),
             enable_fp_fusion=False,
         )
-    return q_out, k_out
+        return q_out, k_out
+
+    shape, flags = (q.shape[0] * num_tokens, num_elements), {"interleaved": interleaved, "backward": backward}
+    return launch("rotary", TILES, run, shape, q, **flags)
 
 
 class _Rotary(torch.autograd.Function):

@@ -99,11 +99,11 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        (y,) = launch(_forward_kernel, (gate, up), 1)
+        (y,) = launch("swiglu_forward", _forward_kernel, (gate, up), 1)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dgate, dup = launch(_backward_kernel, (*ctx.saved_tensors, dy), 2)
+        dgate, dup = launch("swiglu_backward", _backward_kernel, (*ctx.saved_tensors, dy), 2)
         return dgate, dup

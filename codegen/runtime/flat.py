@@ -235,8 +235,19 @@ class Bucket:
             self.is_gathered = False
             self.flat.untyped_storage().resize_(0)
 
-    def start_publish(self) -> Work | None:
-        """Bring new masters to every `flat` (stages 0 to 2); the work to wait for, if any."""
+    @property
+    def own_copy(self) -> Tensor | None:
+        """This rank's range of `flat`, where it stays and the master is another tensor of the device."""
+        if self.key.stage == 3 or self.host is not None:
+            return None
+        own = self.flat.narrow(0, self.offset, self.shard_numel)
+        return None if own.data_ptr() == self.master.data_ptr() else own
+
+    def start_publish(self, is_copied: bool = False) -> Work | None:
+        """Bring new masters to every `flat` (stages 0 to 2); the work to wait for, if any.
+
+        is_copied: `own_copy` has them already.
+        """
         if self.key.stage == 3:
             if self.host is not None and self.resident is not None:
                 self.host.copy_in(self.master, self.resident)
@@ -244,7 +255,7 @@ class Bucket:
         own = self.flat.narrow(0, self.offset, self.shard_numel)
         if self.host is not None:
             self.host.copy_in(self.master, own)
-        elif own.data_ptr() != self.master.data_ptr():
+        elif not is_copied and own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
         if self.axis.size == 1:
             return None
@@ -315,12 +326,13 @@ class Bucket:
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm (0-dim): shares of all ranks of the world sum to the whole."""
         total = self.gradient.new_zeros(())
-        for lo, hi, replicas in self._norm_segments():
+        for lo, hi, replicas in self.norm_segments():
             norm = torch.linalg.vector_norm(self.gradient[lo:hi])
             total += norm * norm / replicas
         return total
 
-    def _norm_segments(self) -> list[tuple[int, int, int]]:
+    def norm_segments(self) -> list[tuple[int, int, int]]:
+        """(first, end, ranks of the world that have the same elements) of this rank's range, without padding."""
         segments: list[tuple[int, int, int]] = []
         for entry in self.entries:
             if entry.hi > entry.lo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,11 @@ from .part import Batches, Part, Source, mean_loss
 from .pipeline import Pipeline
 from .pipeline_course import PipelineCourse
 from .zero import ZeroUnits
+
+if TYPE_CHECKING:
+    # Only programs with kernels have them beside them.
+    from .fused_adamw import FusedAdamW
+    from .gradient_norm import GradientNorm
 
 What = Literal["gradients", "state"]
 
@@ -104,6 +109,9 @@ class Step:
     gradients move blocks of 8-bit codes, which is lossy (`compressed.py` has the bounds). Masters, checkpoints, other
     collectives and what `gradients` and `full_state_dict` gather stay exact.
     backend: "eager", or "inductor", which compiles what layers compute between collectives (`compiled_layers.py`).
+    kernels: where they can run, the gradient's norm is one launch (`gradient_norm.py`), and so is the update of a
+    `FusedAdamW` on the device, clipping included: gradients then stay as they are.
+    fp8: the program multiplies in e4m3 (`fp8.py`). Raises RuntimeError for a device that does not.
     """
 
     def __init__(
@@ -121,8 +129,15 @@ class Step:
         offload_parameters: bool = False,
         compression: Mapping[str, str] | None = None,
         backend: Literal["eager", "inductor"] = "eager",
+        kernels: bool = False,
+        fp8: bool = False,
     ) -> None:
         compiled_layers.require(backend, mesh.device)
+        if fp8:
+            # Imported here, as all that has to do with kernels.
+            from .fp8 import require
+
+            require(mesh.device)
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
         if precision not in ("fp32", "bf16"):
@@ -172,9 +187,25 @@ class Step:
         # A rank may have nothing to train, but torch's optimisers want a parameter.
         self.optimizer = optimizer_factory(trained or [nn.Parameter(torch.zeros(0, device=mesh.device))])
         self.host_optimizer = HostOptimizer(self.optimizer, self.buckets, host) if host is not None else None
+        self._norm: GradientNorm | None = None
+        self._fused: FusedAdamW | None = None
+        if kernels:
+            self._use_kernels()
         self.num_samples = 0
         self.grad_norm: Tensor | None = None
         """Global gradient norm of the last step before clipping (0-dim), where max_grad_norm is given."""
+
+    def _use_kernels(self) -> None:
+        # Imported here, since only programs with kernels have them beside them.
+        from ..kernels.dispatch import use_triton
+        from .fused_adamw import FusedAdamW
+        from .gradient_norm import GradientNorm
+
+        if use_triton(torch.empty(1, device=self.mesh.device)):
+            self._norm = GradientNorm(self.parts)
+            if isinstance(self.optimizer, FusedAdamW) and self.host_optimizer is None:
+                self._fused = self.optimizer
+                self._fused.attach(self.buckets)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -221,13 +252,18 @@ class Step:
 
     def update(self) -> None:
         """Clip, let the optimiser step, bring the new parameters to all ranks."""
-        if self.max_grad_norm is not None:
-            self._clip(self.max_grad_norm)
+        clip_factor = None if self.max_grad_norm is None else self._clip_factor(self.max_grad_norm)
+        if self._fused is not None:
+            self._fused.clip_factor = clip_factor
+        elif clip_factor is not None:
+            for bucket in self.buckets:
+                if bucket.key.requires_grad:
+                    bucket.gradient.mul_(clip_factor)
         if self.host_optimizer is not None:
             self.host_optimizer.update()
         else:
             self.optimizer.step()
-            self._publish()
+            self._publish(is_copied=self._fused is not None)
         self.rng.step += 1
         self.num_samples += self.num_micro_batches * self.rng.micro_batch_rows
 
@@ -259,23 +295,23 @@ class Step:
         """What `model`'s forward takes for each micro-batch."""
         return self.parts[0].prepare(local_batch)
 
-    def _publish(self) -> None:
+    def _publish(self, is_copied: bool = False) -> None:
         for part in self.parts:
-            part.zero.publish()
+            part.zero.publish(is_copied)
 
-    def _clip(self, max_norm: float) -> None:
+    def _clip_factor(self, max_norm: float) -> Tensor | None:
+        """What all gradients are to be multiplied by (0-dim); sets `grad_norm`."""
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        for bucket in (bucket for part in self.parts for bucket in part.trainable()):
-            total = total + bucket.squared_norm()
+        if self._norm is not None:
+            total = total + self._norm.squared()
+        else:
+            for bucket in (bucket for part in self.parts for bucket in part.trainable()):
+                total = total + bucket.squared_norm()
         if self.mesh.everyone.size > 1:
             collectives.all_reduce(total, self.mesh.everyone.group)
         self.grad_norm = total.sqrt()
-        if max_norm < float("inf"):
-            # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
-            factor = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.buckets:
-                if bucket.key.requires_grad:
-                    bucket.gradient.mul_(factor)
+        # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
+        return (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if max_norm < float("inf") else None
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -198,9 +198,9 @@ class ZeroUnits:
         for bucket in self.buckets:
             bucket.release()
 
-    def publish(self) -> None:
-        """After the masters changed: the parameters that are kept whole follow."""
-        works = [bucket.start_publish() for bucket in self.buckets]
+    def publish(self, is_copied: bool = False) -> None:
+        """After the masters changed: the parameters that are kept whole follow. is_copied: as in `start_publish`."""
+        works = [bucket.start_publish(is_copied) for bucket in self.buckets]
         for work in works:
             if work is not None:
                 work.wait()

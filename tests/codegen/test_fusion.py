@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import autopar
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
+from autopar.folder import TUNING_FILE
 from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.program import Call, LayerLoop, Raw, Reshard, Var
@@ -275,8 +276,20 @@ def test_when_kernels_are_used():
 
 def test_saved_folder_holds_the_kernels_that_it_imports(tmp_path):
     for kernels_choice in ("on", "off"):
-        folder = compiled("llama", kernels=kernels_choice).save(tmp_path / kernels_choice)
+        program = compiled("llama", kernels=kernels_choice)
+        folder = program.save(tmp_path / kernels_choice)
         assert (folder / "kernels" / "rms_norm.py").exists() == (kernels_choice == "on")
+    assert not (folder / TUNING_FILE).exists()
+
+
+def test_only_saved_folders_keep_launch_parameters(tmp_path):
+    """A folder that each process writes for itself is none that ranks could agree by."""
+    program = compiled("llama", kernels="on")
+    folder = program.save(tmp_path / "run")
+    assert (folder / TUNING_FILE).read_text() == "{}\n"
+    (folder / TUNING_FILE).write_text("measured")
+    assert (program.save(tmp_path / "run") / TUNING_FILE).read_text() == "measured"
+    assert not (Path(program.load_package().__path__[0]) / TUNING_FILE).exists()
 
 
 def check(name, *, tolerance=1e-5, constraints, **options):

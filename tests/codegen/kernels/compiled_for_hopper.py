@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from codegen.kernels import gated
-from codegen.kernels.dispatch import num_warps, power_of_2_at_least, row_tile
+from codegen.kernels.dispatch import power_of_2_at_least
 
 # As attributes of the package these names are the functions, not the files.
 ce = importlib.import_module("codegen.kernels.cross_entropy")
@@ -71,21 +71,36 @@ def norm_cases(name, module, means, parameters, row_kernel, extra):
     """Of a norm and of a sum's. means: what a row that fits needs no tensor for; parameters: NEED_* and its tensor."""
     alone, with_sum = {"HAS_RESIDUAL": False, "residual_ptr": None, "sum_ptr": None}, {"HAS_RESIDUAL": True}
     no_dsum, with_dsum = {"HAS_DSUM": False, "dsum_ptr": None}, {"HAS_DSUM": True}
+
+    def forward(tile, num_cols):
+        rows, cols, whole, warps = tile.fit(num_cols)
+        return {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | extra, warps
+
+    def backward(tile, num_cols):
+        rows, cols, whole, warps = tile.fit(num_cols)
+        absent = dict.fromkeys(means) if whole else {}
+        needs = {"NEED_DX": True} | dict.fromkeys(parameters, True)
+        return {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | absent | needs, warps
+
     for num_cols in (128, 4096, 20000):
-        rows, cols, whole = row_tile(num_cols, module._MAX_FORWARD_TILE)
-        tile = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | extra
-        yield f"{name}_forward_{num_cols}", module._forward_kernel, tile | alone, rows * cols
-        yield f"add_{name}_forward_{num_cols}", module._forward_kernel, tile | with_sum, rows * cols
-        rows, cols, whole = row_tile(num_cols, module._MAX_BACKWARD_TILE)
-        tile = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | (dict.fromkeys(means) if whole else {})
-        both = tile | {"NEED_DX": True} | dict.fromkeys(parameters, True)
-        yield f"{name}_backward_{num_cols}", module._backward_kernel, both | no_dsum, rows * cols
-        yield f"add_{name}_backward_{num_cols}", module._backward_kernel, both | with_dsum, rows * cols
-    dx_only = both | no_dsum | dict.fromkeys(parameters, False) | dict.fromkeys(parameters.values())
-    yield f"{name}_backward_dx", module._backward_kernel, dx_only, rows * cols
-    parameters_only = both | no_dsum | {"NEED_DX": False, "dx_ptr": None} | dict.fromkeys(means)
-    yield f"{name}_backward_parameters", module._backward_kernel, parameters_only, rows * cols
-    yield f"{name}_rows", row_kernel, {"COLS": cols}, cols
+        constants, warps = forward(module.FORWARD_TILES[0], num_cols)
+        yield f"{name}_forward_{num_cols}", module._forward_kernel, constants | alone, warps
+        yield f"add_{name}_forward_{num_cols}", module._forward_kernel, constants | with_sum, warps
+        constants, warps = backward(module.BACKWARD_TILES[0], num_cols)
+        yield f"{name}_backward_{num_cols}", module._backward_kernel, constants | no_dsum, warps
+        yield f"add_{name}_backward_{num_cols}", module._backward_kernel, constants | with_dsum, warps
+    dx_only = constants | no_dsum | dict.fromkeys(parameters, False) | dict.fromkeys(parameters.values())
+    yield f"{name}_backward_dx", module._backward_kernel, dx_only, warps
+    parameters_only = constants | no_dsum | {"NEED_DX": False, "dx_ptr": None} | dict.fromkeys(means)
+    yield f"{name}_backward_parameters", module._backward_kernel, parameters_only, warps
+    cols = constants["COLS"]
+    yield f"{name}_rows", row_kernel, {"COLS": cols}, module.BACKWARD_TILES[0].num_warps(cols)
+    for index, tile in enumerate(module.FORWARD_TILES[1:], 1):
+        constants, warps = forward(tile, 4096)
+        yield f"add_{name}_forward_tile_{index}", module._forward_kernel, constants | with_sum, warps
+    for index, tile in enumerate(module.BACKWARD_TILES[1:], 1):
+        constants, warps = backward(tile, 4096)
+        yield f"add_{name}_backward_tile_{index}", module._backward_kernel, constants | with_dsum, warps
 
 
 def rms_cases():
@@ -98,89 +113,117 @@ def layer_norm_cases():
     yield from norm_cases("layer", layer_norm, means, parameters, row_kernel, {"HAS_BIAS": True})
 
 
+def block_cases(name, kernel, tiles, num_cols=1 << 20, **constants):
+    """Of a kernel over blocks of a row, with every tile."""
+    for index, tile in enumerate(tiles):
+        _, block, _, warps = tile.fit(num_cols)
+        yield f"{name}_tile_{index}" if index else name, kernel, {"BLOCK": block} | constants, warps
+
+
+def tile_cases(name, kernel, tiles, num_cols, **constants):
+    """Of a kernel over tiles of rows, with every tile."""
+    for index, tile in enumerate(tiles):
+        rows, cols, _, warps = tile.fit(num_cols)
+        label = f"{name}_{num_cols}_tile_{index}" if index else f"{name}_{num_cols}"
+        yield label, kernel, {"ROWS": rows, "COLS": cols} | constants, warps
+
+
 def other_cases():
-    for name, module, block in (("swiglu", glu, gated._MAX_BLOCK), ("cross_entropy", ce, ce._MAX_BLOCK)):
-        for direction in ("forward", "backward"):
-            yield f"{name}_{direction}", getattr(module, f"_{direction}_kernel"), {"BLOCK": block}, block
+    for direction in ("forward", "backward"):
+        kernel = f"_{direction}_kernel"
+        yield from block_cases(f"swiglu_{direction}", getattr(glu, kernel), gated.TILES)
+        tiles = getattr(ce, f"{direction.upper()}_TILES")
+        yield from block_cases(f"cross_entropy_{direction}", getattr(ce, kernel), tiles)
 
 
 def gelu_cases():
     for tanh in (False, True):
         for direction in ("forward", "backward"):
-            kernel, block = getattr(geglu, f"_{direction}_kernel"), gated._MAX_BLOCK
-            yield f"geglu_{direction}_{tanh}", kernel, {"BLOCK": block, "TANH": tanh}, block
-        for num_cols in (128, 16384):
-            rows, cols, _ = row_tile(num_cols, bias_gelu._MAX_TILE)
-            tile = {"ROWS": rows, "COLS": cols, "TANH": tanh}
-            yield f"bias_gelu_forward_{num_cols}_{tanh}", bias_gelu._forward_kernel, tile, rows * cols
-            both = tile | {"NEED_DX": True, "NEED_DB": True}
-            yield f"bias_gelu_backward_{num_cols}_{tanh}", bias_gelu._backward_kernel, both, rows * cols
+            tiles = gated.TILES if tanh else gated.TILES[:1]
+            kernel = getattr(geglu, f"_{direction}_kernel")
+            yield from block_cases(f"geglu_{direction}_{tanh}", kernel, tiles, TANH=tanh)
+        both = {"TANH": tanh, "NEED_DX": True, "NEED_DB": True}
+        for num_cols, last in ((128, 1), (16384, None if tanh else 1)):
+            forward, backward = bias_gelu.FORWARD_TILES[:last], bias_gelu.BACKWARD_TILES[:last]
+            yield from tile_cases(f"bias_gelu_forward_{tanh}", bias_gelu._forward_kernel, forward, num_cols, TANH=tanh)
+            yield from tile_cases(f"bias_gelu_backward_{tanh}", bias_gelu._backward_kernel, backward, num_cols, **both)
     dx_only = both | {"NEED_DB": False, "db_ptr": None}
-    yield "bias_gelu_backward_dx", bias_gelu._backward_kernel, dx_only, rows * cols
+    tiles = bias_gelu.BACKWARD_TILES[:1]
+    yield from tile_cases("bias_gelu_backward_dx", bias_gelu._backward_kernel, tiles, 16384, **dx_only)
 
 
 def rotary_cases():
-    """Llama 3 8B's heads, a third of GPT-NeoX 20B's, GPT-J's."""
+    """Llama 3 8B's heads, a third of GPT-NeoX 20B's, GPT-J's; as many of them as a tile takes."""
     for num_q, num_k, num_pairs, num_rest, interleaved in (
         (32, 8, 64, 0, False),
         (32, 32, 12, 72, False),
         (16, 16, 32, 192, True),
     ):
         pairs, rest = power_of_2_at_least(num_pairs), power_of_2_at_least(num_rest) if num_rest else 0
-        tile = {"Q_HEADS": num_q, "K_HEADS": num_k, "NUM_PAIRS": num_pairs, "INTERLEAVED": interleaved}
         # fp8.py has a q_ptr too, of another type.
-        tile |= {"PAIRS": pairs, "NUM_REST": num_rest, "REST": rest, "q_ptr": "*bf16"}
-        for backward in (False, True):
-            name = f"rotary_{2 * num_pairs}_{num_rest}_{'backward' if backward else 'forward'}"
-            yield name, rotary._rotary_kernel, tile | {"BACKWARD": backward}, num_q * (2 * pairs + rest)
+        heads = {"NUM_PAIRS": num_pairs, "INTERLEAVED": interleaved, "PAIRS": pairs, "NUM_REST": num_rest, "REST": rest}
+        heads |= {"q_ptr": "*bf16"}
+        for index, tile in enumerate(rotary.TILES):
+            blocks = -(-num_q * (2 * pairs + rest) // tile.most)
+            q_heads, k_heads = (power_of_2_at_least(-(-num // blocks)) for num in (num_q, num_k))
+            warps = tile.num_warps(q_heads * (2 * pairs + rest))
+            for backward in (False, True):
+                name = f"rotary_{2 * num_pairs}_{num_rest}_{'backward' if backward else 'forward'}"
+                constants = heads | {"Q_HEADS": q_heads, "K_HEADS": k_heads, "BACKWARD": backward}
+                yield f"{name}_tile_{index}" if index else name, rotary._rotary_kernel, constants, warps
 
 
 def dropout_cases():
-    for num_cols in (128, 4096):
-        rows, cols, _ = row_tile(num_cols, dropout_add._MAX_TILE)
+    for num_cols, last in ((128, 1), (4096, None)):
         for paired in (False, True):
-            tile = {"ROWS": rows, "COLS": cols, "PAIRED": paired}
-            forward = tile | {"HAS_RESIDUAL": True}
-            yield f"dropout_add_{num_cols}_{paired}", dropout_add._dropout_kernel, forward, rows * cols
-            backward = tile | {"HAS_RESIDUAL": False, "residual_ptr": None}
-            yield f"dropout_backward_{num_cols}_{paired}", dropout_add._dropout_kernel, backward, rows * cols
+            kernel, tiles = dropout_add._dropout_kernel, dropout_add.TILES[:last]
+            yield from tile_cases(f"dropout_add_{paired}", kernel, tiles, num_cols, PAIRED=paired, HAS_RESIDUAL=True)
+            backward = {"PAIRED": paired, "HAS_RESIDUAL": False, "residual_ptr": None}
+            yield from tile_cases(f"dropout_backward_{paired}", kernel, tiles[:1], num_cols, **backward)
 
 
 def linear_cross_entropy_cases():
-    block = linear_ce._MAX_BLOCK
-    for name in ("statistics", "gradient", "scale"):
-        yield f"linear_ce_{name}", getattr(linear_ce, f"_{name}_kernel"), {"BLOCK": block}, block
+    element_tiles = linear_ce.ELEMENT_TILES
+    for name, tiles in (
+        ("statistics", linear_ce.STATISTICS_TILES),
+        ("gradient", element_tiles),
+        ("scale", element_tiles),
+    ):
+        yield from block_cases(f"linear_ce_{name}", getattr(linear_ce, f"_{name}_kernel"), tiles)
 
 
 def table_cases():
-    table = {"CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK, "ALIGNED": True}
-    with_copy = table | {"NUM_COLUMNS": 5, "HAS_COPY": True}
-    yield "adamw", adamw._adamw_kernel, with_copy, adamw._WARP_FACTOR * adamw.BLOCK
-    alone = table | {"NUM_COLUMNS": 4, "HAS_COPY": False, "copy_ptr": None}
-    yield "adamw_without_copy", adamw._adamw_kernel, alone, adamw._WARP_FACTOR * adamw.BLOCK
+    table = {"CHUNK": adamw.CHUNK, "ALIGNED": True, "num_cols": adamw.CHUNK}
+    copy = {"NUM_COLUMNS": 5, "HAS_COPY": True}
+    yield from block_cases("adamw", adamw._adamw_kernel, adamw.TILES, **table, **copy)
+    alone = {"NUM_COLUMNS": 4, "HAS_COPY": False, "copy_ptr": None}
+    yield from block_cases("adamw_without_copy", adamw._adamw_kernel, adamw.TILES[:1], **table, **alone)
     norm = table | {"NUM_COLUMNS": 5, "COLUMN": 1}
-    yield "grad_norm", grad_norm._square_kernel, norm | {"WEIGHTED": True}, adamw.BLOCK
-    yield "grad_norm_alone", grad_norm._square_kernel, norm | {"WEIGHTED": False, "weights_ptr": None}, adamw.BLOCK
+    yield from block_cases("grad_norm", grad_norm._square_kernel, grad_norm.TILES, **norm, WEIGHTED=True)
+    unweighted = {"WEIGHTED": False, "weights_ptr": None}
+    yield from block_cases("grad_norm_alone", grad_norm._square_kernel, grad_norm.TILES[:1], **norm, **unweighted)
 
 
 def quantize_cases():
     scales = {"SMALLEST_AMAX": fp8.SMALLEST_AMAX}
     for whole in (True, False):
-        row = scales | {"LARGEST": fp8.E4M3_MAX, "BLOCK": fp8._MAX_BLOCK, "WHOLE_ROW": whole}
-        yield f"fp8_quantize_{whole}", fp8._quantize_kernel, row, fp8._MAX_BLOCK
-    yield "fp8_dequantize", fp8._dequantize_kernel, {"BLOCK": fp8._MAX_BLOCK}, fp8._MAX_BLOCK
+        row = scales | {"LARGEST": fp8.E4M3_MAX, "WHOLE_ROW": whole}
+        yield from block_cases(f"fp8_quantize_{whole}", fp8._quantize_kernel, fp8.QUANTIZE_TILES, **row)
+    yield from block_cases("fp8_dequantize", fp8._dequantize_kernel, fp8.DEQUANTIZE_TILES)
     kinds = [("i8", False), ("i8", True), ("fp8e4nv", False)]
-    for block, (code, stochastic) in [
-        *((256, kind) for kind in kinds),
-        (16, kinds[0]),
-        (quantize._LARGEST_BLOCK, kinds[1]),
+    for block, (code, stochastic), tiles in [
+        *((256, kind, quantize.TILES) for kind in kinds),
+        (16, kinds[0], quantize.TILES[:1]),
+        (quantize._LARGEST_BLOCK, kinds[1], quantize.TILES[:1]),
     ]:
-        rows = max(quantize._TILE // block, 1)
-        tile = {"ROWS": rows, "BLOCK": block, "codes_ptr": f"*{code}"}
-        kind = scales | {"INTEGER": code == "i8", "STOCHASTIC": stochastic, "LARGEST": 127.0}
-        yield f"quantize_{block}_{code}_{stochastic}", quantize._quantize_kernel, tile | kind, rows * block
-        if not stochastic:
-            yield f"dequantize_sum_{block}_{code}", quantize._dequantize_sum_kernel, tile, rows * block
+        for index, tile in enumerate(tiles):
+            rows, _, _, warps = tile.fit(block)
+            constants = {"ROWS": rows, "BLOCK": block, "codes_ptr": f"*{code}"}
+            kind = scales | {"INTEGER": code == "i8", "STOCHASTIC": stochastic, "LARGEST": 127.0}
+            label = f"{block}_{code}_tile_{index}" if index else f"{block}_{code}"
+            yield f"quantize_{label}_{stochastic}", quantize._quantize_kernel, constants | kind, warps
+            if not stochastic:
+                yield f"dequantize_sum_{label}", quantize._dequantize_sum_kernel, constants, warps
 
 
 CASES = [*rms_cases(), *layer_norm_cases(), *other_cases(), *gelu_cases(), *rotary_cases(), *dropout_cases()]
@@ -193,9 +236,9 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "constants", "num_elements"), PARAMETERS)
-def test_compiles_with_16_byte_loads(kernel, constants, num_elements):
-    compiled = compile_kernel(kernel, "bf16", constants, num_warps(num_elements))
+@pytest.mark.parametrize(("kernel", "constants", "warps"), PARAMETERS)
+def test_compiles_with_16_byte_loads(kernel, constants, warps):
+    compiled = compile_kernel(kernel, "bf16", constants, warps)
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert ".v4.b32" in compiled.asm["ptx"], "no 16-byte access: the kernel would not reach the memory's bandwidth"
 
@@ -204,7 +247,6 @@ def test_compiles_with_16_byte_loads(kernel, constants, num_elements):
 @pytest.mark.parametrize("name", ["rotary_128_0_forward", "rotary_128_0_backward"])
 def test_rounds_products_only_without_fusion(name):
     """Why the launchers of kernels that promise bits say enable_fp_fusion=False, in half precision too."""
-    ((_, kernel, constants, num_elements),) = (case for case in CASES if case[0] == name)
-    warps = num_warps(num_elements)
+    ((_, kernel, constants, warps),) = (case for case in CASES if case[0] == name)
     assert "fma.rn" in compile_kernel(kernel, "bf16", constants, warps, enable_fp_fusion=True).asm["ptx"]
     assert "fma.rn" not in compile_kernel(kernel, "bf16", constants, warps, enable_fp_fusion=False).asm["ptx"]

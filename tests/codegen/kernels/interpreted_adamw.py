@@ -10,6 +10,8 @@ import importlib
 import pytest
 import torch
 
+from codegen.kernels.tile import Tile
+
 chunk_table_module = importlib.import_module("codegen.kernels.chunk_table")
 adamw_module = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
@@ -24,7 +26,8 @@ def short_chunks(monkeypatch):
     """Tensors of many chunks, chunks of several tiles, tiles that end anywhere."""
     for module in (chunk_table_module, adamw_module, grad_norm):
         monkeypatch.setattr(module, "CHUNK", 64)
-        monkeypatch.setattr(module, "BLOCK", 32)
+    for module in (adamw_module, grad_norm):
+        monkeypatch.setattr(module, "TILES", (Tile(32),))
 
 
 def surrounded(shape, dtype, offset=4):
@@ -138,7 +141,7 @@ def test_real_chunks_in_one_launch(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(adamw_module, "_adamw_kernel", Counted())
-    sizes = [chunk_table_module.CHUNK + 5, 3, chunk_table_module.BLOCK]
+    sizes = [chunk_table_module.CHUNK + 5, 3, adamw_module.TILES[0].most]
     columns = [[torch.zeros(size) for size in sizes] for _ in range(4)]
     for gradient in columns[1]:
         gradient.fill_(2.0)

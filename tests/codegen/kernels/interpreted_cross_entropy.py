@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from codegen.kernels import cross_entropy
+from codegen.kernels.tile import Tile
 
 # `codegen.kernels.cross_entropy` as an attribute is the function, not the file.
 module = importlib.import_module("codegen.kernels.cross_entropy")
@@ -56,10 +57,15 @@ def test_matches_fp64(num_rows, num_classes, ignored, dtype, assert_near):
     check(torch.randn(num_rows, num_classes).to(dtype) * 2, target, torch.randn(num_rows), assert_near)
 
 
+def set_blocks(monkeypatch, largest):
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(module, name, (Tile(largest),))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_classes", [16, 17, 31, 100])
 def test_rows_longer_than_a_block(num_classes, dtype, monkeypatch, assert_near):
-    monkeypatch.setattr(module, "_MAX_BLOCK", 16)
+    set_blocks(monkeypatch, 16)
     torch.manual_seed(1)
     # The target in the first block, at a border, in the last, ragged block.
     target = torch.tensor([0, 15, num_classes - 1])
@@ -67,7 +73,7 @@ def test_rows_longer_than_a_block(num_classes, dtype, monkeypatch, assert_near):
 
 
 def test_row_longer_than_the_real_block(assert_near):
-    num_classes = 2 * module._MAX_BLOCK + 3
+    num_classes = 2 * module.FORWARD_TILES[0].most + 3
     torch.manual_seed(2)
     check(torch.randn(2, num_classes), torch.tensor([num_classes - 1, 5]), torch.randn(2), assert_near)
 
@@ -75,7 +81,7 @@ def test_row_longer_than_the_real_block(assert_near):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_block", [4, 64])
 def test_extreme_logits(max_block, dtype, monkeypatch, assert_near):
-    monkeypatch.setattr(module, "_MAX_BLOCK", max_block)
+    set_blocks(monkeypatch, max_block)
     big = 9984.0  # exact in bf16 and fp16
     logits = torch.tensor(
         [

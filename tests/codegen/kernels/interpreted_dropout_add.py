@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from codegen.kernels import dispatch, dropout_add
+from codegen.kernels import dropout_add
+from codegen.kernels.tile import Tile
 from codegen.runtime.dropout import dropout, dropout_key, random_words
 from codegen.runtime.layout import Layout, whole
 
@@ -50,8 +51,7 @@ def check_bits(x, residual, dy, p, layout, here=None, key=KEY, batch_offset=0):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several blocks to a row, several rows to a tile where rows are short."""
-    monkeypatch.setattr(module, "_MAX_TILE", 16)
-    monkeypatch.setattr(dispatch, "MIN_TILE", 16)
+    monkeypatch.setattr(module, "TILES", (Tile(16, least=16),))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

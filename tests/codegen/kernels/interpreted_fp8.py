@@ -10,6 +10,8 @@ import importlib
 import pytest
 import torch
 
+from codegen.kernels.tile import Tile
+
 module = importlib.import_module("codegen.kernels.fp8")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_e4m3")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,6 +48,11 @@ def check(x, originals):
         torch.testing.assert_close(rounded.double(), back.to(dtype).double(), rtol=2**-7, atol=2**-24)
 
 
+def set_blocks(monkeypatch, largest):
+    for name in ("QUANTIZE_TILES", "DEQUANTIZE_TILES"):
+        monkeypatch.setattr(module, name, (Tile(largest),))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 65), (5, 256)])
 def test_is_the_reference(shape, dtype, kernels_only):
@@ -56,7 +63,7 @@ def test_is_the_reference(shape, dtype, kernels_only):
 
 @pytest.mark.parametrize("num_cols", [16, 17, 100])
 def test_rows_longer_than_a_block(num_cols, monkeypatch, kernels_only):
-    monkeypatch.setattr(module, "_MAX_BLOCK", 16)
+    set_blocks(monkeypatch, 16)
     torch.manual_seed(1)
     check(torch.randn(3, num_cols), kernels_only)
 
@@ -74,7 +81,7 @@ def test_zeros_and_the_smallest_numbers(kernels_only):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("max_block", [16, 64])
 def test_a_row_that_is_not_finite_is_nan(value, max_block, monkeypatch, kernels_only):
-    monkeypatch.setattr(module, "_MAX_BLOCK", max_block)
+    set_blocks(monkeypatch, max_block)
     x = torch.randn(3, 40)
     x[1, 37] = value
     for quantize, dequantize in ((module.quantize_rows, module.dequantize_rows), kernels_only):

@@ -11,8 +11,9 @@ import math
 import pytest
 import torch
 
-from codegen.kernels import bias_gelu, dispatch, gated, geglu
+from codegen.kernels import bias_gelu, gated, geglu
 from codegen.kernels.geglu import geglu_reference
+from codegen.kernels.tile import Tile
 
 # `codegen.kernels.bias_gelu` as an attribute is the function, not the file.
 bias_module = importlib.import_module("codegen.kernels.bias_gelu")
@@ -61,9 +62,9 @@ def check_bias_gelu(x, bias, dy, approximate, assert_near):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several blocks to a row, several rows to a tile where rows are short."""
-    monkeypatch.setattr(gated, "_MAX_BLOCK", 16)
-    monkeypatch.setattr(bias_module, "_MAX_TILE", 16)
-    monkeypatch.setattr(dispatch, "MIN_TILE", 16)
+    monkeypatch.setattr(gated, "TILES", (Tile(16),))
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(bias_module, name, (Tile(16, least=16),))
 
 
 @pytest.mark.parametrize("approximate", APPROXIMATIONS)

@@ -12,6 +12,7 @@ import torch
 
 from codegen.kernels import add_layer_norm, dispatch, layer_norm
 from codegen.kernels.add_layer_norm import add_layer_norm_reference
+from codegen.kernels.tile import Tile
 
 # `codegen.kernels.layer_norm` as an attribute is the function, not the file.
 module = importlib.import_module("codegen.kernels.layer_norm")
@@ -60,9 +61,8 @@ def check(x, residual, weight, bias, gradients, assert_near):
 
 
 def set_tiles(monkeypatch, largest, smallest):
-    monkeypatch.setattr(module, "_MAX_FORWARD_TILE", largest)
-    monkeypatch.setattr(module, "_MAX_BACKWARD_TILE", largest)
-    monkeypatch.setattr(dispatch, "MIN_TILE", smallest)
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(module, name, (Tile(largest, least=smallest),))
 
 
 def test_interpreter_is_on():
@@ -100,7 +100,7 @@ def test_one_output_used(used, assert_near):
 
 
 def test_row_longer_than_the_real_tiles(assert_near):
-    num_cols = module._MAX_FORWARD_TILE + 3
+    num_cols = module.FORWARD_TILES[0].most + 3
     torch.manual_seed(3)
     x, residual, dy, dsum = torch.randn(4, 2, num_cols)
     weight, bias = torch.randn(2, num_cols)

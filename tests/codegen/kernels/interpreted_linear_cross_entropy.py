@@ -10,6 +10,7 @@ import importlib
 import pytest
 import torch
 
+from codegen.kernels.tile import Tile
 from tests.codegen.kernels.replayed_axis import on_ranks
 
 module = importlib.import_module("codegen.kernels.linear_cross_entropy")
@@ -89,7 +90,8 @@ def test_matches_fp64(num_rows, hidden, num_classes, chunk_rows, with_bias, dtyp
 
 @pytest.mark.parametrize("max_block", [16, 64])
 def test_rows_longer_than_a_block(max_block, monkeypatch, assert_near):
-    monkeypatch.setattr(module, "_MAX_BLOCK", max_block)
+    for name in ("STATISTICS_TILES", "ELEMENT_TILES"):
+        monkeypatch.setattr(module, name, (Tile(max_block),))
     torch.manual_seed(1)
     target = torch.tensor([0, 15, 16, 99, IGNORE])
     check(torch.randn(5, 6), torch.randn(100, 6), torch.randn(100), target, assert_near, chunk_rows=2, num_targets=1)

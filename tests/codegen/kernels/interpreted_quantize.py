@@ -10,6 +10,8 @@ import importlib
 import pytest
 import torch
 
+from codegen.kernels.tile import Tile
+
 module = importlib.import_module("codegen.kernels.quantize")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_e4m3")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,7 +44,7 @@ def bound(x, scales, code_dtype, block_size, stochastic=False):
 @pytest.mark.parametrize("code_dtype", CODES)
 @pytest.mark.parametrize(("shape", "block_size", "tile"), [((1,), 16, 64), ((7, 33), 16, 64), ((500,), 128, 64)])
 def test_is_the_reference_within_the_bound(shape, block_size, tile, code_dtype, dtype, monkeypatch, kernels_only):
-    monkeypatch.setattr(module, "_TILE", tile)
+    monkeypatch.setattr(module, "TILES", (Tile(8192, least=tile),))
     torch.manual_seed(0)
     x = (torch.randn(shape) * torch.exp2(-torch.randint(12, shape).float())).to(dtype)
     codes, scales = module.quantize_blocks(x, block_size, code_dtype)
@@ -57,7 +59,7 @@ def test_is_the_reference_within_the_bound(shape, block_size, tile, code_dtype, 
 @pytest.mark.parametrize("code_dtype", CODES)
 def test_sum_of_parts_in_messages(code_dtype, dtype, monkeypatch):
     """Messages of several ranks that lie one after the other, as an all-to-all leaves them."""
-    monkeypatch.setattr(module, "_TILE", 64)
+    monkeypatch.setattr(module, "TILES", (Tile(8192, least=64),))
     torch.manual_seed(1)
     num_parts, shape = 3, (7, 11)
     parts = torch.randn(num_parts, *shape) * torch.tensor([1.0, 100.0, 1e-3])[:, None, None]
@@ -92,7 +94,7 @@ def test_stochastic_rounding_is_unbiased_and_repeatable(monkeypatch):
     assert ((nearest - x).abs() / s).max() > 0.4, "rounding to nearest is biased by up to half a step"
     assert not torch.equal(module.quantize_blocks(x, BLOCK, seed=8)[0], codes[:3])
     # An element's random number is its own, however the blocks are dealt to programs.
-    monkeypatch.setattr(module, "_TILE", BLOCK)
+    monkeypatch.setattr(module, "TILES", (Tile(8192, least=BLOCK),))
     assert torch.equal(module.quantize_blocks(x, BLOCK, seed=7)[0], codes[:3])
 
 

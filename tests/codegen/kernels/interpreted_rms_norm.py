@@ -12,6 +12,7 @@ import torch
 
 from codegen.kernels import add_rms_norm, dispatch, rms_norm
 from codegen.kernels.add_rms_norm import add_rms_norm_reference
+from codegen.kernels.tile import Tile
 
 # `codegen.kernels.rms_norm` as an attribute is the function, not the file.
 module = importlib.import_module("codegen.kernels.rms_norm")
@@ -61,9 +62,8 @@ def test_matches_fp64(shape, dtype, assert_near):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("max_tile", "num_cols"), [(16, 17), pytest.param(16, 100, marks=pytest.mark.slow)])
 def test_rows_longer_than_a_tile(max_tile, num_cols, dtype, monkeypatch, assert_near):
-    monkeypatch.setattr(module, "_MAX_FORWARD_TILE", max_tile)
-    monkeypatch.setattr(module, "_MAX_BACKWARD_TILE", max_tile)
-    monkeypatch.setattr(dispatch, "MIN_TILE", 1)
+    monkeypatch.setattr(module, "FORWARD_TILES", (Tile(max_tile),))
+    monkeypatch.setattr(module, "BACKWARD_TILES", (Tile(max_tile),))
     torch.manual_seed(1)
     # 11 rows on 8 row chunks: chunks of two rows and of one.
     check(
@@ -75,7 +75,7 @@ def test_rows_longer_than_a_tile(max_tile, num_cols, dtype, monkeypatch, assert_
 
 
 def test_row_longer_than_the_real_tiles(assert_near):
-    num_cols = module._MAX_FORWARD_TILE + 3
+    num_cols = module.FORWARD_TILES[0].most + 3
     torch.manual_seed(2)
     check(torch.randn(2, num_cols), torch.randn(num_cols), torch.randn(2, num_cols), assert_near)
 
@@ -103,7 +103,7 @@ def test_fp32_weight_with_bf16_activations(assert_near):
 @pytest.mark.parametrize("max_tile", [64, 16])
 def test_gradients_one_at_a_time(max_tile, monkeypatch, assert_near):
     """A zero-bubble schedule takes dx first and dw later."""
-    monkeypatch.setattr(module, "_MAX_BACKWARD_TILE", max_tile)
+    monkeypatch.setattr(module, "BACKWARD_TILES", (Tile(max_tile, least=2048),))
     torch.manual_seed(5)
     x, weight, dy = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True), torch.randn(3, 50)
     _, dx_wanted, dw_wanted = expected(x, weight, dy)
@@ -153,9 +153,8 @@ def check_sum(x, residual, weight, dy, dsum, assert_near):
 @pytest.mark.parametrize(("shape", "max_tile"), [((1, 1), 64), ((2, 3, 65), 128), ((5, 40), 16)])
 def test_sum_matches_fp64(shape, max_tile, dtype, monkeypatch, assert_near):
     """Tiles of 16: rows of several blocks."""
-    for name in ("_MAX_FORWARD_TILE", "_MAX_BACKWARD_TILE"):
-        monkeypatch.setattr(module, name, max_tile)
-    monkeypatch.setattr(dispatch, "MIN_TILE", 128)
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(module, name, (Tile(max_tile, least=128),))
     torch.manual_seed(7)
     x, residual, dy, dsum = (torch.randn(shape).to(dtype) for _ in range(4))
     check_sum(x, residual, torch.randn(shape[-1]).to(dtype), dy, dsum, assert_near)

@@ -14,6 +14,7 @@ from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 
 from codegen.kernels import rotary
+from codegen.kernels.tile import Tile
 
 # `codegen.kernels.rotary` as an attribute is the function, not the file.
 module = importlib.import_module("codegen.kernels.rotary")
@@ -103,7 +104,7 @@ def test_is_gptjs(num_rotated, dtype):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_several_blocks_of_heads(interleaved, monkeypatch):
     """5 query and 2 key heads on 3 blocks: the last has one query head and no key head."""
-    monkeypatch.setattr(module, "_MAX_TILE", 16)
+    monkeypatch.setattr(module, "TILES", (Tile(16),))
     torch.manual_seed(3)
     q, k = heads((2, 5, 3, 8), torch.float32, 1), heads((2, 2, 3, 8), torch.float32, 1)
     cos, sin = angles(2, 3, 4, torch.float32, twice=not interleaved)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from codegen.kernels import gated, swiglu
+from codegen.kernels.tile import Tile
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -43,7 +44,7 @@ def test_matches_fp64(shape, dtype, assert_near):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_blocks_per_row(dtype, monkeypatch, assert_near):
-    monkeypatch.setattr(gated, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(gated, "TILES", (Tile(16),))
     torch.manual_seed(1)
     # Strided gate: rows stay rows, each of 3 blocks, the last ragged. Contiguous: one long row.
     gate, up = torch.randn(4, 2 * 37).to(dtype).chunk(2, dim=-1)

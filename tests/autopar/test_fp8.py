@@ -1,0 +1,273 @@
+"""Linear layers in e4m3: which ones, what they compute, what they cost, and where they are refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.costs.fp8 import Fp8Pricer
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training
+from autopar.errors import ConstraintError, PlanError
+from autopar.fp8 import require_fp8, tolerance
+from autopar.launch import run_ranks
+from autopar.mesh import Mesh
+from autopar.sharding.strategies import operators_of, options_of
+from autopar.tracing.trace import trace
+from autopar.trainer import Trainer, TrainerConfig
+from autopar.verify import relative_error, verify_program
+from codegen.fp8 import count_calls
+from codegen.main import emit_main
+from codegen.runtime import fp8 as runtime_fp8
+from cost_models import compute
+from cost_models.machine import Cluster
+from examples.models import EXAMPLES
+
+IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
+SIZES = {"layers": 2, "width": 64, "num_heads": 4, "seq_len": 16, "batch_size": 4, "vocab_size": 64}
+SGD = autopar.verify.__globals__["sgd_with_momentum"]
+
+
+def compiled(name: str, cluster: str = "2 cpu", **options: Any) -> autopar.CompiledProgram:
+    example = EXAMPLES[name](**{**SIZES, **options.pop("sizes", {})})
+    options.setdefault("fp8", True)
+    return autopar.compile(example.model, cluster, example_inputs=example.inputs, **options)
+
+
+# What is computed -----------------------------------------------------------------------------------------------------
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To e4m3 with a scale per row, by the format's definition: three bits after the leading one, exponents from -6."""
+    scale = x.abs().amax(-1, keepdim=True).double().clamp(min=2.0**-100) / 448
+    y = x.double() / scale
+    ulp = torch.exp2(y.abs().log2().floor().clamp(min=-6) - 3)
+    return (torch.round(y / ulp) * ulp * scale).to(x.dtype)
+
+
+class Rounded(torch.autograd.Function):
+    """y = xhat what^T; dx = dyhat what', w' rounded by its other rows; dw = dy^T x."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(rounded(x), rounded(weight))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = rounded(dy) @ rounded(weight.t()).t()
+        return dx, dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def run_once(program: autopar.CompiledProgram, batch: Any) -> tuple[float, dict[str, Any]]:
+    step = program.build()
+    loss = step.forward_backward(program.local_batch(batch))
+    return float(loss), {name: value.numpy() for name, value in step.gradients().items()}
+
+
+@pytest.mark.distributed
+def test_is_the_model_with_rounded_operands():
+    example = EXAMPLES["llama"](**SIZES)
+    program = autopar.compile(
+        example.model, "2 cpu", example_inputs=example.inputs, constraints={"dp": 2, "zero": 2}, fp8=True
+    )
+    assert count_calls(program.program) == 14
+    (loss, gradients), _ = run_ranks(run_once, (program, example.inputs), 2)
+    model = copy.deepcopy(example.model).double()
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = lambda x, own=module: Rounded.apply(x, own.weight)
+    expected = model(**example.inputs).loss
+    expected.backward()
+    exact = example.model(**example.inputs).loss
+    # A number near the middle of two codes may round to either: few do, and each by one step.
+    assert abs(loss - expected.item()) < 0.02 * abs(exact.item() - expected.item()) + 1e-6
+    for name, parameter in model.named_parameters():
+        error = relative_error(torch.from_numpy(gradients[name]), parameter.grad)
+        assert error < 5e-3, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "precision", "constraints"),
+    [
+        ("llama", "bf16", {"dp": 2, "zero": 3, "recompute": "selective"}),
+        (
+            "gpt2",
+            "fp32",
+            {"tp": 2, "parameters": {"*.c_fc.weight": {"tp": "S(1)"}, "*.c_attn.weight": {"tp": "S(1/3)"}}},
+        ),
+        pytest.param("gpt2", "fp32", {"pp": 2, "schedule": "zero-bubble"}, marks=pytest.mark.slow),
+    ],
+)
+def test_verifies_within_what_rounding_does(name, precision, constraints):
+    example = EXAMPLES[name](**SIZES)
+    options = {"constraints": constraints, "precision": precision, "optimizer": SGD}
+    program = autopar.compile(example.model, "2 cpu", example_inputs=example.inputs, fp8=True, **options)
+    report = verify_program(program, example.inputs, steps=2)
+    assert report.tolerance == tolerance(program.program) == 2**-4 * (2 * count_calls(program.program)) ** 0.5
+    assert report.ok(), report
+    # It rounds: by about as much as the docstring of autopar/fp8.py says of one product.
+    assert report.largest_gradient > 0.03 and not report.ok(0.02), report
+
+
+# Which calls ----------------------------------------------------------------------------------------------------------
+
+
+def test_program_as_written(golden):
+    program = compiled("llama", IDEAL, constraints={"dp": 2, "tp": 2, "zero": 2}, precision="bf16", kernels="on")
+    golden("programs/llama_dp2_tp2_fp8_bf16.py.txt", program.source)
+
+
+def test_head_and_embeddings_stay():
+    program = compiled("gpt2", constraints={"dp": 2}, kernels="off").program
+    assert count_calls(program) == 8 and {c.target for c in program.layers[0].body if hasattr(c, "target")} >= {
+        "fp8.addmm"
+    }
+    assert not any(getattr(each, "target", "").startswith("fp8.") for each in program.root.body)
+
+
+def test_parts_that_the_units_do_not_take_stay():
+    """16 columns of queries, of which each of two ranks has 8."""
+    sizes = {"width": 16, "num_heads": 2}
+    cut = {"tp": 2, "parameters": {"*.q_proj.weight": {"tp": "S(0)"}}}
+    (layer,) = compiled("llama", constraints=cut, sizes=sizes).program.layers
+    by_weight = {
+        call.args[1].name: call.target
+        for call in layer.body
+        if getattr(call, "target", "").endswith(("linear", "linear.default"))
+    }
+    assert by_weight["self.self_attn.q_proj.weight"] == "aten.linear.default"
+    assert by_weight["self.mlp.gate_proj.weight"] == "fp8.linear"
+
+
+def test_says_where_it_changes_nothing():
+    with pytest.warns(UserWarning, match="fp8 changes nothing"):
+        compiled("llama", constraints={"dp": 2}, sizes={"width": 24, "num_heads": 2, "intermediate_size": 24})
+
+
+def test_saved_programs_bring_what_they_import(tmp_path):
+    program = compiled("llama", constraints={"dp": 2}, kernels="off")
+    assert "        fp8=True,\n" in emit_main(program.program)
+    assert (program.save(tmp_path / "p") / "kernels" / "fp8.py").exists()
+    assert "fp8" not in emit_main(compiled("llama", constraints={"dp": 2}, kernels="off", fp8=False).program)
+
+
+# The switch -----------------------------------------------------------------------------------------------------------
+
+
+def test_plans_carry_it():
+    program = compiled("llama", constraints={"dp": 2})
+    text = program.plan.to_yaml()
+    assert "\nfp8: true\n" in text and autopar.Plan.from_yaml(text) == program.plan
+    assert compiled("llama", plan=program.plan, fp8=None).source == program.source
+    assert count_calls(compiled("llama", plan=program.plan, fp8=False).program) == 0
+    plain = compiled("llama", constraints={"dp": 2}, fp8=False).plan
+    assert "fp8" not in plain.to_yaml()
+    assert count_calls(compiled("llama", plan=plain).program) == 14
+    with pytest.raises(PlanError, match=r"(?s)fp8.*neither true nor false"):
+        autopar.Plan.from_yaml(text.replace("fp8: true", "fp8: maybe"))
+    assert "in fp8 (e4m3)" in program.report() and "fp8" not in compiled("llama", plan=plain, fp8=None).report()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "message"),
+    [
+        ("8 a100-80g", "bf16", "fp8 needs GPUs that multiply in fp8"),
+        ("1x8 h100-sxm + 1x8 a100-80g", "bf16", "fp8 needs GPUs that multiply in fp8"),
+        ("8 h100-sxm", "fp32", "products in fp8 have bf16 results"),
+    ],
+)
+def test_is_refused_before_anything_starts(cluster, precision, message):
+    with pytest.raises(ConstraintError, match=message):
+        compiled("llama", cluster, precision=precision)
+
+
+def test_is_refused_on_a_machine_without_it(monkeypatch):
+    program = compiled("llama", constraints={"dp": 2}).program
+    require_fp8(program, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    for capability, is_fit in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        if is_fit:
+            require_fp8(program, torch.device("cuda"))
+            runtime_fp8.require(torch.device("cuda"))
+            continue
+        with pytest.raises(ConstraintError, match=r"A100 has compute capability 8\.0, fp8 products need 8\.9"):
+            require_fp8(program, torch.device("cuda"))
+        with pytest.raises(RuntimeError, match=r"compute capability 8\.0"):
+            runtime_fp8.require(torch.device("cuda"))
+
+
+def test_trainer_hands_it_on():
+    example = EXAMPLES["llama"](**SIZES)
+    config = TrainerConfig(cluster="2 cpu", fp8=True, constraints={"dp": 2})
+    assert Trainer(example.model, config, [example.inputs]).compile().plan.fp8
+    plain = replace(config, auto_parallel=False, steps=1, log_every=0)
+    with pytest.raises(ConstraintError, match="plain run has no fp8"):
+        Trainer(example.model, plain, [example.inputs]).fit()
+
+
+# Prices ---------------------------------------------------------------------------------------------------------------
+
+
+def test_price_of_a_layer():
+    with torch.device("meta"):
+        example = EXAMPLES["gpt2"](layers=3, batch_size=4, seq_len=1024, width=1024, vocab_size=1024)
+    graph = trace(example.model, example.inputs, None, batch_size=4, param_dtype=torch.bfloat16)
+    cluster = Cluster.parse("1 h100-sxm")
+    device, fp8, plain = (
+        cluster.device,
+        *(kind(Mesh.parse("single"), cluster, Training()) for kind in (Fp8Pricer, Pricer)),
+    )
+    found = {o.node.op: o for o in operators_of(graph).values() if o.scope and o.node.op.startswith("aten.addmm")}
+    for operator in found.values():
+        (option, *_) = options_of(operator, fp8.mesh)
+        (n, m), k = operator.node.outputs[0].shape, operator.inputs[1].shape[1]
+
+        def product(*shape: int, moved: float, dtype: str) -> float:
+            return compute.seconds(compute.Work("matmul", 2.0 * math.prod(shape), moved, dtype, shape), device)
+
+        def memory(num_bytes: float) -> float:
+            return compute.seconds(compute.Work("memory", 0.0, num_bytes), device)
+
+        moved = n * k + k * m + 2 * n * m
+        forward = product(n, m, k, moved=moved, dtype="fp8") + memory(3 * n * k) + memory(3 * k * m)
+        wrt_x = product(n, k, m, moved=moved, dtype="fp8") + memory(3 * n * m) + memory(7 * k * m)
+        both = [pricer.operator_seconds(operator, option) for pricer in (plain, fp8)]
+        assert both[1][0] == pytest.approx(forward, rel=1e-9)
+        old_x = product(n, k, m, moved=2 * (n * k + k * m + n * m) + 2 * m, dtype="bf16")
+        assert both[1][1] - both[0][1] == pytest.approx(wrt_x - old_x, rel=1e-6)
+        assert (
+            fp8.weight_seconds(operator, option, sum(both[1]))
+            == 0
+            < plain.weight_seconds(operator, option, sum(both[0]))
+        )
+    heads = [o for o in operators_of(graph).values() if not o.scope and o.node.op.startswith("aten.linear")]
+    assert found and heads
+    for operator in heads:
+        (option, *_) = options_of(operator, fp8.mesh)
+        assert fp8.operator_seconds(operator, option) == plain.operator_seconds(operator, option)
+
+
+@pytest.mark.slow
+def test_wide_layers_are_predicted_faster_and_narrow_ones_slower():
+    def step_seconds(width: int, fp8: bool) -> float:
+        with torch.device("meta"):
+            example = EXAMPLES["llama"](layers=4, batch_size=8, seq_len=2048, width=width, vocab_size=1024)
+        options = {"example_inputs": example.inputs, "precision": "bf16", "constraints": {"dp": 2}}
+        return autopar.compile(example.model, "2 h100-sxm", fp8=fp8, **options).plan.prediction.step_seconds
+
+    assert step_seconds(4096, True) < 0.9 * step_seconds(4096, False)
+    assert step_seconds(256, True) > step_seconds(256, False)
