@@ -42,7 +42,7 @@ HOST_SECONDS: Mapping[Kind, float] = {"all_reduce": 47e-6, "all_to_all": 70e-6}
 them. An all_to_all is a group of sends and receives, which take the host longer."""
 
 SKIPPED = {
-    "jean_zay *_range": "ranges over weeks of a shared Omni-Path fabric, without sizes",
+    "jean_zay a100_4nodes_range": "how the adapters of such a node are shared is not recorded",
     "mist v100-sxm2-32gb inside the node": "15.7, 40.3, 50.6 GiB/s 'without NVLink': neither PCIe 3 nor NVLink 2",
     "mist v100-sxm2-16gb, 2 and 4 GPUs of a node": "62 and 54 GB/s: no mesh of 6 links gives pairs more",
     "mist tuning-time": "a copy of the L4 template",
@@ -60,6 +60,7 @@ FITTED: Mapping[Setting, Setting | float] = {
     ("efa-400g", "latency_seconds"): ("ib-400g", "latency_seconds"),
     ("efa-400g", "contention_per_doubling"): ("ib-400g", "contention_per_doubling"),
     ("ethernet-100g", "efficiency"): ("ib-100g", "efficiency"),
+    ("opa-100g", "efficiency"): ("ib-100g", "efficiency"),
     ("pcie4", "efficiency"): ("pcie4-x8", "efficiency"),
     ("pcie4-x8", "efficiency"): ("pcie4", "efficiency"),
 }
@@ -146,10 +147,16 @@ def _p5(table: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _jean_zay(table: Mapping[str, Any]) -> Iterator[Row]:
-    """all_reduce_bench of 4 GB counts every byte twice: half of the printed throughput is nccl-tests' algorithm's."""
+    """all_reduce_bench of 4 GB counts every byte twice: half of the printed throughput is nccl-tests' algorithm's.
+    Between nodes it has the slowest and the fastest in weeks of a shared fabric: their geometric mean, and the band."""
     for memory in ("16", "32"):
         rate = table[f"v100_1node_4gpu_{memory}gb"] * 1e9 / 8 / 2 * 2 * 3 / 4
         yield _at_bus_bandwidth("Jean Zay V100", "all_reduce", 4e9, Group(4, 1), f"4 v100-{memory}g nvlink2-quad", rate)
+    for nodes, name in ((4, "v100_4nodes_range_jan2022"), (16, "v100_16nodes_range")):
+        slow, fast = (2 * 4e9 * 8 / (rate * 1e9) for rate in table[name])
+        cluster, group = f"{nodes}x4 v100-32g nvlink2-quad opa-100g", Group(4 * nodes, 1)
+        time = math.sqrt(slow * fast)
+        yield Row("Jean Zay V100, nodes", "all_reduce", 4e9, group, cluster, time, band=(fast, slow))
 
 
 MIST_CLUSTERS = {

@@ -3,9 +3,10 @@
 An experts module is one that has `num_experts` experts in three-dimensional weights `down_proj` [E, H, F] (or
 transposed) and `gate_up_proj` or `up_proj`, called with tokens [T, H], the experts of each token [T, k] and their
 weights [T, k]: the form of the mixtures of experts in transformers. Which token goes where is data, so it
-is traced as one that sends every expert the same number of tokens: dropless with a balanced load, or a
-capacity factor of 1. The k copies of all tokens are written by expert, [E, T k / E, H]; the matmuls are batched over
-experts; results are weighted and added up.
+is traced as one that sends every expert the same number of tokens. The k copies of all tokens are written by expert,
+[E, T k / E, H]; the matmuls are batched over experts; results are weighted and added up. What lies between the first
+and the last matmul, and the exchange of tokens, is then priced for the tokens that the fullest rank has
+(cost_models/routing.py). Bytes are those of equal loads.
 
 Under `ep` the ranks of a group of dp x cp hold E / ep experts each and exchange tokens by all_to_all. Balanced, a rank
 gets as many tokens as it gives: E / ep experts with ep T k / E tokens each, which is what is traced. Per module and
@@ -19,8 +20,8 @@ the tokens each.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -31,14 +32,14 @@ from autopar.costs.block_costs import segments
 from autopar.costs.contractions import MATMULS
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.graph import VIEWS, Graph, Ref, base_name
+from autopar.graph import VIEWS, Graph, Node, Ref, base_name
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, Stored
 from autopar.planning.bases import Base
 from autopar.sharding.strategies import Operator, Option, num_local, scopes_of
 from autopar.simulate.exchange import Exchange, again
 from autopar.simulate.pricing import ProfiledPricer
-from cost_models import collective, compute
+from cost_models import collective, compute, routing
 
 EXPERT_MODES = ("selective", "full")
 """Recompute modes that send tokens again: what arrives is kept by neither."""
@@ -142,23 +143,47 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """Of one experts module as it is traced: experts of one rank, tokens and choices of each."""
+
+    experts: int
+    tokens: int
+    choices: int
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """parameters: (scope, name) of experts' weights and biases; calls: (scope, call) of their matmuls, by the module
-    that they are of, in order."""
+    """parameters: (scope, name) of experts' weights and biases; modules: their matmuls by (scope, module), in order;
+    inner: (scope, call) from the first to the last of them; routed: by (scope, module)."""
 
     parameters: frozenset[Key] = frozenset()
     modules: Mapping[Key, tuple[str, ...]] | None = None
+    inner: frozenset[Key] = frozenset()
+    routed: Mapping[Key, Routed] | None = None
 
     @property
     def calls(self) -> frozenset[Key]:
         """(scope, call) of all matmuls."""
         return frozenset((scope, call) for (scope, _), calls in (self.modules or {}).items() for call in calls)
 
+    def fullest_load(self, ep: int, rows: float, skew: float) -> float:
+        """Of all modules, the most tokens that the fullest of `ep` ranks gets by the mean. rows: on each of them, by
+        those of the graph."""
+        return max(
+            (
+                routing.fullest_load(ep, r.experts * ep, r.choices, r.tokens * rows * ep, skew)
+                for r in (self.routed or {}).values()
+            ),
+            default=1.0,
+        )
+
 
 def experts_of(graph: Graph) -> Experts:
     """Found by their weights: three-dimensional parameters that a matmul reads, and what belongs to the same module."""
     modules: dict[Key, list[str]] = {}
     parameters: set[Key] = set()
+    inner: set[Key] = set()
+    routed: dict[Key, Routed] = {}
     for scope in scopes_of(graph):
         own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
         nodes = {node.name: node for node in scope.nodes}
@@ -172,7 +197,21 @@ def experts_of(graph: Graph) -> Experts:
             if (scope.name, node.module) in modules:
                 read = {_root(ref, nodes).node for ref in node.inputs}
                 parameters |= {(scope.name, name) for name in read if name in own}
-    return Experts(frozenset(parameters), {key: tuple(calls) for key, calls in modules.items()})
+        names = [node.name for node in scope.nodes]
+        for (owner, module), calls in modules.items():
+            if owner == scope.name:
+                between = names[names.index(calls[0]) : names.index(calls[-1]) + 1]
+                inner |= {(owner, name) for name in between}
+                count = nodes[calls[0]].outputs[0].shape[0]
+                for shape in _copies(node for node in scope.nodes if node.module == module):
+                    routed[owner, module] = Routed(count, *shape[:2])
+    by_module = {key: tuple(calls) for key, calls in modules.items()}
+    return Experts(frozenset(parameters), by_module, frozenset(inner), routed)
+
+
+def _copies(own: Iterable[Node]) -> Iterator[tuple[int, ...]]:
+    """The shape [T, k, H] of the copies that `balanced_forward` makes of all tokens; none in other code."""
+    return (node.outputs[0].shape for node in own if base_name(node.op) == "expand" and len(node.outputs[0].shape) == 3)
 
 
 def _root(ref: Ref, nodes: Mapping[str, Any]) -> Ref:
@@ -185,14 +224,21 @@ def _root(ref: Ref, nodes: Mapping[str, Any]) -> Ref:
 
 
 class _ByExpert(Pricer):
-    """Matmuls of experts as one product per expert, by the tiles of each (a grouped matmul)."""
+    """Matmuls of experts as one product per expert, by the tiles of each (a grouped matmul); what experts compute as
+    long as the fullest rank takes."""
 
-    expert_calls: frozenset[Key]
+    experts: Experts
+    load: float
+
+    def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        forward, backward = super().operator_seconds(operator, option)
+        load = self.load if (operator.scope, operator.node.name) in self.experts.inner else 1.0
+        return forward * load, backward * load
 
     def _matmul_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float, float]:
-        if (operator.scope, operator.node.name) not in self.expert_calls:
+        if (operator.scope, operator.node.name) not in self.experts.calls:
             return super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
         count, rows, columns = _local_shape(operator.node.outputs[0].shape, option.outputs[0], self.mesh)
         depth = max(round(flops / (2 * count * rows * columns)), 1)
@@ -214,16 +260,18 @@ def _local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> 
 
 @dataclass
 class ExpertPricer(_ByExpert):
-    """The planner's prices of a model with experts."""
+    """The planner's prices of a model with experts. load: tokens of the fullest rank by the mean."""
 
-    expert_calls: frozenset[Key] = frozenset()
+    experts: Experts = field(default_factory=Experts)
+    load: float = 1.0
 
 
 @dataclass
 class ProfiledExpertPricer(_ByExpert, ProfiledPricer):
-    """A framework's prices of a model with experts."""
+    """A framework's prices of a model with experts. load: as of `ExpertPricer`."""
 
-    expert_calls: frozenset[Key] = frozenset()
+    experts: Experts = field(default_factory=Experts)
+    load: float = 1.0
 
 
 def expert_mesh(mesh: Mesh, ep: int) -> Mesh:
@@ -238,8 +286,11 @@ def expert_stored(stored: Stored, mesh: Mesh, target: Mesh, zero: int) -> Stored
     return Stored(tuple(by_axis[axis] for axis in target.axes), zero if "dp" in target.axes else 0)
 
 
-def expert_exchanges(base: Base, pricer: Pricer, experts: Experts, ep: int, sp: bool) -> dict[str, list[Exchange]]:
-    """Block -> one exchange per experts module. sp: tensor-parallel ranks send a part of the tokens each."""
+def expert_exchanges(
+    base: Base, pricer: Pricer, experts: Experts, ep: int, sp: bool, load: float
+) -> dict[str, list[Exchange]]:
+    """Block -> one exchange per experts module. sp: tensor-parallel ranks send a part of the tokens each. load: tokens
+    of the fullest rank by the mean."""
     activity, found = base.activity, dict[str, list[Exchange]]()
     tp = pricer.mesh.size("tp")
     group = collective.Group(ep, tp)
@@ -247,7 +298,7 @@ def expert_exchanges(base: Base, pricer: Pricer, experts: Experts, ep: int, sp: 
     for (scope, _), calls in (experts.modules or {}).items():
         given = activity.operators[scope, calls[0]].inputs[0]
         size = num_local(given, data, base.costed) * given.dtype.itemsize / base.costed.num_data_ranks
-        seconds = 2 * collective.seconds("all_to_all", size / (tp if sp else 1), group, pricer.cluster)
+        seconds = 2 * collective.seconds("all_to_all", load * size / (tp if sp else 1), group, pricer.cluster)
         forward = {"all_to_all ep": seconds}
         found.setdefault(scope or segments(activity.graph)[calls[0]], []).append(
             Exchange(forward, forward, again(forward, EXPERT_MODES))

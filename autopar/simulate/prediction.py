@@ -12,7 +12,7 @@ from autopar.plan import Prediction
 from autopar.simulate.timeline import StepEvent, events_of
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device, Link
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
 
 if TYPE_CHECKING:
     from autopar.simulate.predictor import Predictor
@@ -24,7 +24,7 @@ class Scenario:
     """All that a prediction depends on. strategy: as the user wrote it."""
 
     predictor: Predictor
-    cluster: Cluster
+    cluster: AnyCluster
     strategy: Mapping[str, Any]
     global_batch_size: int
     framework: Framework
@@ -46,7 +46,7 @@ class StrategyPrediction(Prediction):
     """Seconds and bytes by kind, and how they came about.
 
     scenario: what was predicted. simulated: the schedule, event by event. capacity_bytes: what a rank may use, by the
-    strategy's `memory` or the device.
+    strategy's `memory` or the device; where they differ, on the fullest position.
     """
 
     scenario: Scenario = field(kw_only=True, compare=False, repr=False)
@@ -72,7 +72,7 @@ class StrategyPrediction(Prediction):
     def what_if(
         self,
         *,
-        cluster: Cluster | str | None = None,
+        cluster: AnyCluster | str | None = None,
         device: Device | str | Mapping[str, Any] | None = None,
         intra_node: Link | str | Mapping[str, Any] | None = None,
         inter_node: Link | str | Mapping[str, Any] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,23 +13,25 @@ from torch import nn
 from autopar.cluster import as_cluster
 from autopar.constraints import Constraints
 from autopar.costs.block_costs import BlockCost
-from autopar.costs.borders import border_bytes, second_copies, tie_costs, transfer_seconds
+from autopar.costs.borders import border_bytes, hop_seconds, last_holders, second_copies, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
 from autopar.costs.host import host_of
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
-from autopar.costs.stage_costs import Simulated, shared_costs, simulated, stage_costs
+from autopar.costs.stage_costs import Simulated, StageCost, shared_costs, simulated, stage_costs
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
-from autopar.placement import R, S
+from autopar.placement import R, S, Stored
 from autopar.plan import Pipeline, StagePlan
 from autopar.planning.bases import Base
 from autopar.planning.request import Request, pricer_for
+from autopar.seats import Seat
 from autopar.simulate.context import context_exchanges
 from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer, expert_exchanges
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import Matrices
+from autopar.simulate.places import places_of
 from autopar.simulate.prediction import Scenario, StrategyPrediction
 from autopar.simulate.pricing import PRECISIONS, ProfiledPricer
 from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
@@ -39,6 +41,7 @@ from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import common_batch, name_inputs
 from cost_models.frameworks import Framework, framework
+from cost_models.hardware import Device
 from cost_models.machine import Cluster
 from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster
@@ -71,6 +74,9 @@ def predict(
         "cp": 2                 context parallelism: rows cut along their tokens (simulate/context.py)
         "cp_exchange": "ring"   or "all-gather", instead of the framework's way
         "ep": 8                 expert parallelism among the ranks of dp x cp (simulate/experts.py)
+        "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
+        "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
+        "groups": [1, 0]        of unlike nodes, the group of every position of the pipeline (simulate/places.py)
 
     framework: a profile of cost_models/machines/frameworks.toml, or one of your own; "autopar" is what generated
     programs do, and gives a searched plan's strategy the plan's prediction. precision: fp32, tf32, bf16, fp16 or fp8.
@@ -86,17 +92,18 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What seconds depend on beside the cluster and the strategy."""
+    """What seconds depend on beside the cluster and the strategy. load: of the fullest rank of experts."""
 
     framework: Framework
     attention: str
     matmul_dtype: str
     kernels: bool = False
+    load: float = 1.0
 
     @property
     def is_planners(self) -> bool:
         """Whether these are what searched plans are priced by."""
-        return replace(self, kernels=False) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
+        return replace(self, kernels=False, load=1.0) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
 
 
 PLANNERS = _Terms(framework("autopar"), framework("autopar").attention, "bf16")
@@ -162,15 +169,10 @@ class Predictor:
     ) -> StrategyPrediction:
         """As `autopar.predict`. precision: another one that is traced alike (bf16, fp16, fp8; fp32, tf32)."""
         cluster = as_cluster(cluster_spec)
-        if not isinstance(cluster, Cluster):
-            raise ConstraintError(
-                "a strategy is scored on equal nodes only",
-                values=str(cluster),
-                alternatives=" or ".join(str(group) for group in cluster.groups),
-            )
         profile = profile_of(framework)
         rows = global_batch_size or self.rows
         wanted = parse_strategy(strategy, cluster, rows)
+        seats = places_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
         precision = precision or self.precision
         if _traced_as(precision) != self.traced_as:
             raise ConstraintError(
@@ -178,8 +180,10 @@ class Predictor:
             )
         terms = _Terms(profile, wanted.attention or profile.attention, PRECISIONS[precision][1])
         share = self.share(wanted.cp, wanted.ep)
-        terms = replace(terms, kernels=_has_kernels(wanted, cluster, terms, share))
-        result = self._score(share, self._setting(share, cluster, terms, wanted, rows), terms, wanted)
+        terms = replace(terms, kernels=_has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
+        settings = self._settings(share, cluster, terms, wanted, rows)
+        capacities = [float(wanted.memory_bytes or cluster.groups[seat.group].device.memory_bytes) for seat in seats]
+        result = self._score(share, settings, terms, wanted, cluster, seats, capacities)
         plain = result.prediction
         found = StrategyPrediction(
             plain.seconds,
@@ -187,75 +191,88 @@ class Predictor:
             plain.positions,
             scenario=Scenario(self, cluster, strategy, rows, profile, precision),
             simulated=result,
-            capacity_bytes=float(wanted.memory_bytes or cluster.device.memory_bytes),
+            capacity_bytes=max(
+                zip(result.memory, capacities, strict=True), key=lambda pair: sum(pair[0].values()) / pair[1]
+            )[1],
         )
         if check:
             require_fit(found)
         return found
 
-    def _score(self, share: Share, setting: Setting, terms: _Terms, wanted: Strategy) -> Simulated:
-        profile, request = terms.framework, setting.request
-        base = setting.bases.base(wanted.mesh, wanted.rows, NAMED)
-        if base is None:
-            raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
-        pricer = _priced(pricer_for(request, wanted.mesh, wanted.micro_batches, wanted.offload), terms, share)
-        own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1, wanted.cp_exchange)
-        if own not in setting.costs:
-            stored = stored_shares(share, pricer, base.parameters(wanted.zero), wanted)
-            costs = combined(base.costs, stored)
-            for exchanges in _exchanges(share, base, pricer, profile, wanted):
-                costs = with_exchanges(costs, exchanges)
-            setting.costs[own] = costs
-        costs = dict(setting.costs[own])
-        pipeline = _pipeline(share, wanted, profile, costs)
-        borders = (*_borders(share, setting, base, wanted.rows), 0.0)
+    def _score(
+        self,
+        share: Share,
+        settings: Mapping[int, Setting],
+        terms: _Terms,
+        wanted: Strategy,
+        cluster: AnyCluster,
+        seats: Sequence[Seat],
+        capacities: Sequence[float],
+    ) -> Simulated:
+        groups = {number: _in_group(share, setting, terms, wanted) for number, setting in settings.items()}
+        home = placement(wanted.schedule or "1f1b", wanted.pp, wanted.chunks)
+        of_stage = [groups[seats[position].group] for position in home]
+        pipeline = _pipeline(share, wanted, terms.framework, [group.costs for group in of_stage])
         stages = pipeline.stages
-        copies = second_copies(share.graph, pricer, base.parameters(wanted.zero))
-        staged = stage_costs(costs, share.blocks, stages, borders, copies)
-        staged = [
-            profiled(
-                cost,
-                stage,
-                share.blocks,
-                profile,
-                request.cluster.device,
-                wanted.mesh.size("tp"),
-                wanted.zero,
-                pricer.training.gradient_bytes + profile.gradient_copy_bytes,
-                wanted.pp > 1 and request.cluster.num_nodes > 1,
-            )
-            for cost, stage in zip(staged, stages, strict=True)
-        ]
-        home = placement(pipeline.schedule or "1f1b", wanted.pp, wanted.chunks)
-        transfers = {
-            (i, i + 1): transfer_seconds(pricer, wanted.pp, borders[stage.last]) if home[i] != home[i + 1] else 0.0
-            for i, stage in enumerate(stages[:-1])
-        }
-        ties = tie_costs(share.graph, pricer, base.parameters(wanted.zero), wanted.pp)
-        tied = shared_costs(stages, share.shared_parameters, ties)
-        device = request.cluster.device
-        workspace = 0.0 if is_cpu(request.cluster) else float(workspace_bytes(device))
-        spaces, host = (workspace,) * wanted.pp, host_of(request.cluster)
-        return simulated(staged, pipeline, wanted.micro_batches, transfers, tied, spaces, host=host)
+        spans = wanted.pp > 1 and sum(group.num_nodes for group in cluster.groups) > 1
+        on = {id(group): group.stages(share, terms.framework, wanted, stages, spans) for group in groups.values()}
+        staged = [on[id(group)][number] for number, group in enumerate(of_stage)]
+        transfers = {}
+        for i, stage in enumerate(stages[:-1]):
+            size = max(of_stage[i].borders[stage.last], of_stage[i + 1].borders[stage.last])
+            source, target = seats[home[i]], seats[home[i + 1]]
+            if home[i] == home[i + 1]:
+                transfers[i, i + 1] = 0.0
+            elif isinstance(cluster, Cluster):
+                transfers[i, i + 1] = transfer_seconds(of_stage[i].pricer, wanted.pp, size)
+            else:
+                transfers[i, i + 1] = hop_seconds(cluster, source, target, size)
+        ties = [tie_costs(share.graph, group.pricer, group.parameters, wanted.pp) for group in of_stage]
+        shared = share.shared_parameters
+        tied = shared_costs(stages, shared, last_holders(shared, stages, ties))
+        spaces = [groups[seat.group].workspace_bytes for seat in seats]
+        host = host_of(cluster.groups[0])
+        return simulated(staged, pipeline, wanted.micro_batches, transfers, tied, spaces, capacities, host)
 
     # --- what strategies share --------------------------------------------------------------------------------
 
-    def _setting(self, share: Share, cluster: Cluster, terms: _Terms, wanted: Strategy, rows: int) -> Setting:
-        profile = terms.framework
+    def _settings(
+        self, share: Share, cluster: AnyCluster, terms: _Terms, wanted: Strategy, rows: int
+    ) -> dict[int, Setting]:
+        """By group of equal nodes. Decisions are made for the one with the highest rate, and hold for all."""
+        order = sorted(range(len(cluster.groups)), key=lambda number: -_rate(cluster.groups[number]))
+        found: dict[int, Setting] = {}
+        for number in order:
+            found[number] = self._setting(share, cluster, number, terms, wanted, rows, found.get(order[0]))
+        return found
+
+    def _setting(
+        self,
+        share: Share,
+        whole: AnyCluster,
+        number: int,
+        terms: _Terms,
+        wanted: Strategy,
+        rows: int,
+        decided: Setting | None,
+    ) -> Setting:
+        """Of one group of `whole`. decided: whose decisions it has, None for its own."""
+        profile, cluster = terms.framework, whole.groups[number]
         tp = wanted.mesh.size("tp")
         sp = _is_sequence_parallel(profile, wanted)
         pins = (profile.shards_weights, sp) if tp > 1 else None
-        key = (cluster, terms, pins, tp if pins else 0, rows, repr(wanted.limits))
+        key = (whole, cluster, terms, pins, tp if pins else 0, rows, repr(wanted.limits))
         if key not in share.settings:
             limits = _pinned(share.matrices, wanted.limits, profile, sp, tp)
             limits.check(share.graph)
             request = Request(share.traced, cluster, rows, self.traced_as, self._training(profile, cluster), limits)
-            request = replace(request, kernels=terms.kernels)
+            request = replace(request, kernels=terms.kernels, num_waiting=whole.num_devices)
 
             def priced(plain: Pricer) -> Pricer:
                 return _priced(plain, terms, share)
 
-            share.settings[key] = Setting(request, ScoredBases(request, priced=priced, cp=wanted.cp))
+            bases = ScoredBases(request, priced=priced, cp=wanted.cp)
+            share.settings[key] = Setting(request, bases if decided is None else decided.bases.priced_for(request))
         return share.settings[key]
 
     def _training(self, profile: Framework, cluster: Cluster) -> Training:
@@ -265,17 +282,70 @@ class Predictor:
         return own if profile.name == "autopar" else replace(own, update_bytes=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What a strategy costs in one group of equal nodes. costs: of every block; borders: bytes of a message behind each
+    of them, 0 behind the last."""
+
+    device: Device
+    pricer: Pricer
+    parameters: Mapping[tuple[str, str], Stored]
+    costs: Mapping[str, BlockCost]
+    borders: tuple[float, ...]
+
+    @property
+    def workspace_bytes(self) -> float:
+        """What a device itself takes of its memory."""
+        return 0.0 if is_cpu(self.pricer.cluster) else float(workspace_bytes(self.pricer.cluster.device))
+
+    def stages(
+        self, share: Share, profile: Framework, wanted: Strategy, stages: Sequence[StagePlan], spans_nodes: bool
+    ) -> list[StageCost]:
+        """All of them, as if they were here."""
+        copies = second_copies(share.graph, self.pricer, self.parameters)
+        held_bytes = self.pricer.training.gradient_bytes + profile.gradient_copy_bytes
+        device, tp = self.device, wanted.mesh.size("tp")
+        return [
+            profiled(cost, stage, share.blocks, profile, device, tp, wanted.zero, held_bytes, spans_nodes)
+            for cost, stage in zip(
+                stage_costs(self.costs, share.blocks, stages, self.borders, copies), stages, strict=True
+            )
+        ]
+
+
+def _in_group(share: Share, setting: Setting, terms: _Terms, wanted: Strategy) -> _Group:
+    """Raises ConstraintError where pinned placements leave nothing."""
+    base = setting.bases.base(wanted.mesh, wanted.rows, NAMED)
+    if base is None:
+        raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
+    plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
+    pricer, parameters = _priced(plain, terms, share), base.parameters(wanted.zero)
+    own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1, wanted.cp_exchange)
+    if own not in setting.costs:
+        costs = combined(base.costs, stored_shares(share, pricer, parameters, wanted))
+        for exchanges in _exchanges(share, base, pricer, terms, wanted):
+            costs = with_exchanges(costs, exchanges)
+        setting.costs[own] = costs
+    borders = (*_borders(share, setting, base, wanted.rows), 0.0)
+    return _Group(setting.request.cluster.device, pricer, parameters, setting.costs[own], borders)
+
+
+def _rate(cluster: Cluster) -> float:
+    """Of all devices together."""
+    return cluster.num_devices * max(cluster.device.peak_flops_per_second.values())
+
+
 def _priced(plain: Pricer, terms: _Terms, share: Share) -> Pricer:
     """Under the profile's prices; the planner's own where it is the profile of generated programs."""
-    calls = share.experts.calls
+    has_experts = bool(share.experts.calls)
+    own: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
     if terms.is_planners:
-        if not calls:
+        if not has_experts:
             return plain
         rates = plain.hidden_fraction, plain.fragmentation
-        return ExpertPricer(plain.mesh, plain.cluster, plain.training, *rates, expert_calls=calls)
+        return ExpertPricer(plain.mesh, plain.cluster, plain.training, *rates, **own)
     profile = terms.framework
-    own: dict[str, Any] = {"expert_calls": calls} if calls else {}
-    kind = ProfiledExpertPricer if calls else ProfiledPricer
+    kind = ProfiledExpertPricer if has_experts else ProfiledPricer
     return kind(
         plain.mesh,
         plain.cluster,
@@ -290,7 +360,7 @@ def _priced(plain: Pricer, terms: _Terms, share: Share) -> Pricer:
     )
 
 
-def _has_kernels(wanted: Strategy, cluster: Cluster, terms: _Terms, share: Share) -> bool:
+def _has_kernels(wanted: Strategy, cluster: AnyCluster, terms: _Terms, share: Share) -> bool:
     """Whether fused kernels are priced: those of generated programs, which have none among experts yet. Raises
     ConstraintError where a strategy asks for what the framework has not."""
     can = terms.is_planners and not share.experts.calls
@@ -300,20 +370,27 @@ def _has_kernels(wanted: Strategy, cluster: Cluster, terms: _Terms, share: Share
             values=f"framework {terms.framework.name}, attention {terms.attention}, {terms.matmul_dtype}",
             alternatives="framework autopar in bf16 or fp32 with flash attention, or no kernels in the strategy",
         )
-    return can and wanted.kernels != "off" and (wanted.kernels == "on" or not is_cpu(cluster))
+    return can and wanted.kernels != "off" and (wanted.kernels == "on" or not is_cpu(cluster.groups[0]))
+
+
+def _fullest_load(wanted: Strategy, share: Share) -> float:
+    """Tokens of the fullest rank of experts by the mean."""
+    if wanted.capacity_factor is not None:
+        return wanted.capacity_factor if share.experts.calls else 1.0
+    return share.experts.fullest_load(wanted.ep, wanted.rows / share.rows, wanted.expert_skew)
 
 
 def _exchanges(
-    share: Share, base: Base, pricer: Pricer, profile: Framework, wanted: Strategy
+    share: Share, base: Base, pricer: Pricer, terms: _Terms, wanted: Strategy
 ) -> list[dict[str, list[Exchange]]]:
     """Of cp and ep."""
-    found = []
+    found, profile = [], terms.framework
     if wanted.cp > 1:
         by_ring = (wanted.cp_exchange or profile.cp_exchange) == "ring"
         found.append(context_exchanges(base, pricer, wanted.cp, by_ring))
     if wanted.ep > 1:
         sp = _is_sequence_parallel(profile, wanted)
-        found.append(expert_exchanges(base, pricer, share.experts, wanted.ep, sp))
+        found.append(expert_exchanges(base, pricer, share.experts, wanted.ep, sp, terms.load))
     return found
 
 
@@ -321,10 +398,10 @@ def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:
     return profile.sequence_parallel if wanted.sp is None else wanted.sp
 
 
-def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Mapping[str, BlockCost]) -> Pipeline:
-    """The framework's stages, every layer under the strategy's recompute mode."""
+def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequence[Mapping[str, BlockCost]]) -> Pipeline:
+    """The framework's stages, every layer under the strategy's recompute mode. costs: of all blocks on every stage."""
     weights = {name: share.matrices.weights.get(name, 0.0) for name in share.blocks}
-    firsts = cut(share.blocks, costs, weights, wanted.pp * wanted.chunks, profile.stages)
+    firsts = cut(share.blocks, costs, weights, profile.stages)
     stages = []
     for first, last in zip(firsts, firsts[1:], strict=False):
         own = share.blocks[first:last]

@@ -40,6 +40,10 @@ class ScoredBases(Bases):
         """On a base's mesh."""
         return self.priced(super().pricer(mesh))
 
+    def priced_for(self, request: Request) -> ScoredBases:
+        """The same decisions on other nodes, those that are not made yet among them."""
+        return ScoredBases(request, priced=self.priced, cp=self.cp, _choices=self._choices)
+
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
         """Of the graph at `rows` rows over all ranks, with the keys that attention sees."""
         if self.cp == 1:
@@ -64,8 +68,9 @@ class Share:
 
     def __init__(self, traced: BatchedTrace, cp: int) -> None:
         self.traced = traced
-        graph = traced(2)
-        traced(4)
+        self.rows = 2
+        graph = traced(self.rows)
+        traced(2 * self.rows)
         if cp > 1:
             check_context(graph, cp)
         self.graph = graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,14 +17,15 @@ HOST = "waiting for the host"
 
 
 def cut(
-    blocks: Sequence[str], costs: Mapping[str, BlockCost], weights: Mapping[str, float], count: int, how: str
+    blocks: Sequence[str], costs: Sequence[Mapping[str, BlockCost]], weights: Mapping[str, float], how: str
 ) -> tuple[int, ...]:
-    """The first block of each of `count` stages, and the number of blocks.
+    """The first block of each stage, and the number of blocks.
 
-    weights: multiply-adds of a block's matrices. how: see `Framework.stages`. Raises ConstraintError where there are
-    fewer blocks, or layers that do not divide.
+    costs: of all blocks on every stage. weights: multiply-adds of a block's matrices. how: see `Framework.stages`.
+    Raises ConstraintError where there are fewer blocks, or layers that do not divide.
     """
     layers = [i for i, name in enumerate(blocks) if not name.startswith("top ")]
+    count = len(costs)
     if count == 1:
         return (0, len(blocks))
     if how == "layers" and len(layers) >= count:
@@ -38,7 +40,7 @@ def cut(
         found = _by_weight([weights[name] for name in blocks], count)
         if len(found) == count + 1:
             return found
-    return _shortest([costs[name].forward_seconds + costs[name].backward_seconds for name in blocks], count)
+    return _shortest([[own[name].forward_seconds + own[name].backward_seconds for name in blocks] for own in costs])
 
 
 def _even(layers: Sequence[int], num_blocks: int, count: int) -> tuple[int, ...]:
@@ -61,15 +63,14 @@ def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
     return (*dict.fromkeys(firsts), len(weights))
 
 
-def _shortest(seconds: Sequence[float], count: int) -> tuple[int, ...]:
-    """The longest stage as short as can be, by dynamic programming; ties go to later borders."""
-    sums = [0.0]
-    for value in seconds:
-        sums.append(sums[-1] + value)
-    n = len(seconds)
-    best = [sums[i] for i in range(n + 1)]
+def _shortest(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The longest stage as short as can be, by dynamic programming; ties go to later borders. seconds: of every block
+    on each stage."""
+    n = len(seconds[0])
+    first, *others = [list(itertools.accumulate(own, initial=0.0)) for own in seconds]
+    best = first
     borders: list[list[int]] = []
-    for stages in range(2, count + 1):
+    for stages, sums in enumerate(others, 2):
         found, at = [float("inf")] * (n + 1), [0] * (n + 1)
         for end in range(stages, n + 1):
             for start in range(end - 1, stages - 2, -1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +13,21 @@ from autopar.mesh import Mesh
 from autopar.planning.bases import named_mesh
 from autopar.planning.request import divisors
 from cost_models.frameworks import ATTENTIONS, CP_EXCHANGES, Framework, framework
-from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
+from cost_models.routing import EXPERT_SKEW
 from cost_models.schedule import num_chunks
 
 KERNELS = ("on", "off")
-OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange")
+OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange", "capacity_factor", "expert_skew", "groups")
 """Keys that constraints of a search do not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """limits: the patterns in it. pp, mesh, zero, micro_batches, rows: of one micro-batch on one data-parallel
-    rank. The ranks of cp are ranks of the mesh's dp, with the same rows. sp: sequence parallelism, attention: the
+    rank. The ranks of cp are ranks of the mesh's dp, with the same rows. capacity_factor, expert_skew: how tokens are
+    spread over experts (cost_models/routing.py), None for no capacity. groups: of nodes, by position, () for their own
+    order (simulate/places.py). sp: sequence parallelism, attention: the
     kernel, cp_exchange: of `Framework`; None and "" for the framework's own. kernels: whether generated programs have
     fused ones, "" for where `compile` would. memory_bytes: that a rank may use, None
     for the device's."""
@@ -33,6 +37,9 @@ class Strategy:
     mesh: Mesh
     cp: int
     ep: int
+    capacity_factor: float | None
+    expert_skew: float
+    groups: tuple[int, ...]
     zero: int
     micro_batches: int
     rows: int
@@ -47,12 +54,16 @@ class Strategy:
     memory_bytes: int | None
 
 
-def parse_strategy(given: Mapping[str, Any], cluster: Cluster, global_batch_size: int) -> Strategy:
+def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_size: int) -> Strategy:
     """Raises ConstraintError that says what is missing, or what does not multiply or divide."""
     given = dict(given)
     own = {key: given.pop(key) for key in OWN_KEYS if key in given}
     limits = _limits(given)
     cp, ep = (_degree(key, own.get(key, 1)) for key in ("cp", "ep"))
+    capacity = _number("capacity_factor", own["capacity_factor"]) if own.get("capacity_factor") is not None else None
+    skew = _number("expert_skew", own.get("expert_skew", EXPERT_SKEW))
+    if capacity == 0:
+        raise ConstraintError("experts need room for tokens", values="capacity_factor=0", alternatives="above 0")
     sp = own.get("sp")
     if sp is not None and not isinstance(sp, bool):
         raise ConstraintError(
@@ -84,6 +95,9 @@ def parse_strategy(given: Mapping[str, Any], cluster: Cluster, global_batch_size
         named_mesh(dp * cp, tp, ddp),
         cp,
         ep,
+        capacity,
+        skew,
+        _groups(own.get("groups", ())),
         limits.zero if dp * cp > 1 and limits.zero else 0,
         micro_batches,
         rows,
@@ -112,7 +126,7 @@ def _limits(given: Mapping[str, Any]) -> Constraints:
 
 
 def _data_ranks(
-    limits: Constraints, given: Mapping[str, Any], cluster: Cluster, cp: int, global_batch_size: int
+    limits: Constraints, given: Mapping[str, Any], cluster: AnyCluster, cp: int, global_batch_size: int
 ) -> tuple[int, int]:
     """(dp, rows of a micro-batch on one rank)."""
     pp, tp, ddp = (limits.degrees.get(axis, 1) for axis in ("pp", "tp", "ddp"))
@@ -156,6 +170,18 @@ def _degree(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConstraintError(f"{key} is a number of ranks", values=repr(value), alternatives="1 or more")
     return value
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConstraintError(f"{key} is a number", values=repr(value), alternatives="0 or more")
+    return float(value)
+
+
+def _groups(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(number, int) for number in value):
+        raise ConstraintError("groups are numbers of groups of nodes", values=repr(value), alternatives="[0, 0, 1]")
+    return tuple(value)
 
 
 def _word(key: str, value: str, legal: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from cost_models import catalog
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster
+from cost_models.mixed import AnyCluster
 
 Piece = TypeVar("Piece", Device, Link)
 
@@ -86,7 +87,7 @@ def _group(kind: str) -> str:
 
 def changed(
     scenario: Scenario,
-    cluster: Cluster | str | None,
+    cluster: AnyCluster | str | None,
     parts: Mapping[str, Device | Link | str | Mapping[str, Any] | None],
     global_batch_size: int | None,
     strategy: Mapping[str, Any],
@@ -95,20 +96,12 @@ def changed(
 ) -> Scenario:
     """The scenario with the changes of `StrategyPrediction.what_if`. Raises ConstraintError."""
     spec = as_cluster(cluster) if cluster is not None else scenario.cluster
-    if not isinstance(spec, Cluster):
-        raise ConstraintError("a strategy is scored on equal nodes only", values=str(spec))
-    device, intra, inter = (parts.get(name) for name in PARTS)
-    try:
-        spec = replace(
-            spec,
-            device=_changed_part(spec.device, device, catalog.device),
-            intra_node=_changed_part(spec.intra_node, intra, catalog.link),
-            inter_node=_changed_part(spec.inter_node, inter, catalog.link),
-        )
-    except ConstraintError:
-        raise
-    except ValueError as error:
-        raise ConstraintError("no such cluster", values=str(error)) from None
+    if any(change is not None for change in parts.values()):
+        if not isinstance(spec, Cluster):
+            raise ConstraintError(
+                "parts are changed of equal nodes only", values=str(spec), alternatives="another cluster as a whole"
+            )
+        spec = _changed_cluster(spec, parts)
     merged = {**scenario.strategy, **strategy}
     return replace(
         scenario,
@@ -118,6 +111,21 @@ def changed(
         framework=profile_of(framework) if framework is not None else scenario.framework,
         precision=precision or scenario.precision,
     )
+
+
+def _changed_cluster(spec: Cluster, parts: Mapping[str, Any]) -> Cluster:
+    device, intra, inter = (parts.get(name) for name in PARTS)
+    try:
+        return replace(
+            spec,
+            device=_changed_part(spec.device, device, catalog.device),
+            intra_node=_changed_part(spec.intra_node, intra, catalog.link),
+            inter_node=_changed_part(spec.inter_node, inter, catalog.link),
+        )
+    except ConstraintError:
+        raise
+    except ValueError as error:
+        raise ConstraintError("no such cluster", values=str(error)) from None
 
 
 def _changed_part(part: Piece, change: Any, named: Any) -> Piece:

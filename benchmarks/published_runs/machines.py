@@ -52,7 +52,7 @@ LINKS: Sequence[tuple[str, str]] = (
     ("hf cluster", "efa-400g"),
     ("efa", "efa-400g"),
     ("infiniband", "ib-200g"),
-    ("omni-path", "ib-100g"),
+    ("omni-path", "opa-100g"),
     ("roce", "roce-100g"),
     ("ethernet", "ethernet-25g"),
     ("ib", "ib-200g"),

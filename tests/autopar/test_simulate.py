@@ -194,11 +194,15 @@ def test_cuts_of_frameworks() -> None:
             self.forward_seconds, self.backward_seconds = seconds / 3, seconds * 2 / 3
 
     costs: Any = {"top 0": Cost(0.0), "Layer": Cost(1.0), "top 1": Cost(3.0)}
-    assert cut(blocks, costs, weights, 3, "layers") == (0, 3, 5, 8)
+    assert cut(blocks, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
     # 8 units in 2 parts of 4: four layers, then two and the head.
-    assert cut(blocks, costs, weights, 2, "weights") == (0, 5, 8)
+    assert cut(blocks, [costs] * 2, weights, "weights") == (0, 5, 8)
     # 9 seconds in 3 parts: three layers, three layers, the head.
-    assert cut(blocks, costs, weights, 3, "time") == (0, 4, 7, 8)
+    assert cut(blocks, [costs] * 3, weights, "time") == (0, 4, 7, 8)
+    # Half as long on one of two stages: six layers in 3 seconds before the head, or three of them before 3 + 3 halves.
+    fast: Any = {name: Cost(cost.forward_seconds * 3 / 2) for name, cost in costs.items()}
+    assert cut(blocks, [fast, costs], weights, "time") == (0, 7, 8)
+    assert cut(blocks, [costs, fast], weights, "time") == (0, 4, 8)
 
 
 # --- timeline ---------------------------------------------------------------------------------------------------------
@@ -371,11 +375,6 @@ def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
         changes = {k: int(v) if v.isdigit() else v for k, v in fields.items()}
         assert predicted(**tight | changes).peak_bytes <= limit
     assert predictor("llama").predict("4 a100-80g", tight, global_batch_size=BATCH, check=True).fits
-
-
-def test_clusters_of_unlike_nodes_are_refused() -> None:
-    with pytest.raises(ConstraintError, match="equal nodes only"):
-        predicted(cluster="2 a100-80g + 2 v100-32g", dp=4, zero=0, micro_batches=1)
 
 
 def test_the_command_line_prints_the_prediction_by_kind(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from cost_models import straggler
 from cost_models.frameworks import framework
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster
+from cost_models.routing import fullest_load
 from examples.models import EXAMPLES
 
 ROWS, TOKENS, WIDTH, LAYERS, VOCAB, HEADS = 8, 96, 128, 3, 256, 4
@@ -65,7 +66,7 @@ def sparse() -> Predictor:
 
 
 def predicted(model: Predictor, count: int = 4, profile: Any = "autopar", **strategy: Any) -> Any:
-    given = {"dp": 1, "zero": 0, "micro_batches": 1} | strategy
+    given = {"dp": 1, "zero": 0, "micro_batches": 1, "capacity_factor": 1.0} | strategy
     if profile == "autopar":
         given |= {"kernels": "off"}
     return model.predict(cluster(count), given, global_batch_size=ROWS, framework=profile)
@@ -217,10 +218,27 @@ def test_tokens_are_sent_twice_each_way(recompute: str) -> None:
         assert found.seconds["recomputation"] - plain == pytest.approx(2 * micro * LAYERS * once, rel=1e-4)
 
 
+@pytest.mark.parametrize("strategy", [{"capacity_factor": 1.5}, {"capacity_factor": None, "expert_skew": 0.4}])
+def test_experts_and_exchanges_take_as_long_as_on_the_fullest_rank(strategy: dict[str, Any]) -> None:
+    ep = 4
+    even, found = (predicted(sparse(), 4, dp=4, ep=ep, **more) for more in ({}, strategy))
+    tokens = ROWS * TOKENS
+    load = strategy["capacity_factor"] or fullest_load(ep, EXPERTS, TOP, tokens, 0.4)
+    arithmetic = LAYERS * TOP * 3 * 2 * tokens / 4 * WIDTH * FFN / 1e12
+    more = found.seconds["forward compute"] - even.seconds["forward compute"]
+    assert more == pytest.approx((load - 1) * arithmetic, rel=1e-3)
+    assert found.seconds["all_to_all ep"] == pytest.approx(load * even.seconds["all_to_all ep"])
+
+
+def test_one_rank_that_has_all_experts_waits_for_none() -> None:
+    even, dropless = (predicted(sparse(), 4, dp=4, capacity_factor=given) for given in (1.0, None))
+    assert dropless.step_seconds == even.step_seconds
+
+
 def test_small_products_of_many_experts_are_padded_each() -> None:
     """Matmuls of a GPU are priced by tiles: few tokens of each expert fill its tiles badly."""
     spec = "4 a100-80g"
-    strategy = {"dp": 4, "zero": 0, "micro_batches": 2}
+    strategy = {"dp": 4, "zero": 0, "micro_batches": 2, "capacity_factor": 1.0}
     apart = sparse().predict(spec, strategy, global_batch_size=ROWS, framework="fsdp")
     joined = sparse().predict(spec, strategy | {"ep": 4}, global_batch_size=ROWS, framework="fsdp")
     assert joined.seconds["forward matmuls"] < apart.seconds["forward matmuls"]
@@ -237,6 +255,8 @@ def test_small_products_of_many_experts_are_padded_each() -> None:
         (sparse, {"dp": 4, "ep": 3}, "which they must divide"),
         (sparse, {"dp": 2, "pp": 2}, "number of devices"),
         (sparse, {"dp": 4, "cp_exchange": "pigeon"}, "cp_exchange is unknown"),
+        (sparse, {"dp": 4, "ep": 4, "capacity_factor": 0}, "room for tokens"),
+        (sparse, {"dp": 4, "ep": 4, "expert_skew": -1.0}, "expert_skew is a number"),
     ],
 )
 def test_degrees_that_do_not_divide_are_named_with_what_would(model: Any, strategy: dict[str, Any], words: str) -> None:
