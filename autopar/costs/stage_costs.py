@@ -188,9 +188,11 @@ def simulated(
     busiest = max(range(positions), key=lambda p: exposed[p])
     slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
     seconds = defaultdict(float, tables[busiest][0])
-    if host.core_share < 1 and timeline.makespan > exposed[busiest]:
+    if host.action_seconds and timeline.makespan > 0:
+        lost = _receiving(home, transfers, num_micro_batches)
+        least = max(own + waits for own, waits in zip(exposed, lost, strict=True))
         # On shared cores a position is the faster the more of the others wait.
-        timeline = timeline.scaled(max(host.core_share, exposed[busiest] / timeline.makespan))
+        timeline = timeline.scaled(max(host.core_share, least / timeline.makespan))
     bubble = timeline.makespan - exposed[busiest]
     seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
@@ -202,6 +204,16 @@ def simulated(
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
     once = tuple(table for _, table in tables)
     return Simulated(prediction, timeline, tuple(stages), home, once, tuple(memory), dict(transfers))
+
+
+def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], count: int) -> list[float]:
+    """Seconds that each position loses to what it receives, where no device of its own moves it (a CPU)."""
+    lost = [0.0] * (max(home) + 1)
+    for (source, target), seconds in transfers.items():
+        if home[source] != home[target]:
+            lost[home[target]] += count * seconds  # results
+            lost[home[source]] += count * seconds  # their gradients
+    return lost
 
 
 def _in_actions(stage: StageCost, seconds: float, is_split: bool) -> StageCost:

@@ -110,6 +110,7 @@ def test_saved_programs_have_the_kernels_and_the_option(tmp_path: Any) -> None:
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_verification_shows_what_is_lost() -> None:
     """Codes of 8 bits round to 1/254 of a block's largest number: gradients are off, but not by a tenth."""

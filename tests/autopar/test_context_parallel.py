@@ -144,6 +144,7 @@ def test_a_plan_cuts_all_tokens() -> None:
     assert all(best.choices.operators[key].outputs[0][-1] == S(1) for key in linear)
 
 
+@pytest.mark.slow
 def test_the_report_tells_what_is_exchanged() -> None:
     """Three times a quarter of all keys and values, and their gradients once more on the way back to their rank."""
     best = search_plans(request_for("llama_gqa", tp=4, context="ring", **EVERYWHERE)).best
