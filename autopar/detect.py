@@ -52,7 +52,7 @@ def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
 
     Otherwise the CPU: num_devices processes (default: WORLD_SIZE under torchrun, else 4) of one torch thread each, as
     `launch` starts them, sharing the cores and the memory of this machine. Their kernels and gloo collectives are
-    measured in real processes that run at the same time, which takes some twenty seconds; the result is kept under
+    measured in real processes that run at the same time, which takes up to a minute; the result is kept under
     ~/.cache/autopar (or $XDG_CACHE_HOME/autopar), by CPU, cores, torch version and num_devices. `refresh` measures
     anew.
 
@@ -170,7 +170,7 @@ def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
 
 
 def measure(num_processes: int) -> Profile:
-    """This machine's CPU, shared by so many processes, in some twenty seconds. Raises ClusterError."""
+    """This machine's CPU, shared by so many processes, in less than a minute. Raises ClusterError."""
     with tempfile.TemporaryDirectory(prefix="autopar-detect-") as folder:
         raw = Path(folder) / "samples.jsonl"
         run_processes(num_processes, raw, "brief", timeout_seconds=180.0)

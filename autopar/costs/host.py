@@ -3,7 +3,7 @@
 Counted on CPUs only, where nothing runs meanwhile: a GPU's host is ahead of its kernels. From steps of a GPT-2 and a
 Llama of four layers 16 wide, in which hardly anything else is left, on two processes of an EPYC (torch 2.13, launch
 0.032 ms): a micro-batch took 7.7 and 11 ms of CPU, a step 3.1 ms beside its micro-batches, and a zero-bubble schedule
-of 68 linear calls 22 ms more than 1F1B.
+of 68 linear calls 22 ms more than 1F1B, of both ranks together. Factors are rounded from these by hand, not fitted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ UPDATE = 2.0
 ACTION = 6.0
 """One forward or backward of a pipeline's stage: what it needs received, what it made sent."""
 LOSS = (20.0, 10.0)
-"""Small kernels of cross-entropy in programs (codegen/runtime/cross_entropy.py), forward and backward."""
+"""Small kernels of cross-entropy in programs, forward and backward: about as many as codegen/runtime/cross_entropy.py
+calls, counted by reading."""
 PUT_OFF = 8.0
 """The gradients of one linear call that are put off: its own autograd function, the queue, the sums by themselves."""
 
@@ -34,10 +35,12 @@ def launch_seconds(cluster: Cluster) -> float:
 @dataclass(frozen=True, slots=True)
 class Host:
     """What a pipeline's positions share. action_seconds: that an action takes beside what its stage does. core_share:
-    Device.core_share; cores that a waiting position leaves, others use."""
+    Device.core_share; cores that a waiting position leaves, others use. carries: whether cores that compute also move
+    what is sent, so that a position loses the time of what it receives."""
 
     action_seconds: float = 0.0
     core_share: float = 1.0
+    carries: bool = False
 
 
 OWN_CORES = Host()
@@ -45,4 +48,4 @@ OWN_CORES = Host()
 
 def host_of(cluster: Cluster) -> Host:
     """Of the processes of a cluster."""
-    return Host(ACTION * launch_seconds(cluster), cluster.device.core_share)
+    return Host(ACTION * launch_seconds(cluster), cluster.device.core_share, cluster.device.is_cpu)

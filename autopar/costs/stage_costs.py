@@ -188,7 +188,7 @@ def simulated(
     busiest = max(range(positions), key=lambda p: exposed[p])
     slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
     seconds = defaultdict(float, tables[busiest][0])
-    if host.action_seconds and timeline.makespan > 0:
+    if host.carries and timeline.makespan > 0:
         lost = _receiving(home, transfers, num_micro_batches)
         least = max(own + waits for own, waits in zip(exposed, lost, strict=True))
         # On shared cores a position is the faster the more of the others wait.
@@ -207,7 +207,7 @@ def simulated(
 
 
 def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], count: int) -> list[float]:
-    """Seconds that each position loses to what it receives, where no device of its own moves it (a CPU)."""
+    """Seconds that each position loses to what it receives, where the cores that compute also move it."""
     lost = [0.0] * (max(home) + 1)
     for (source, target), seconds in transfers.items():
         if home[source] != home[target]:

@@ -96,8 +96,8 @@ class Candidate:
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:
-    """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Devices
-    are as slow as the slowest of all that wait for one another."""
+    """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Devices are as slow as
+    the slowest of all that wait for one another."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
     kind = _PRICERS[request.kernels, request.fp8]

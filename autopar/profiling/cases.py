@@ -11,7 +11,7 @@ from cost_models.compute import Work
 
 Family = Literal["matmul", "memory", "attention", "overhead", "block", "optimizer", "collective", "overlap", "transfer"]
 Level = Literal["brief", "quick", "full"]
-"""brief: what `detect` measures on the way to a plan, in some twenty seconds."""
+"""brief: what `detect` measures on the way to a plan, in less than a minute."""
 
 ROUNDS: Mapping[Level, int] = {"brief": 3, "quick": 3, "full": 5}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}

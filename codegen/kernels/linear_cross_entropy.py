@@ -44,20 +44,12 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from .cross_entropy import BACKWARD_TILES as ELEMENT_TILES
+from .cross_entropy import FORWARD_TILES as STATISTICS_TILES
 from .dispatch import as_rows, jit, launch_device, tl, use_triton
 from .tile import Tile
 from .tuning import choose, launch
 
-STATISTICS_TILES: Final = (
-    Tile(8192),
-    Tile(8192, per_warp=256),
-    Tile(8192, per_warp=1024),
-    Tile(16384),
-    Tile(4096),
-    Tile(4096, per_warp=256),
-)
-# Of kernels that read and write every element by itself.
-ELEMENT_TILES: Final = (Tile(8192), Tile(8192, per_warp=256), Tile(4096), Tile(2048), Tile(1024))
 # Elements of a chunk of logits: 512 MiB in bf16, where the rows (2048 for 128k entries) still fill a GPU's products.
 _ELEMENTS_PER_CHUNK_CPU: Final = 1 << 20
 _ELEMENTS_PER_CHUNK_GPU: Final = 1 << 28

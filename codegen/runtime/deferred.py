@@ -144,7 +144,8 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 def _accumulate(leaf: nn.Parameter, gradient: Tensor) -> None:
     """What the end of a backward does for one leaf: adds its gradient up and tells whoever waits for it.
 
-    The node is called by itself: a backward of one node took 0.2 ms on a CPU, and a W action has one per gradient.
+    The node is called by itself, since a W action would else have a backward of its own per gradient: a step of a GPT-2
+    16 wide took 71 ms of CPU with those, on two ranks together, and 62 without.
     """
     node: Any = get_gradient_edge(leaf).node
     node(gradient)

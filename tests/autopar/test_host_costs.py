@@ -47,19 +47,18 @@ def test_only_schedules_that_put_gradients_off_pay_for_it() -> None:
 
 def test_on_shared_cores_waiting_is_not_lost() -> None:
     """With half a core each, two positions that never work at once would be as fast as one alone."""
-    tiny = 1e-9
-    alone, shared = seconds("1f1b", OWN_CORES, count=1), seconds("1f1b", Host(tiny, 0.5), count=1)
+    alone, shared = seconds("1f1b", OWN_CORES, count=1), seconds("1f1b", Host(core_share=0.5, carries=True), count=1)
     assert sum(alone.values()) == pytest.approx(2 * 6.0)
     assert sum(shared.values()) == pytest.approx(6.0)
-    late = simulated([stage()] * 2, pipeline("1f1b"), 2, {(0, 1): 0.0}, host=Host(tiny, 0.5))
+    late = simulated([stage()] * 2, pipeline("1f1b"), 2, {(0, 1): 0.0}, host=Host(core_share=0.5, carries=True))
     assert max(event.end for event in late.timeline.events()) == pytest.approx(late.prediction.step_seconds)
     # Where all positions are busy nearly always, there is nothing to share.
-    assert sum(seconds("1f1b", Host(tiny, 0.9)).values()) == pytest.approx(0.9 * 9 * 6.0)
+    assert sum(seconds("1f1b", Host(core_share=0.9, carries=True)).values()) == pytest.approx(0.9 * 9 * 6.0)
 
 
 def test_messages_that_a_cpu_receives_are_lost() -> None:
     """One of 5 s per micro-batch and direction: each of two positions gets 8, beside its own work of 8 x 6 s."""
-    found = simulated([stage()] * 2, pipeline("1f1b"), 8, {(0, 1): 5.0}, host=Host(1e-9, 0.5))
+    found = simulated([stage()] * 2, pipeline("1f1b"), 8, {(0, 1): 5.0}, host=Host(core_share=0.5, carries=True))
     assert found.prediction.step_seconds == pytest.approx(8 * (6.0 + 5.0))
 
 
