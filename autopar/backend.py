@@ -1,7 +1,9 @@
 """The switch `backend`: who runs what a layer computes between collectives.
 
-"eager" is torch itself. "inductor" compiles the layers' regions (`codegen/runtime/compiled_layers.py`); plans are
-neither chosen nor priced for it. Layers that recompute selectively run eagerly under it.
+"eager" is torch itself. "inductor" compiles the layers' regions (`codegen/runtime/compiled_layers.py`); layers that
+recompute selectively run eagerly under it. "async-tp", asynchronous tensor parallelism, is eager too, with linear
+layers and the collectives of tp before and after them as one call (`codegen/async_tp.py`). Plans are neither chosen nor
+priced for either.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from codegen.runtime.compiled_layers import BACKENDS, COMPILE_SECONDS, why_unava
 from cost_models.mixed import AnyCluster
 
 EAGER = ("backend='eager'",)
+NOTHING_ASYNCHRONOUS = (
+    "backend='async-tp' changes nothing: no linear layer stands alone after an all_gather, or before a reduce_scatter, "
+    "of rows on tp (which plans with tp and sequences cut between layers have)"
+)
 
 
 def parse_backend(backend: Any, recompute: str | None = None) -> str:
@@ -70,7 +76,7 @@ def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> 
     on_gpu = torch.cuda.is_available() and not is_cpu(cluster.groups[0])
     device = torch.device("cuda" if on_gpu else "cpu")
     require_fp8(program, device)
-    if backend_of(program) == "eager":
+    if backend_of(program) != "inductor":
         return
     reason = why_unavailable(device)
     if reason:

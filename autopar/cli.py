@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | train`.
+"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train`.
 
 What a user got wrong is printed without a traceback and ends with exit code 2; a verification that finds a difference,
 and a rank that fails, end with 1.
@@ -309,6 +309,30 @@ def profile(
     if found is not None:
         console().print(summary_table(found))
         print(f"profile written to {out}")
+
+
+@app.command()
+@without_traceback
+def tune(
+    folder: Annotated[str, typer.Argument(help="of a program that `plan --code` wrote", show_default=False)],
+    steps: Annotated[int, typer.Option(help="training steps to run", min=1)] = 1,
+) -> None:
+    """Choose the launch parameters of a saved program's kernels, on this machine's GPUs, into its tuning.json."""
+    from autopar.launch import RankError
+    from autopar.tune import tune as fill
+
+    try:
+        found = fill(folder, steps)
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if found is None:
+        print("there is no GPU here, so there is nothing to tune: on a CPU the kernels' torch formulas run")
+        return
+    chosen, before = found
+    for choice in chosen:
+        print(choice)
+    print(f"{len(chosen)} cases tuned, {len(before)} were known before: {Path(folder) / 'tuning.json'}")
 
 
 @app.command()

@@ -31,7 +31,11 @@ Batch = Annotated[
 Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
 Precision = Annotated[str, typer.Option(help="fp32 or bf16")]
 Backend = Annotated[
-    str | None, typer.Option(help="eager or inductor, which compiles the layers with torch.compile [default: eager]")
+    str | None,
+    typer.Option(
+        help="eager, inductor, which compiles the layers with torch.compile, or async-tp: products beside their "
+        "transfers, where GPUs share memory [default: eager]"
+    ),
 ]
 Compress = Annotated[
     list[str] | None,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.backend import parse_backend, with_backend
+from autopar.backend import NOTHING_ASYNCHRONOUS, parse_backend, with_backend
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.compression import Compression
@@ -30,6 +30,7 @@ from autopar.planning.request import Candidate, Request, operators_at
 from autopar.sharding.choices import expand
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import common_batch, find_cuts, name_inputs, trace
+from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES, placement
@@ -80,7 +81,8 @@ def compile(  # noqa: A001
             the same numbers are computed in fp32, to verify, and take longer. Plans are priced accordingly. A plan's
             own by default.
         backend: "eager", or "inductor": what layers compute between collectives is compiled by torch.compile, once per
-            layer class, in the first step. Plans are neither chosen nor priced for it.
+            layer class, in the first step; or "async-tp": products run beside the transfer of what they read and make
+            on tp, where the GPUs of a node share memory. Plans are neither chosen nor priced for either.
         plan: a plan (or its file) to use instead of searching; it is validated and priced again.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
@@ -117,8 +119,11 @@ def compile(  # noqa: A001
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
     # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
-    overlapped = request.overlaps and backend == "eager"
-    program = with_backend(program_of(best, fused=request.kernels, overlapped=overlapped), backend)
+    overlapped, asynchronous = request.overlaps and backend != "inductor", backend == "async-tp"
+    lowered = program_of(best, fused=request.kernels, overlapped=overlapped, asynchronous=asynchronous)
+    program = with_backend(lowered, backend)
+    if asynchronous and not has_async_tp(program):
+        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=2)
     if best.plan.fp8 and not count_calls(program):
         warnings.warn(NOTHING_IN_FP8, stacklevel=2)
     return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)

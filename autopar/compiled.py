@@ -70,7 +70,7 @@ class CompiledProgram:
 
     @property
     def backend(self) -> str:
-        """Who runs what layers compute between collectives: "eager" or "inductor"."""
+        """Who runs what layers compute: "eager", "inductor" or "async-tp"."""
         return backend_of(self.program)
 
     def require_backend(self) -> None:
@@ -162,6 +162,10 @@ class CompiledProgram:
         Finalize(None, shutil.rmtree, (home, True), exitpriority=0)  # unlike atexit's, also run by a forked rank
         name = f"autopar_program_{next(_numbers)}"
         write_folder(self, home / name, weights=False, tuned=False)
+        if torch.cuda.is_available() and (home / name / "kernels").exists():
+            from autopar.tune import share_choices
+
+            share_choices(home / name, self.cluster)
         sys.path.insert(0, str(home))
         try:
             return importlib.import_module(name)

@@ -68,6 +68,11 @@ def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
     return _detect_cpu(num_devices or _from_launcher("WORLD_SIZE") or DEFAULT_CPU_PROCESSES, refresh)
 
 
+def cache_folder() -> Path:
+    """Where autopar keeps what it measured of this user's machines; need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
@@ -148,8 +153,7 @@ class Machine:
     def cache_path(self, num_devices: int) -> Path:
         """Where the measured cluster of num_devices processes is kept."""
         key = f"{CACHE_FORMAT}|{self.cpu}|{self.num_cores}|{self.torch_version}|{num_devices}"
-        folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(folder) / "autopar" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.toml"
+        return cache_folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.toml"
 
 
 def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:

@@ -1,6 +1,6 @@
 """Starting a program's ranks as processes of this machine.
 
-`launch_program` goes through torch's elastic launcher: restarts, and errors of one rank end all. `run_ranks` is the
+`launch_program` and `launch_main` go through torch's elastic launcher: errors of one rank end all. `run_ranks` is the
 plain form that verification uses: forked processes where nothing but the CPU is used (half a second instead of
 fifteen), spawned ones otherwise.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import queue
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,13 +141,32 @@ def launch_program(
     compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...], max_restarts: int
 ) -> list[Any]:
     """See CompiledProgram.launch."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
+
+    count = compiled.plan.num_ranks
+    results = elastic_launch(_elastic_config(count, max_restarts), _elastic_main)(compiled, function, args)
+    return [results[rank] for rank in range(count)]
+
+
+def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
+    """Run a saved program's `main.py` as torchrun would. Raises RankError where a rank fails."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        elastic_launch(_elastic_config(num_ranks, 0), sys.executable)(str(main), *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RankError(f"rank {rank} of {main}: {failure.message}") from None
+
+
+def _elastic_config(count: int, max_restarts: int) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
 
     # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    count = compiled.plan.num_ranks
     uses_fork = not torch.cuda.is_available() and os.name == "posix"
-    config = LaunchConfig(
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
@@ -157,8 +177,6 @@ def launch_program(
         start_method="fork" if uses_fork else "spawn",
         monitor_interval=0.1,
     )
-    results = elastic_launch(config, _elastic_main)(compiled, function, args)
-    return [results[rank] for rank in range(count)]
 
 
 def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -56,6 +56,7 @@ RESERVED = frozenset(
         "swiglu",
         "deferred",
         "overlapped",
+        "async_tp",
         "token_losses",
         "Layout",
         "Module",

@@ -40,7 +40,7 @@ class TrainerConfig:
     first batch's by default. plan: a plan file to use instead of searching. constraints: see autopar.constraints.
     compression: of ZeRO's collectives, as in autopar.compile (a plan file's own by default).
     fp8: linear layers multiply in e4m3, as in autopar.compile (a plan file's own by default).
-    backend: "eager", or "inductor", which compiles the layers, as in autopar.compile.
+    backend: "eager", "inductor", which compiles the layers, or "async-tp", as in autopar.compile.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
     log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
     measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.

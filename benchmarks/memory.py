@@ -47,19 +47,21 @@ IMAGES = {"layers": 4, "width": 128, "image_height": 32, "image_width": 32, "bat
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A model and a pinned plan. groups: ranks of each group of nodes, where there are several."""
+    """A model and a pinned plan. groups: ranks of each group of nodes, where there are several. fp8: as of compile."""
 
     model: str
     constraints: Mapping[str, Any]
     precision: str = "fp32"
     sizes: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[int, ...] = ()
+    fp8: bool = False
 
     @property
     def text(self) -> str:
         words = [f"{k}={v}" for k, v in (*self.constraints.items(), *self.sizes.items())]
         where = f" on {' + '.join(map(str, self.groups))}" if self.groups else ""
-        return f"{self.model}{where}: {' '.join(words)}" + ("" if self.precision == "fp32" else f" {self.precision}")
+        words += ["" if self.precision == "fp32" else self.precision, "fp8" if self.fp8 else ""]
+        return f"{self.model}{where}: {' '.join(filter(None, words))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,12 @@ def pairs() -> Iterator[Pair]:
     yield Pair("gpt2", {"dp": 2, "zero": 0, "recompute": "full"}, sizes={"dropout": 0.1})
     yield Pair("llama", {"dp": 2, "zero": 0}, "bf16")
     yield Pair("llama", {"dp": 2, "zero": 3}, "bf16")
+    for model in ("gpt2", "llama"):
+        for precision in ("fp32", "bf16"):
+            yield Pair(model, {"dp": 2, "zero": 0}, precision, fp8=True)
+        yield Pair(model, {"dp": 2, "zero": 2, "recompute": "selective"}, fp8=True)
+    yield Pair("llama", {"tp": 2}, fp8=True)
+    yield Pair("gpt2", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}, fp8=True)
     pinned: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "micro_batches": 4}
     yield Pair("llama", pinned | {"tp": 1, "zero": 2}, groups=(2, 1))
     yield Pair("gpt2", pinned | {"tp": 2, "recompute": "selective"}, groups=(4, 2))
@@ -130,6 +138,7 @@ def compile_pair(pair: Pair) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
         loss_fn=example.loss_fn,
         constraints=pair.constraints,
         precision=pair.precision,
+        fp8=pair.fp8,
     )
     return compiled, example.inputs
 

@@ -82,7 +82,7 @@ def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
     for name in sorted(_called(program, "kernels.")):
         written = KERNELS[name]
         homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
-    modules = [module for module in ("deferred", "fp8", "overlapped") if _called(program, f"{module}.")]
+    modules = [module for module in ("async_tp", "deferred", "fp8", "overlapped") if _called(program, f"{module}.")]
     if modules:
         homes[".runtime"] = modules
     if has_layouts:

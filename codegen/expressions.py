@@ -113,7 +113,7 @@ def expression(call: Call) -> str:
     """The right-hand side of a call."""
     if call.target == "self.dropout_attention":
         text = _attention(call, [literal(a) for a in call.args], dict(call.kwargs)) or ""
-    elif call.target.startswith(("self.", "deferred.", "fp8.", "overlapped.")):
+    elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "overlapped.")):
         text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith("kernels."):
         text = _function(

@@ -3,17 +3,26 @@
     y = F.linear(x, self.up.weight)                     y = fp8.linear(x, self.up.weight)
     y = torch.addmm(self.up.bias, x, self.up.weight)    y = fp8.addmm(self.up.bias, x, self.up.weight)
 
+    q = F.linear(x, self.q.weight)                      q, k = fp8.linears(x, (self.q.weight, self.k.weight))
+    k = F.linear(x, self.k.weight)
+
 Of stored weights whose local dims are multiples of MULTIPLE, which the fp8 units want. What stands before and after the
 layers (embeddings, head) stays as it is: it is what training in fp8 is most sensitive to. Weight gradients that would
 be put off come at once, with the input's.
+
+Layers of one x (queries, keys, values; gate and up) are one call, which casts x once. It stands where the first of them
+stood. Autograd adds up what x's readers give it from the last one to the first, so layers between which something else
+reads x are not joined: sums would have other roundings. torch.addmm is not joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+from codegen.fusion.match import Flow
+from codegen.linear_calls import is_stored
 from codegen.program import Call, ModuleClass, PipelineProgram, Program, Spec, Statement, Var
 from codegen.runtime.parameters import parse_placement
 
@@ -27,12 +36,14 @@ _TARGETS: Final[Mapping[str, str]] = {
 }
 _WEIGHT: Final[Mapping[str, int]] = {"fp8.linear": 1, "fp8.addmm": 2}
 """Which argument is the weight."""
+_JOINED: Final = "fp8.linears"
+"""Its second argument are weights."""
 
 
 def in_fp8(program: Program) -> Program:
     """The program with such calls replaced in its layer classes."""
     sizes = dict(zip(program.axes, program.axis_sizes, strict=True))
-    layers = tuple(_rewritten(cls, sizes) for cls in program.layers)
+    layers = tuple(_joined(_rewritten(cls, sizes)) for cls in program.layers)
     return replace(program, layers=layers, fp8=True)
 
 
@@ -40,11 +51,17 @@ def count_calls(program: Program | PipelineProgram) -> int:
     """Products in e4m3 of one forward: of each layer class, times its layers."""
     stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
     counts = (
-        len(stage.paths(cls.name)) * sum(isinstance(s, Call) and s.target in _WEIGHT for s in cls.body)
+        len(stage.paths(cls.name)) * sum(_num_products(statement) for statement in cls.body)
         for stage in stages
         for cls in stage.layers
     )
     return sum(counts)
+
+
+def _num_products(statement: Statement) -> int:
+    if not isinstance(statement, Call):
+        return 0
+    return len(statement.args[1]) if statement.target == _JOINED else int(statement.target in _WEIGHT)
 
 
 def _rewritten(cls: ModuleClass, sizes: Mapping[str, int]) -> ModuleClass:
@@ -70,3 +87,47 @@ def _is_whole(spec: Spec, sizes: Mapping[str, int]) -> bool:
         if kind == "S":
             shape[dim] //= sizes[axis]
     return len(shape) == 2 and all(size % MULTIPLE == 0 for size in shape)
+
+
+def _joined(cls: ModuleClass) -> ModuleClass:
+    """The class with layers of one x as one call."""
+    flow = Flow.of(cls.body, cls.outputs)
+    body: list[Statement | None] = list(cls.body)
+    for calls in _of_one_input(flow):
+        body[calls[0]] = _one_call([call for index in calls if isinstance(call := cls.body[index], Call)])
+        for index in calls[1:]:
+            body[index] = None
+    return replace(cls, body=tuple(statement for statement in body if statement is not None))
+
+
+def _of_one_input(flow: Flow) -> Iterator[list[int]]:
+    """Positions of layers, two or more, that read one x one after another and may stand where the first does."""
+    for (_, name), readers in flow.readers.items():
+        calls: list[int] = []
+        for index in sorted(readers):
+            is_layer = index < len(flow.body) and _is_linear(flow.body[index], name)
+            if is_layer and calls and flow.may_move(index, calls[0]):
+                calls.append(index)
+                continue
+            if len(calls) > 1:
+                yield calls
+            calls = [index] if is_layer else []
+        if len(calls) > 1:
+            yield calls
+
+
+def _is_linear(statement: Statement, x: str) -> bool:
+    if not isinstance(statement, Call) or statement.target != "fp8.linear" or statement.divisor != 1:
+        return False
+    read, *stored = statement.args
+    return read == Var(x) and all(value is None or is_stored(value) for value in stored)
+
+
+def _one_call(calls: list[Call]) -> Call:
+    operands = dict(pair for call in calls for pair in call.operands)
+    weights = tuple(call.args[1] for call in calls)
+    biases = tuple(call.args[2] if len(call.args) > 2 else None for call in calls)
+    more = (biases,) if any(bias is not None for bias in biases) else ()
+    results = tuple(call.results[0] for call in calls)
+    args = (calls[0].args[0], weights, *more)
+    return replace(calls[0], target=_JOINED, args=args, results=results, operands=tuple(operands.items()))

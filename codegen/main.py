@@ -79,8 +79,10 @@ def main():
         raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    launched = "RANK" in os.environ  # by torchrun; one process needs none
+    alone = {{}} if launched else {{"store": dist.HashStore(), "rank": 0, "world_size": 1}}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
     mesh = {mesh}
     step = Step(
         {model},

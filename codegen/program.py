@@ -155,8 +155,8 @@ class Program:
     receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers
     in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
     offload_parameters: ZeRO-3's shards too. compression: of ZeRO's collectives, as `Step` takes it.
-    backend: "eager" or "inductor", as `Step` takes it. kernels: runs of calls were replaced by fused ones, and the
-    update and the gradient's norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
+    backend: as `Step` takes it. kernels: runs of calls were replaced by fused ones, and the update and the gradient's
+    norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
     """
 
     name: str

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.linear_solver import pywraplp
 
 from search.core import Core
 from search.elimination import (
@@ -137,6 +136,9 @@ def best_multipliers(planes: Sequence[Plane], num_budgets: int) -> tuple[tuple[f
     usage_scale[usage_scale == 0.0] = 1.0
     slopes_SK = excess / usage_scale  # S planes, K budgets
     slopes_SK[np.abs(slopes_SK) < MIN_SLOPE] = 0.0
+    # Imported here: plans without a memory budget do without it, and so may machines that only run programs.
+    from ortools.linear_solver import pywraplp
+
     solver = pywraplp.Solver.CreateSolver("GLOP")
     height = solver.NumVar(-solver.infinity(), solver.infinity(), "height")
     weights = [solver.NumVar(0.0, BOX, f"multiplier_{k}") for k in range(num_budgets)]

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from autopar.costs.block_costs import BlockCost, chain, segments
+from autopar.costs.block_costs import BlockCost, BusySeconds, chain, segments
 from autopar.costs.kernels import as_run
 from autopar.costs.liveness import Walk, is_free
+from autopar.costs.overlap import Overlaps
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.recompute_modes import recompute_modes
@@ -34,10 +35,13 @@ def activity_costs(
 
 def activity_seconds(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
-) -> dict[str, tuple[float, float]]:
-    """Block -> (forward and backward, weight gradients) of `activity_costs`, without counting any bytes."""
+) -> dict[str, BusySeconds]:
+    """Of every block, from `activity_costs` without counting any bytes."""
     costs = _Meter(graph, operators, pricer, choices).measure(with_bytes=False)
-    return {name: (cost.forward_seconds + cost.backward_seconds, cost.weight_seconds) for name, cost in costs.items()}
+    return {
+        name: BusySeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.beside_seconds)
+        for name, cost in costs.items()
+    }
 
 
 class _Meter:
@@ -50,6 +54,7 @@ class _Meter:
         self.graph, self.operators, self.pricer, self.choices = self.priced
         self.scopes = {scope.name: scope for scope in scopes_of(graph)}
         self.place = Placer(graph, choices)
+        self.overlaps = Overlaps(graph, operators, pricer)
         self.segment = segments(graph)
         self.costs: dict[str, BlockCost] = defaultdict(BlockCost)
 
@@ -135,11 +140,15 @@ class _Meter:
             for node in scope.nodes:
                 option, block = self.choices.operators[scope.name, node.name], self._block(scope, node.name)
                 for position, ref in enumerate(node.inputs):
-                    self._move(block, self.place.where(scope, ref), option.inputs[position], scope.metas[ref])
+                    source, target, site = self.place.where(scope, ref), option.inputs[position], (scope.name, ref)
+                    hidden = self.overlaps.seconds(site, source, target)
+                    self._move(block, source, target, scope.metas[ref], hidden=hidden)
                 for index, placements in enumerate(option.outputs):
                     kept = self.choices.tensors.get((scope.name, Ref(node.name, index)))
                     if kept is not None:
-                        self._move(block, placements, kept, node.outputs[index])
+                        site = scope.name, Ref(node.name, index)
+                        hidden = self.overlaps.seconds(site, placements, kept, is_kept=True)
+                        self._move(block, placements, kept, node.outputs[index], hidden=hidden)
         nearest = next(iter(self.segment.values()), "")
         for piece in self.graph.body:
             nearest = self.segment.get(piece.name, nearest)
@@ -162,10 +171,22 @@ class _Meter:
             self._move(self.costs[layer.name], self.place.where(layer, ref), target, layer.metas[ref], share)
 
     def _move(
-        self, block: BlockCost, source: Placements, target: Placements, meta: TensorMeta, share: float = 1.0
+        self,
+        block: BlockCost,
+        source: Placements,
+        target: Placements,
+        meta: TensorMeta,
+        share: float = 1.0,
+        hidden: float = 0.0,
     ) -> None:
-        for step in steps(source, target, self.pricer.mesh.sizes) or ():
+        """share: of the block's layers that do it. hidden: seconds of the last step's backward beside other work."""
+        path = steps(source, target, self.pricer.mesh.sizes) or ()
+        for index, step in enumerate(path):
             forward, backward = self.pricer.step_seconds(step, meta)
             axis = self.pricer.mesh.axes[step.axis]
+            kind = f"{step.backward} {axis}" if step.backward else "local resharding"
+            if hidden and index == len(path) - 1:
+                block.beside[kind] += hidden * share
+                backward -= hidden
             block.forward[f"{step.forward} {axis}" if step.forward else "local resharding"] += forward * share
-            block.backward[f"{step.backward} {axis}" if step.backward else "local resharding"] += backward * share
+            block.backward[kind] += backward * share

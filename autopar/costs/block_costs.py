@@ -22,6 +22,7 @@ SYNCHRONISATION = "gradient and parameter synchronisation"
 HIDDEN = "hidden communication"
 ACCUMULATION = "gradient accumulation"
 CODING = "quantising for compressed collectives"
+ROUNDING = "masters rounded for gathers"
 RECOMPUTATION = "recomputation"
 FETCHING = "activations to and from the host"
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
@@ -41,6 +42,20 @@ class Mode:
     live: Liveness = Liveness()
 
 
+@dataclass(frozen=True, slots=True)
+class BusySeconds:
+    """Of a block per micro-batch. together: forward and backward. weight: of these, weight gradients of linear layers.
+    beside: of sums beside weight gradients, which are not in `together` unless these are put off."""
+
+    together: float
+    weight: float
+    beside: float = 0.0
+
+    def under(self, schedule: str) -> float:
+        """Forward and backward under a schedule."""
+        return self.together + (self.beside if puts_off(schedule) else 0.0)
+
+
 @dataclass(slots=True)
 class BlockCost:
     """Seconds by kind and bytes of one rank for one block.
@@ -49,7 +64,8 @@ class BlockCost:
     per micro-batch without recomputation, as the search of sharding counts them; live.kept with copies of resharded
     tensors that several calls keep. live: what is alive while it runs; gathered_bytes: whole parameters and
     gradients while they are gathered; slots: of each trained parameter. weight_seconds: the part of backward that only
-    makes weight gradients of linear layers and can be put off; putting_off_seconds: what that costs. modes: for layers.
+    makes weight gradients of linear layers and can be put off; putting_off_seconds: what that costs. beside: seconds by
+    kind of sums that run beside these (overlap.py) and are not in backward, unless they are put off. modes: for layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -62,6 +78,7 @@ class BlockCost:
     slots: tuple[Slot, ...] = ()
     weight_seconds: float = 0.0
     putting_off_seconds: float = 0.0
+    beside: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     modes: dict[str, Mode] = field(default_factory=dict)
 
     @property
@@ -77,6 +94,10 @@ class BlockCost:
         return exposed(self.step)
 
     @property
+    def beside_seconds(self) -> float:
+        return sum(self.beside.values())
+
+    @property
     def fixed_bytes(self) -> float:
         return sum(self.fixed.values())
 
@@ -84,6 +105,11 @@ class BlockCost:
     def transient_bytes(self) -> float:
         """The most that is alive for a moment beside what is kept, and what is gathered."""
         return max(self.live.forward, self.live.waiting) - self.live.kept + self.gathered_bytes
+
+
+def puts_off(schedule: str) -> bool:
+    """Whether a schedule puts weight gradients off, so that nothing is left beside which sums could run."""
+    return schedule.startswith("zero-bubble")
 
 
 def exposed(seconds: Mapping[str, float]) -> float:

@@ -1,13 +1,23 @@
 """Prices where linear layers multiply in e4m3 (`fp8=` of autopar.compile; codegen/fp8.py says which).
 
-With i bytes of an element of x (N x K), w (M x K) and y (N x M), on one rank
+With i bytes of an element of x (N x K), w (M x K) and y (N x M), on one rank, where n layers read one x,
 
-    forward        fp8 product + casts of x, w          casts move  (i + 1) (NK + MK)
-    gradient of x  fp8 product + casts of dy, w^T                   (i + 1) NM + (3 i + 1) MK
+    forward        fp8 product + casts of x, w          casts move  (i + 1) (NK / n + MK)
+    gradient of x  fp8 product + casts of dy, w^T                   (i + 1) (NM + MK) + 2 i MK
     gradient of w  as without
 
-where products run at the device's fp8 peak and read one byte per element; w^T is copied before it is cast. A device
-without that peak (a CPU) multiplies what it reads back from the codes in fp32.
+where products run at the device's fp8 peak and read one byte per element. w^T is copied before it is cast; torch.addmm
+has w^T in storage, and so copies in forward instead. n layers of one x are one call where x lies for all of them alike:
+each is charged its share of the cast, so that parting them never seems to pay. A device without that peak (a CPU)
+multiplies what it reads back from the codes in fp32.
+
+Bytes. Layers keep x and w, as without, and codes and scales live for a product: of A elements of one factor, B of the
+other and R of the result,
+
+    GPU    cast of b  A + B + i B where b is copied              product  A + B + 4 (scales)
+    CPU    cast of b  A + (5 + f) B                              product  A + B + 4 (scales) + max(4 (A + B + R), 8 R)
+
+with f = 4 where i < 4, of a copy in fp32, else 0. What is there already then, or not yet, is taken off.
 """
 
 from __future__ import annotations
@@ -17,10 +27,66 @@ from dataclasses import dataclass
 from autopar.costs.contractions import DEFERRABLE
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.graph import base_name
 from autopar.placement import local_shape
 from autopar.sharding.strategies import Operator, Option, num_local
 from codegen.fp8 import MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Elements of x (N K), weight (M K) and y (N M) on one rank, their inner lengths, and bytes of an element."""
+
+    x: int
+    weight: int
+    y: int
+    depth: int
+    width: int
+    is_addmm: bool
+    has_bias: bool
+
+    @property
+    def rows(self) -> int:
+        """N"""
+        return self.x // self.depth
+
+    @property
+    def columns(self) -> int:
+        """M"""
+        return self.weight // self.depth
+
+    def forward_temporary(self, on_cpu: bool) -> float:
+        """Beside y, which is counted as if it were there from the start."""
+        made = self.width * self.y
+        scales = 4.0 * (self.rows + self.columns)
+        casting = _cast(0, self.x, self.width, on_cpu), _cast(self.x, self.weight, self.width, on_cpu, self.is_addmm)
+        multiplying = _multiply(self.x, self.weight, self.y, on_cpu) + scales
+        adding = self.x + 2.0 * made if self.has_bias else 0.0
+        return max(*casting, multiplying, self.x + self.weight + scales + made, adding) - made
+
+    def backward_temporary(self, on_cpu: bool) -> float:
+        """Until dx is there, beside dx and dw, which are counted as if they were there."""
+        dx, dw = self.width * self.x, self.width * self.weight
+        scales = 4.0 * (self.rows + self.depth)
+        casting = (
+            _cast(0, self.y, self.width, on_cpu),
+            _cast(self.y, self.weight, self.width, on_cpu, not self.is_addmm),
+        )
+        multiplying = _multiply(self.y, self.weight, self.x, on_cpu) + scales
+        return max(max(*casting, multiplying, self.y + self.weight + scales + dx) - dx - dw, 0.0)
+
+
+def _cast(held: int, elements: int, width: int, on_cpu: bool, copies: bool = False) -> float:
+    """Bytes while a factor is cast, beside `held` codes of the other one."""
+    if on_cpu:
+        return held + (5.0 + (4.0 if width < 4 else 0.0)) * elements
+    return held + elements + (width * elements if copies else 0.0)
+
+
+def _multiply(a: int, b: int, result: int, on_cpu: bool) -> float:
+    """Bytes of codes and products; on a GPU but for the result."""
+    return a + b + (max(4.0 * (a + b + result), 8.0 * result) if on_cpu else 0.0)
 
 
 @dataclass
@@ -34,14 +100,14 @@ class Fp8Pricer(Pricer):
         plain = super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
         if not self.is_fp8(operator, option):
             return plain
-        position = DEFERRABLE[base_name(operator.node.op)]
-        metas = (operator.inputs[position - 1], operator.inputs[position], operator.node.outputs[0])
-        places = (option.inputs[position - 1], option.inputs[position], option.outputs[0])
-        x, weight, y = (num_local(meta, lies, self.mesh) for meta, lies in zip(metas, places, strict=True))
-        width = operator.node.outputs[0].dtype.itemsize
+        own = self._product(operator, option)
+        x, weight, y, width = own.x, own.weight, own.y, own.width
         forward, wrt_input, _ = super()._matmul_seconds(operator, option, flops, x + weight + width * y, "fp8")
-        forward += self.memory_seconds((width + 1) * x) + self.memory_seconds((width + 1) * weight)
-        wrt_input += self.memory_seconds((width + 1) * y) + self.memory_seconds((3 * width + 1) * weight)
+        copied = 2 * width * weight
+        forward += self.memory_seconds((width + 1) * x) / num_sharing(operator)
+        forward += self.memory_seconds((width + 1) * weight + (copied if own.is_addmm else 0))
+        wrt_input += self.memory_seconds((width + 1) * y)
+        wrt_input += self.memory_seconds((width + 1) * weight + (0 if own.is_addmm else copied))
         return forward, wrt_input, plain[2]
 
     def is_fp8(self, operator: Operator, option: Option) -> bool:
@@ -56,7 +122,51 @@ class Fp8Pricer(Pricer):
         """None: the gradients of such weights are not put off."""
         return 0.0 if self.is_fp8(operator, option) else super().weight_seconds(operator, option, whole_seconds)
 
+    def may_put_off(self, operator: Operator, option: Option) -> bool:
+        """Not those."""
+        return not self.is_fp8(operator, option) and super().may_put_off(operator, option)
+
+    def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(kept beside inputs and results, temporaries of the forward)."""
+        kept, temporary = super().kernel_bytes(operator, option)
+        if self.is_fp8(operator, option):
+            temporary += self._product(operator, option).forward_temporary(is_cpu(self.cluster))
+        return kept, temporary
+
+    def backward_bytes(self, operator: Operator, option: Option) -> float:
+        """Temporaries of the backward beside the gradients that it makes."""
+        found = super().backward_bytes(operator, option)
+        if self.is_fp8(operator, option):
+            found += self._product(operator, option).backward_temporary(is_cpu(self.cluster))
+        return found
+
+    def product_bytes(self, operator: Operator, option: Option) -> float:
+        """Of what the units give before the bias is added, and a CPU before scales are multiplied."""
+        own = self._product(operator, option) if self.is_fp8(operator, option) else None
+        if own is None or not (is_cpu(self.cluster) or own.has_bias):
+            return 0.0
+        return float(own.width * own.y)
+
+    def _product(self, operator: Operator, option: Option) -> _Product:
+        position = DEFERRABLE[base_name(operator.node.op)]
+        metas = (operator.inputs[position - 1], operator.inputs[position], operator.node.outputs[0])
+        places = (option.inputs[position - 1], option.inputs[position], option.outputs[0])
+        x, weight, y = (num_local(meta, lies, self.mesh) for meta, lies in zip(metas, places, strict=True))
+        depth = num_local_dim(metas[0], places[0], self.mesh)
+        is_addmm = position == DEFERRABLE["addmm"]
+        has_bias = is_addmm or len(operator.inputs) > position + 1
+        return _Product(x, weight, y, depth, metas[2].dtype.itemsize, is_addmm, has_bias)
+
 
 @dataclass
 class Fp8KernelPricer(Fp8Pricer, KernelPricer):
     """Prices with them."""
+
+
+def num_sharing(operator: Operator) -> int:
+    """How many layers of the call's scope read its x and may be one call with it, itself among them."""
+    if base_name(operator.node.op) != "linear" or operator.runs is None:
+        return 1
+    x = operator.node.inputs[0]
+    readers = (node for node in operator.runs.readers[x] if base_name(node.op) == "linear" and node.inputs[0] == x)
+    return max(sum(node.meta.shape[-1] % MULTIPLE == 0 for node in readers), 1)

@@ -104,6 +104,11 @@ class KernelPricer(Pricer):
         fusion = self.fusion(operator)
         return fusion if fusion is not None and is_whole(fusion, operator, option) else None
 
+    @property
+    def writes_copies(self) -> bool:
+        """One launch updates all masters and writes what the model computes with (codegen/runtime/fused_adamw.py)."""
+        return self.training.writes_copies and not is_cpu(self.cluster)
+
     # --- compute ------------------------------------------------------------------------------------------------------
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:

@@ -318,7 +318,8 @@ class Walk:
                 present = [gradients.new(0.0)] if any(meta.requires_grad for meta in event.outputs) else []
             if not present:
                 continue
-            is_linear = defers and base_name(event.op) in DEFERRED
+            operator = self.operators[self.scope.name, event.name]
+            is_linear = defers and self.pricer.may_put_off(operator, option)
             weights = [] if is_linear else self._weights(event)
             found = self._inputs_backward(event, present[0], gradients)
             temporary = self._backward_temporary(event)
@@ -388,4 +389,5 @@ class Walk:
             return self._chunk(node)
         if name in BACKWARD_TEMPORARIES:
             return BACKWARD_TEMPORARIES[name] * self._bytes(self.scope.metas[node.inputs[0]], option.inputs[0])
-        return self._probabilities(node) + self._exchanged(node)[1]
+        in_kernel = self.pricer.backward_bytes(self.operators[self.scope.name, node.name], option)
+        return self._probabilities(node) + self._exchanged(node)[1] + in_kernel * self.scale

@@ -21,7 +21,7 @@ class ParameterPrices(Rates):
         """What one parameter takes per step beside the calls that use it: traffic that is not hidden, sums, update."""
         per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
         coding_per_micro, coding_per_step = self.coding_parts(meta, stored, unit_bytes)
-        per_micro += self.accumulation_seconds(meta, stored) + coding_per_micro
+        per_micro += self.accumulation_seconds(meta, stored) + self.rounding_seconds(meta, stored) + coding_per_micro
         per_step += coding_per_step
         return per_micro * self.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
 
@@ -81,11 +81,13 @@ class ParameterPrices(Rates):
         return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
 
     def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """The update of one parameter's stored part, bandwidth only (kernels are shared by many parameters)."""
+        """The update of one parameter's stored part and of what the model computes with of it, bandwidth only (kernels
+        are shared by many parameters)."""
         if not meta.requires_grad:
             return 0.0
         elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
         device, training = self.cluster.device, self.training
+        traffic = training.update_traffic + self.copy_traffic(meta, stored)
         if training.offload:
             # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
@@ -95,9 +97,34 @@ class ParameterPrices(Rates):
                 updated += moved / device.disk_bytes_per_second
             return max(updated, copied / device.host_link_bytes_per_second)
         if is_cpu(self.cluster):
-            moved = elements * training.update_traffic
+            moved = elements * traffic
             return moved / device.host_memory_bytes_per_second + host.UPDATE * host.launch_seconds(self.cluster)
-        return elements * training.update_traffic / (device.memory_bytes_per_second * device.memory_efficiency)
+        return elements * traffic / (device.memory_bytes_per_second * device.memory_efficiency)
+
+    def copy_traffic(self, meta: TensorMeta, stored: Stored) -> float:
+        """Bytes per stored element that bring an updated master to what the model computes with.
+
+        Where that is another tensor (codegen/runtime/flat.py `own_copy`), a copy reads the master and writes it, and an
+        update that has the master at hand only writes it. Under ZeRO-3 gathers read the masters (`rounding_seconds`).
+        """
+        training, size = self.training, self.zero_size(stored)
+        if training.offload or (stored.zero == 3 and size > 1):
+            return 0.0
+        rounded = self.is_rounded(meta, stored)
+        if not (training.master_bytes or rounded):
+            return 0.0
+        read = 0.0 if self.writes_copies else float(training.master_bytes or meta.dtype.itemsize)
+        return read + training.compute_bytes
+
+    @property
+    def writes_copies(self) -> bool:
+        """Whether the update also writes what the model computes with."""
+        return False
+
+    def is_rounded(self, meta: TensorMeta, stored: Stored) -> bool:
+        """Whether compressed gathers round what all ranks compute with, so that the masters lie beside it in fp32."""
+        is_gathered = bool(self.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
+        return is_gathered and can_compress(meta)
 
     def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
         """Per micro-batch: a parameter's gradient moved into the line that is reduced, and added up there.
@@ -116,6 +143,16 @@ class ParameterPrices(Rates):
         added = host.GRADIENT * host.launch_seconds(self.cluster)
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
+    def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """Per micro-batch: this rank's masters rounded for ZeRO-3's gathers, in forward and in backward, if it computes
+        in low precision. With an optimiser elsewhere, what is sent lies ready."""
+        training, device, size = self.training, self.cluster.device, self.zero_size(stored)
+        if not (meta.requires_grad and training.master_bytes and stored.zero == 3 and size > 1) or training.offload:
+            return 0.0
+        shard = num_local(meta, stored.placements, self.mesh) / size
+        moved = 2 * (training.master_bytes + training.compute_bytes) * shard
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency)
+
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """(weights, gradients, optimiser state) that stay allocated on one rank."""
         training = self.training
@@ -127,8 +164,7 @@ class ParameterPrices(Rates):
         is_away = zero == 3 and training.offload == "parameters"
         weights = 0.0 if is_away else training.compute_bytes * local / (size if zero == 3 else 1)
         master = training.master_bytes
-        if training.compression.gather and zero in (1, 2) and size > 1 and can_compress(meta):
-            # What all ranks compute with is rounded, so that the masters lie beside it in fp32 too.
+        if self.is_rounded(meta, stored):
             master = 4
         weights += master * local / size if on_device else 0.0
         # As codegen/runtime/flat.py: stage 1 keeps the whole gradient beside its part of the sum where several

@@ -105,12 +105,25 @@ class Pricer(Contractions, ParameterPrices):
         return extra_saved_bytes(node, inputs, num_local)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(kept beside inputs and results, temporaries of the forward) of a fused call; see kernels.py."""
+        """(kept beside inputs and results, temporaries of the forward) of a fused call; see kernels.py, fp8.py."""
         return 0.0, 0.0
+
+    def backward_bytes(self, operator: Operator, option: Option) -> float:
+        """Temporaries of a call's backward beside the gradients that it makes; see fp8.py."""
+        return 0.0
+
+    def product_bytes(self, operator: Operator, option: Option) -> float:
+        """Of a matmul whose result is not its product: bytes of that; see fp8.py."""
+        return 0.0
+
+    def may_put_off(self, operator: Operator, option: Option) -> bool:
+        """Whether programs can put off the gradient of this call's weight."""
+        return base_name(operator.node.op) in DEFERRABLE
 
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:
         """Under which kinds the seconds of a call's forward and backward are told."""
         return "forward compute", "backward compute"
+
 
 def _frozen(operator: Operator, kept: int) -> Operator:
     """The call as if only its input `kept` needed a gradient."""

@@ -26,11 +26,12 @@ class Training:
     """How a step is run, as far as costs depend on it.
 
     state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
-    at once or (updates_together: no) of one after the other; update_traffic: bytes that it moves per
-    element. compute_bytes, master_bytes: of a weight as computed with,
-    and of a separate fp32 copy (0 if the weight itself is fp32). gradient_bytes: as accumulated and reduced. offload:
-    "optimizer": state and separate masters live in host memory, and the host updates them; "parameters": under ZeRO-3
-    the shards of the parameters too. compression: of ZeRO's collectives (coding.py).
+    at once or (updates_together: no) of one after the other; update_traffic: bytes that it moves per element;
+    writes_copies: whether, in programs with kernels, it also writes what the model computes with. compute_bytes,
+    master_bytes: of a weight as computed with, and of a separate fp32 copy (0 if the weight itself is fp32).
+    gradient_bytes: as accumulated and reduced. offload: "optimizer": state and separate masters live in host memory,
+    and the host updates them; "parameters": under ZeRO-3 the shards of the parameters too. compression: of ZeRO's
+    collectives (coding.py).
     """
 
     num_micro_batches: int = 1
@@ -42,6 +43,7 @@ class Training:
     update_bytes: float = 0.0
     updates_together: bool = False
     update_traffic: float = ADAM_BYTES
+    writes_copies: bool = False
     compression: Compression = Compression()
 
 
@@ -55,7 +57,8 @@ class Rates:
     """Costs on one mesh of one cluster. Caches collective times; holds no decision.
 
     hidden_fraction: share of gradient and parameter traffic that runs behind compute. fragmentation: what the
-    allocator holds beyond activations and transients, as a fraction of them.
+    allocator holds beyond activations and transients, as a fraction of them. overlap_share: of weight gradients, the
+    share of their seconds in which a reshard's sum runs beside them (overlap.py); 0 where programs do not do that.
     """
 
     mesh: Mesh
@@ -63,6 +66,7 @@ class Rates:
     training: Training
     hidden_fraction: float = 0.0
     fragmentation: float = 0.0
+    overlap_share: float = 0.0
     _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
     _memory_times: dict[float, float] = field(default_factory=dict)
     _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)
@@ -120,6 +124,18 @@ class Rates:
             small = np.array([[self.reshard_seconds(s, t, meta) for t in unique_t] for s in unique_s])
             self._matrices[key] = small[np.ix_(index_s, index_t)]
         return self._matrices[key]
+
+    def hidden_seconds(self, source: Placements, target: Placements, meta: TensorMeta, beside_seconds: float) -> float:
+        """Of `reshard_seconds`, what the sum over ranks of its backward takes beside weight gradients.
+
+        beside_seconds: of these. The last step alone makes what their layers read, and so it alone sums what they give.
+        """
+        path = steps(source, target, self.mesh.sizes) if meta.requires_grad else ()
+        last = path[-1] if path else None
+        if last is None or last.target.kind != "Rp" or last.backward is None:
+            return 0.0
+        seconds = self.collective_seconds(last.backward, last.axis, meta.num_bytes * last.fraction)
+        return min(seconds, self.overlap_share * beside_seconds)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """A memory-bound kernel that moves num_bytes."""

@@ -30,7 +30,8 @@ from autopar.sharding.strategies import Operator, Scope, num_local
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, and the forward seconds of
-    these. parts: of the results, those that are parts of a larger one, and not alive where nothing is made again."""
+    these. parts: of the results, those that are parts of a larger one or not yet what the call returns, and not alive
+    where nothing is made again."""
 
     inputs: float
     results: float
@@ -86,6 +87,7 @@ def _kept(
             num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
             # Of attention over several blocks of keys, the results of all of them are kept, and merged again.
             parts += (call.num_blocks - 1) * num_bytes if call else 0.0
+            parts += pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation)
             results += (call.num_blocks if call else 1) * num_bytes
             costly += pricer.operator_seconds(operator, option)[0]
             costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0

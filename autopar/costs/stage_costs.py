@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autopar.costs.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
@@ -26,7 +26,8 @@ class StageCost:
 
     micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
     micro-batch; weight is the part of backward that can be put off, putting_off what schedules that do so take more.
-    fixed: bytes that stay, by kind. peaks: of the rest.
+    fixed: bytes that stay, by kind. peaks: of the rest. beside: seconds by kind of sums beside weight gradients, which
+    are not in micro and backward; schedules that put these off have them.
     """
 
     micro: Mapping[str, float]
@@ -37,6 +38,7 @@ class StageCost:
     fixed: Mapping[str, float]
     peaks: Peaks
     putting_off: float = 0.0
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kept_bytes(self) -> float:
@@ -85,6 +87,7 @@ def stage_cost(
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
+    beside: dict[str, float] = defaultdict(float)
     own = blocks[stage.first : stage.last]
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
     forward = backward = weight = putting_off = 0.0
@@ -92,7 +95,8 @@ def stage_cost(
     for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
         slots = (*cost.slots, *(copy.slot for copy in second if copy.last == index))
-        for table, seconds in ((cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.fixed, fixed)):
+        tables = (cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.beside, beside)
+        for table, seconds in (*tables, (cost.fixed, fixed)):
             for kind, value in table.items():
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
@@ -106,7 +110,7 @@ def stage_cost(
         lives.append(Life(name, mode.kept_bytes, mode.live, slots))
     received_bytes = lives[0].live.entering if stage.first else 0.0
     held = peaks(lives, received_bytes, sent_bytes)
-    return StageCost(micro, step, forward, backward, weight, fixed, held, putting_off)
+    return StageCost(micro, step, forward, backward, weight, fixed, held, putting_off, beside)
 
 
 def stage_costs(
@@ -178,6 +182,8 @@ def simulated(
     lines = orders(schedule, positions, num_micro_batches, chunks)
     workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * positions]
     is_split = any(action.kind == "W" for action in lines[0])
+    if is_split:
+        stages = [_apart(stage) for stage in stages]
     if positions > 1 and host.action_seconds:
         stages = [_in_actions(stage, host.action_seconds, is_split) for stage in stages]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
@@ -214,6 +220,14 @@ def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], 
             lost[home[target]] += count * seconds  # results
             lost[home[source]] += count * seconds  # their gradients
     return lost
+
+
+def _apart(stage: StageCost) -> StageCost:
+    """The stage with sums that wait, where weight gradients are put off."""
+    micro = defaultdict(float, stage.micro)
+    for kind, value in stage.beside.items():
+        micro[kind] += value
+    return replace(stage, micro=micro, backward=stage.backward + sum(stage.beside.values()), beside={})
 
 
 def _in_actions(stage: StageCost, seconds: float, is_split: bool) -> StageCost:

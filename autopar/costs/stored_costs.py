@@ -19,6 +19,7 @@ from autopar.costs.block_costs import (
     CODING,
     FIXED_KINDS,
     HIDDEN,
+    ROUNDING,
     SYNCHRONISATION,
     homes_of,
     last_readers,
@@ -78,6 +79,8 @@ def stored_costs(
             table[SYNCHRONISATION] += exposed
             table[HIDDEN] += exposed * hidden / (1.0 - hidden)
         block.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored)
+        if rounding := pricer.rounding_seconds(meta, stored):
+            block.per_micro[ROUNDING] += rounding
         for table, coding in zip(
             (block.per_micro, block.per_step), pricer.coding_parts(meta, stored, units[scope]), strict=True
         ):

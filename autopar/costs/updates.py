@@ -22,7 +22,10 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class DefaultAdamW:
     """The optimiser where none is given: torch's fused AdamW, which moves a third of what torch's default moves.
 
-    In programs with kernels a GPU runs codegen/runtime/fused_adamw.py instead, which differs by round-off only.
+    In programs with kernels a GPU runs codegen/runtime/fused_adamw.py instead, which differs by round-off only, and
+    writes what the model computes with in the same pass: with c bytes of that, 28 + c per element instead of 28, and
+    4 + c for a copy (parameter_prices.py). Clipping is asked for after planning and priced nowhere: 4 bytes for the
+    norm, and without kernels 8 for the product.
     """
 
     lr: float = 1e-3
@@ -50,6 +53,7 @@ def training_of(factory: OptimizerFactory, precision: str, on_gpu: bool = False)
         update_bytes=one.temporary_bytes / PROBE_ELEMENTS,
         updates_together=eight.temporary_bytes >= 4 * one.temporary_bytes > 0,
         update_traffic=one.moved_bytes / PROBE_ELEMENTS,
+        writes_copies=isinstance(factory, DefaultAdamW),
     )
 
 

@@ -8,6 +8,7 @@ from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.plan import Pipeline
 from autopar.planning.request import Candidate
 from autopar.seats import first_ranks
+from codegen.async_tp import with_async_tp
 from codegen.emit import emit_model
 from codegen.fp8 import in_fp8
 from codegen.fusion import fuse
@@ -19,15 +20,24 @@ from cost_models.schedule import orders, orders_text, placement
 HOST = "host"
 
 
-def program_of(candidate: Candidate, fused: bool, overlapped: bool = False) -> Program | PipelineProgram:
+def program_of(
+    candidate: Candidate, fused: bool, overlapped: bool = False, asynchronous: bool = False
+) -> Program | PipelineProgram:
     """What code is generated from.
 
     fused: with Triton kernels in place of runs of calls, for the update and for the gradient's norm. overlapped: sums
-    over ranks of backward run beside weight gradients (codegen/overlap.py), of calls that no kernel has. The plan says
-    whether linear layers are in fp8.
+    over ranks of backward run beside weight gradients (codegen/overlap.py), of calls that no kernel has. asynchronous:
+    products run beside the collectives before and after them (codegen/async_tp.py). The plan says whether linear
+    layers are in fp8.
     """
     program = _lowered(candidate)
-    for wanted, rewrite in ((fused, _with_kernels), (candidate.plan.fp8, in_fp8), (overlapped, overlap)):
+    rewrites = (
+        (fused, _with_kernels),
+        (candidate.plan.fp8, in_fp8),
+        (asynchronous, with_async_tp),
+        (overlapped, overlap),
+    )
+    for wanted, rewrite in rewrites:
         if wanted:
             program = program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program)
     return program

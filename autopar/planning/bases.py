@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from autopar.costs.activity_costs import activity_costs, activity_seconds
-from autopar.costs.block_costs import BlockCost
+from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.price import Pricer
 from autopar.graph import Graph
 from autopar.mesh import Mesh
@@ -47,7 +47,7 @@ class Activity:
     choices: Choices
 
     @cached_property
-    def seconds(self) -> Mapping[str, tuple[float, float]]:
+    def seconds(self) -> Mapping[str, BusySeconds]:
         """Block -> seconds of forward and backward, and of weight gradients that can be put off."""
         return activity_seconds(self.graph, self.operators, self.pricer, self.choices)
 

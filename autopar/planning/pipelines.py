@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.costs.block_costs import BlockCost, Mode, chain, exposed, homes_of
+from autopar.costs.block_costs import BlockCost, BusySeconds, Mode, chain, exposed, homes_of
 from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer
@@ -206,10 +206,10 @@ class PipelineSearch:
         activity, stored = self._totals(layout)
         busy, weight, step, longest = 0.0, 0.0, 0.0, 0.0
         for name, count in self.counts.items():
-            micro, own_weight = activity[name]
-            per_micro, per_step = stored.get(name, (0.0, 0.0))
+            own, (per_micro, per_step) = activity[name], stored.get(name, (0.0, 0.0))
+            micro = own.under(schedule)
             busy += (micro + per_micro) * count
-            weight += own_weight * count
+            weight += own.weight * count
             step += per_step * count
             longest = max(longest, (micro + per_micro) * math.ceil(count / positions))
         stretch = 1.0
@@ -233,9 +233,9 @@ class PipelineSearch:
         """The modes of a block that the constraints and the device leave."""
         return modes_of(cost, self.request.constraints.recompute, has_host=not is_cpu(self.request.cluster))
 
-    def _totals(self, layout: Layout) -> tuple[Mapping[str, tuple[float, float]], dict[str, tuple[float, float]]]:
-        """By block: (seconds, seconds of weight gradients) per micro-batch without parameters; (seconds per
-        micro-batch, seconds per step) of parameters."""
+    def _totals(self, layout: Layout) -> tuple[Mapping[str, BusySeconds], dict[str, tuple[float, float]]]:
+        """By block: seconds per micro-batch without parameters; (seconds per micro-batch, seconds per step) of
+        parameters."""
         base = self.base(layout)
         assert base is not None
         own = (layout.mesh, base.storage, layout.zero, layout.offload)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.compression import Compression
 from autopar.constraints import Constraints
+from autopar.costs.block_costs import puts_off
 from autopar.costs.fp8 import Fp8KernelPricer, Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
@@ -25,7 +26,8 @@ from cost_models.straggler import paced
 from search.problem import Solution
 
 HIDDEN_FRACTION = 0.5
-"""Share of gradient traffic taken to run behind backward on a GPU: an assumption until it is calibrated."""
+"""Share of gradient traffic taken to run behind backward on a GPU, and of the seconds of weight gradients in which sums
+of input gradients are: an assumption until it is calibrated."""
 
 _PRICERS: Mapping[tuple[bool, bool], type[Pricer]] = {
     (False, False): Pricer,
@@ -96,14 +98,17 @@ class Candidate:
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:
-    """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Devices are as slow as
-    the slowest of all that wait for one another."""
+    """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Sums over
+    tensor-parallel ranks run beside weight gradients where programs do that. Devices are as slow as the slowest of all
+    that wait for one another."""
     on_cpu = is_cpu(request.cluster)
     training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
     kind = _PRICERS[request.kernels, request.fp8]
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
     hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION
-    return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION)
+    overlaps = request.overlaps and not puts_off(request.constraints.schedule or "")
+    beside = HIDDEN_FRACTION if overlaps else 0.0
+    return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION, beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ Decisions (variables of the Problem) are of three kinds:
     parameter  a Stored: placements as used, and a ZeRO stage
     zero       the ZeRO stage of a scope (the top level or a layer class), shared by all parameters that can have one
 
-Edges carry resharding times (forward plus conjugate backward). Layers of one class are one set of decisions whose
-costs count as often as there are layers; a layer's carried output is resharded to its input's placements, so the
-class decides its own boundary.
+Edges carry resharding times (forward plus conjugate backward, less what runs beside weight gradients). Layers of one
+class are one set of decisions whose costs count as often as there are layers; a layer's carried output is resharded to
+its input's placements, so the class decides its own boundary.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from autopar.constraints import Constraints
+from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.saved import saved_tensors
 from autopar.graph import Graph, LayerRun, Ref, TensorMeta
@@ -96,6 +97,7 @@ class _Builder:
         mesh = self.pricer.mesh
         self.options = {k: self.constraints.offered(op, options_of(op, mesh), mesh) for k, op in self.operators.items()}
         self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
+        self.overlaps = Overlaps(self.graph, self.operators, self.pricer)
         self.stored_names = frozenset(p.name for p in self.graph.parameters)
 
     # --- decisions --------------------------------------------------------------------------------------------
@@ -260,7 +262,8 @@ class _Builder:
                     kept = self.index.get(("tensor", scope.name, node.name, position))
                     if kept is not None:
                         made = tuple(option.outputs[position] for option in options)
-                        matrix = self.pricer.reshard_matrix(made, self.decisions[kept].options, node.outputs[position])
+                        site = scope.name, Ref(node.name, position)
+                        matrix = self.overlaps.reshard_matrix(site, made, self.decisions[kept].options, is_kept=True)
                         self._add_matrix(target, kept, matrix * weight)
         for run in self.runs:
             self._run_edges(run, micro)
@@ -295,7 +298,7 @@ class _Builder:
         origin, output = self.source(scope, ref)
         decision = self.decisions[origin]
         made = tuple(outputs[output] for outputs in decision.outputs)
-        matrix = self.pricer.reshard_matrix(made, wanted, scope.metas[ref])
+        matrix = self.overlaps.reshard_matrix((scope.name, ref), made, wanted)
         if decision.key[0] == "parameter":
             matrix = matrix + self._parameter_bar(made, wanted, single=len(self.uses[scope.name][ref]) == 1)
         self._add_matrix(origin, target, matrix * weight)

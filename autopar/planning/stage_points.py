@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.costs.block_costs import BlockCost, Mode
+from autopar.costs.block_costs import BlockCost, Mode, puts_off
 from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
 from search.pipeline_problem import (
     InFlight,
@@ -61,8 +61,9 @@ def stretch_of(costs: Mapping[str, BlockCost], counts: Mapping[str, int], schedu
     """
     if schedule != "zero-bubble" or count == 1:
         return 1.0
-    weight = sum(costs[name].weight_seconds * number for name, number in counts.items())
-    busy = sum((costs[n].forward_seconds + costs[n].backward_seconds) * c for n, c in counts.items())
+    own = [(costs[name], number) for name, number in counts.items()]
+    busy = sum((c.forward_seconds + c.backward_seconds + c.beside_seconds) * number for c, number in own)
+    weight = sum(c.weight_seconds * number for c, number in own)
     return stretched(weight, busy, count)
 
 
@@ -79,6 +80,7 @@ def modes_of(cost: BlockCost, pinned: str | None = None, has_host: bool = True) 
 def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
     """One mode of a block under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
     forward, backward = cost.forward_seconds, cost.backward_seconds + mode.seconds
+    backward += cost.beside_seconds if puts_off(schedule) else 0.0
     busy = forward + backward
     fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
     return Point(

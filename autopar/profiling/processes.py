@@ -25,6 +25,10 @@ main(sys.argv[1], process_bytes)
 """Memory is asked for before autopar is imported: generated programs do without it."""
 
 
+class OutOfTime(ClusterError):
+    """Measuring took longer than it might."""
+
+
 def run_processes(
     num_processes: int,
     out: Path,
@@ -35,7 +39,7 @@ def run_processes(
 ) -> None:
     """Measures with `num_processes` processes at once; rank 0 adds to the file `out`. watch: called now and then.
 
-    Raises ClusterError if a process dies (with the end of what it printed) or timeout_seconds pass.
+    Raises ClusterError if a process dies (with the end of what it printed), OutOfTime if timeout_seconds pass.
     """
     if num_processes < 1:
         raise ClusterError("measuring needs at least one process", values={"num_processes": num_processes})
@@ -75,7 +79,7 @@ def _run_all(
         while any(process.poll() is None for process in processes):
             _require_alive(processes, logs)
             if time.monotonic() > deadline:
-                raise ClusterError(
+                raise OutOfTime(
                     "the measuring processes did not finish in time",
                     values={"limit in seconds": timeout_seconds, "processes": len(commands)},
                     alternatives="fewer devices, a less busy machine, or a TOML file that describes the cluster",

@@ -22,9 +22,9 @@ from autopar.errors import ClusterError
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
 from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share
-from autopar.profiling.processes import run_processes
+from autopar.profiling.processes import OutOfTime, run_processes
 from autopar.profiling.samples import Measurements, Provenance, Samples
-from autopar.profiling.worker import under_torchrun
+from autopar.profiling.worker import failures_path, under_torchrun
 from cost_models import catalog
 from cost_models.machine import Cluster
 
@@ -62,12 +62,14 @@ def profile(
     fresh: bool = False,
     like: Cluster | None = None,
     console: Console | None = None,
+    limit_seconds: float = 1800.0,
 ) -> Profile | None:
     """Measures and writes `out` and its raw samples beside it; under torchrun on all ranks together.
 
     processes: that share this machine, each with a GPU of its own or one torch thread (default: as many as there are
     GPUs, or 4). level: "quick" for fewer shapes and rounds. fresh: forget what an earlier run measured. like: nominal
-    figures of the GPU and its links, for those that are not known by name. Returns None on ranks other than the first.
+    figures of the GPU and its links, for those that are not known by name. limit_seconds: after which what was measured
+    has to do, if that is every case once (not under torchrun). Returns None on ranks other than the first.
 
     Raises ClusterError for unknown GPUs, counts that do not fit, and processes that fail.
     """
@@ -86,15 +88,19 @@ def profile(
             return None
     else:
         count = processes or (base.num_devices if base is not None else DEFAULT_CPU_PROCESSES)
-        samples = measure_locally(count, raw, level, on_gpu, console)
+        samples = measure_locally(count, raw, level, on_gpu, console, limit_seconds)
     found = fitted(samples, base)
     out.write_text(found.to_toml(), encoding="utf-8")
     return found
 
 
-def measure_locally(count: int, raw: Path, level: Level, on_gpu: bool, console: Console) -> Samples:
-    """Starts the processes and shows how far they are."""
+def measure_locally(
+    count: int, raw: Path, level: Level, on_gpu: bool, console: Console, limit_seconds: float = 1800.0
+) -> Samples:
+    """Starts the processes, shows how far they are, and says what could not be measured."""
     total = ROUNDS[level] * len(cases(Topology(1, count, on_gpu), level))
+    failures = failures_path(raw)
+    failures.unlink(missing_ok=True)
     with _bar(console) as update:
 
         def watch() -> None:
@@ -104,8 +110,17 @@ def measure_locally(count: int, raw: Path, level: Level, on_gpu: bool, console: 
                 update(min(done, total), total, "")
 
         watch()
-        run_processes(count, raw, level, on_gpu, watch=watch)
+        try:
+            run_processes(count, raw, level, on_gpu, timeout_seconds=limit_seconds, watch=watch)
+        except OutOfTime as error:
+            # Rounds follow one another: of what comes later there are all cases already.
+            partial = Samples.read(raw)
+            if partial is None or not any(sample.round for sample in partial.samples):
+                raise
+            console.print(f"{error.constraint}: {len(partial.samples)} samples of {total} have to do", soft_wrap=True)
         watch()
+    if failures.exists():
+        console.print(f"could not be measured:\n{failures.read_text(encoding='utf-8')}", markup=False, soft_wrap=True)
     samples = Samples.read(raw)
     if samples is None:
         raise ClusterError("the measuring processes left nothing to read", values=str(raw))

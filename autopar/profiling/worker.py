@@ -6,6 +6,7 @@ Started by `processes.py`, or by torchrun over a real topology.
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import statistics
@@ -41,7 +42,8 @@ def main(argument: str, process_bytes: int) -> None:
     if task["on_gpu"]:
         torch.cuda.set_device(device)
     store = (Path(task["folder"]) / "store").as_uri()
-    backend = "nccl" if task["on_gpu"] else "gloo"
+    # One process has nothing to say to a GPU's network, which NCCL would look for.
+    backend = "nccl" if task["on_gpu"] and task["size"] > 1 else "gloo"
     dist.init_process_group(backend, init_method=store, rank=task["rank"], world_size=task["size"])
     topology = Topology(1, task["size"], task["on_gpu"])
     try:
@@ -75,7 +77,14 @@ def run(
                 continue
             if progress and samples:
                 progress(done, len(plan), case.name)
-            timing = runner.time(case)
+            try:
+                timing = runner.time(case)
+            except RuntimeError as error:
+                # Of several, the others wait for this one.
+                if topology.num_devices > 1:
+                    raise
+                note_failure(out, case, error)
+                continue
             done += 1
             if samples:
                 samples.add(Sample(case, number, timing))
@@ -84,6 +93,21 @@ def run(
     if progress and samples:
         progress(done, len(plan), "")
     return samples
+
+
+def failures_path(out: Path) -> Path:
+    """Where it is said what could not be measured into `out`, a line each."""
+    return out.with_suffix(".failures.txt")
+
+
+def note_failure(out: Path, case: Case, error: RuntimeError) -> None:
+    """For whoever reads `failures_path`; the memory of the case is free for the next one."""
+    with failures_path(out).open("a", encoding="utf-8") as file:
+        file.write(f"{case.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n")
+    error.__traceback__ = None
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class Runner:

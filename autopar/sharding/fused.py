@@ -64,7 +64,7 @@ class Fusion:
 
 
 class Fusions:
-    """Those of one scope, found when they are asked for: plans without kernels never do.
+    """Those of one scope, found when they are asked for: plans without kernels never do. And who reads what there.
 
     nodes, metas: the scope's. leaving: what is read outside of it.
     """
@@ -82,6 +82,15 @@ class Fusions:
             rivals = tuple(other for other in found if other.match.statements & match.statements)
             found.append(_fusion(match, nodes, metas, rivals))
         return tuple(found)
+
+    @cached_property
+    def readers(self) -> Mapping[Ref, tuple[Node, ...]]:
+        """What the scope's calls read -> those calls, in order."""
+        found: dict[Ref, tuple[Node, ...]] = {}
+        for node in self._scope[0]:
+            for ref in dict.fromkeys(node.inputs):
+                found[ref] = (*found.get(ref, ()), node)
+        return found
 
     @cached_property
     def _by_call(self) -> Mapping[str, tuple[Fusion, ...]]:

@@ -1,11 +1,13 @@
 """`autopar profile` on one GPU, in one call.
 
-    python -m benchmarks.gpu.profile            # from the repository's root, on a machine with one GPU; some minutes
+    python -m benchmarks.gpu.profile            # from the repository's root, on a machine with one GPU; five minutes
     python -m benchmarks.gpu.profile --smoke    # anywhere: the brief cases on one CPU process, to a temporary place
 
 Writes benchmarks/results/profile-NAME.toml (the cluster that plans are made for, with its provenance) and .jsonl (every
 sample; an interrupted run goes on from there), and appends how well the fit meets what was measured, by kind of kernel,
-to benchmarks/results/profile.csv. A GPU that is not known by name needs --like, a built-in device that is close enough.
+to benchmarks/results/profile.csv. What cannot be measured (out of memory, say) is named and left out. After --seconds,
+what was measured has to do if it is every case once; else another call goes on. A GPU that is not known by name needs
+--like, a built-in device that is close enough.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+# Run by its path, a script has its own folder first, and there this file would hide a standard module.
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from rich.console import Console
@@ -25,7 +32,7 @@ from autopar.profiling.profile import Profile, profile, summary_table
 from benchmarks.table import append
 from cost_models.machine import Cluster
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def rows_of(found: Profile) -> list[dict[str, object]]:
@@ -58,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> Profile:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
     parser.add_argument("--like", help="a built-in device, for its nominal figures")
+    parser.add_argument("--seconds", type=float, default=420.0, help="after which nothing more is measured")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args(arguments)
     if not options.smoke and not torch.cuda.is_available():
@@ -68,12 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> Profile:
         like = Cluster.parse(f"1 {options.like}") if options.like else None
         level = "brief" if options.smoke else "quick" if options.quick else "full"
         console = Console(highlight=False)
-        found = profile(1, out=folder / f"profile-{name}.toml", level=level, like=like, console=console)
+        out = folder / f"profile-{name}.toml"
+        folder.mkdir(parents=True, exist_ok=True)
+        found = profile(1, out=out, level=level, like=like, console=console, limit_seconds=options.seconds)
         assert found is not None, "one process is the first rank"
         console.print(summary_table(found))
         append(rows_of(found), folder / "profile.csv")
         # What the file says is what planning gets.
-        read = Cluster.from_toml(folder / f"profile-{name}.toml")
+        read = Cluster.from_toml(out)
         if replace(read, device=found.cluster.device) != found.cluster or read.device.name != found.cluster.device.name:
             raise RuntimeError("the written profile does not read back as it was")
     return found

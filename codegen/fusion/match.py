@@ -52,6 +52,12 @@ class Flow:
         made = (i for i in reversed(self.assigned.get(name, ())) if i < index and i not in without)
         return next(made, -1)
 
+    def may_move(self, index: int, to: int) -> bool:
+        """Whether the results of the statement at `index` may have their names from the earlier `to` on."""
+        between = range(to, index)
+        names = _assigns(self.body[index])
+        return not any(name in self.origins[i] or i in self.assigned[name] for name in names for i in between)
+
 
 @dataclass(frozen=True, slots=True)
 class Match:

@@ -2,6 +2,22 @@
 
 The folder is copied beside generated programs and imported there as `kernels`, here as `codegen.kernels`:
 its files import one another relatively and nothing else but torch, and Triton where it is installed.
+
+Where lines belong, from what all kernels share to what one has:
+
+    dispatch.py                          is Triton there, may it take these tensors, tensors as rows
+    tile.py, tuning.py, tuning_file.py   a kernel's candidates of launch parameters, and which of them is launched
+    chunk_table.py                       many tensors in one launch: adamw.py, grad_norm.py
+    residual.py                          x, or a sum with the residual stream: norms, dropout_add.py
+    row_tiles.py                         candidate tiles of the norms
+    gated.py, gelu.py                    an activation times something, and GELU's two forms
+    online_softmax.py                    maximum and sum of exponentials of a row: both losses
+    <operation>.py                       its formula and reference, what callers see, what autograd saves
+    <operation>_kernels.py               kernels and launches that several operations have, or that make a file long
+
+So a new operation is a file with its formula, its candidate tiles, `<operation>_reference`, the function, kernels named
+`_<what>_kernel`, and an autograd function that saves as little as it can. A tile's arithmetic that two kernels have to
+the bit is a `@jit` function in a file of its own or of the family; where roundings differ, each has its own lines.
 """
 
 from .adamw import adamw_, adamw_table
@@ -10,7 +26,7 @@ from .add_rms_norm import add_rms_norm
 from .bias_gelu import bias_gelu
 from .cross_entropy import cross_entropy
 from .dropout_add import dropout_add
-from .fp8 import fp8_linear
+from .fp8 import fp8_linear, fp8_linears
 from .geglu import geglu
 from .grad_norm import clip_factor, squared_norm
 from .layer_norm import layer_norm
@@ -32,6 +48,7 @@ __all__ = [
     "dequantize_sum",
     "dropout_add",
     "fp8_linear",
+    "fp8_linears",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -1,4 +1,4 @@
-"""The addition to the residual stream and the layer norm after it, by the kernels of layer_norm.py.
+"""The addition to the residual stream and the layer norm after it, by the kernels of layer_norm_kernels.py.
 
 Formula, per row, with y and the gradient of the norm as in layer_norm.py:
 
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from .dispatch import as_rows
-from .layer_norm import check_parameters, launch_backward, launch_forward, layer_norm_reference, on_kernels
+from .layer_norm import check_parameters, layer_norm_reference, on_kernels
+from .layer_norm_kernels import launch_backward, launch_forward
 from .residual import check_agree
 
 

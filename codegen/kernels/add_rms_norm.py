@@ -1,4 +1,4 @@
-"""The addition to the residual stream and the RMS norm after it, by the kernels of rms_norm.py.
+"""The addition to the residual stream and the RMS norm after it, by the kernels of rms_norm_kernels.py.
 
 Formula, per row, with y and the gradient of the norm as in rms_norm.py:
 
@@ -17,7 +17,8 @@ import torch
 
 from .dispatch import as_rows, use_triton
 from .residual import check_agree
-from .rms_norm import check_weight, launch_backward, launch_forward, rms_norm_reference
+from .rms_norm import check_weight, rms_norm_reference
+from .rms_norm_kernels import launch_backward, launch_forward
 
 
 def add_rms_norm_reference(
@@ -58,7 +59,7 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y_NH, sum_NH, rstd_N = launch_forward(as_rows(x), as_rows(residual), weight.contiguous(), eps)
+        y_NH, sum_NH, rstd_N = launch_forward(as_rows(x), as_rows(residual), weight, eps)
         assert sum_NH is not None
         total = sum_NH.view(x.shape)
         ctx.save_for_backward(total, weight, rstd_N)
@@ -67,16 +68,9 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:  # only the sum was used
             return dsum, dsum, None, None
-        total, weight, rstd_N = ctx.saved_tensors
         need_dx, need_dresidual, need_dw, _ = ctx.needs_input_grad
-        dsum_NH = None if dsum is None else as_rows(dsum)
-        dx_NH, dw = launch_backward(
-            as_rows(total), weight.contiguous(), as_rows(dy), dsum_NH, rstd_N, need_dx or need_dresidual, need_dw
-        )
-        dx = None if dx_NH is None else dx_NH.view(total.shape)
+        dx, dw = launch_backward(ctx.saved_tensors, dy, dsum, (need_dx or need_dresidual, need_dw))
         return dx, dx, dw, None

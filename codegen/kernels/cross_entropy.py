@@ -7,9 +7,8 @@ Formula, per row:
     loss_N   = logsum_N - (logits_N[target_N] - max_N)                          0 where target_N == ignore_index
     dlogits  = (exp(logits_NV - max_N - logsum_N) - onehot_NV) * dloss_N        0 where target_N == ignore_index
 
-max and logsum come from one pass over V in blocks, keeping a running maximum and a running sum of exp(logits - maximum)
-(Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3). They stay two numbers: their
-sum would round away the digits of logsum when logits are large (at 10^4, fp32 resolves 10^-3).
+max and logsum come from one pass over V in blocks (online_softmax.py). They stay two numbers: their sum would round
+away the digits of logsum when logits are large (at 10^4, fp32 resolves 10^-3).
 
 Shapes: N tokens, V vocabulary. Arithmetic is fp32; the forward pass saves max and logsum (fp32, `[N]`) and the logits.
 The tile decides in which order logsum is summed.
@@ -22,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from .dispatch import as_rows, jit, tl, use_triton
+from .online_softmax import row_statistics
 from .tile import Tile
 from .tuning import launch
 
@@ -86,23 +86,14 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_row = logits_ptr + row * row_stride
     target = tl.load(target_ptr + row)
-    running_max = float("-inf")
-    running_sum = 0.0
-    for start in range(0, num_classes, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_row + cols, mask=cols < num_classes, other=float("-inf")).to(tl.float32)
-        new_max = tl.maximum(running_max, tl.max(x, axis=0))
-        # While every logit so far is -inf, -inf - -inf would give nan; subtracting 0 leaves exp(-inf) = 0.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp(running_max - shift) + tl.sum(tl.exp(x - shift), axis=0)
-        running_max = new_max
-    logsum = tl.log(running_sum)
+    row_max, row_sum = row_statistics(logits_row, num_classes, BLOCK)
+    logsum = tl.log(row_sum)
     # The mask keeps a wrong target from reading outside the row; it becomes a nan loss instead.
     in_range = (target >= 0) & (target < num_classes)
     x_target = tl.load(logits_row + target, mask=in_range, other=0.0).to(tl.float32)
-    loss = tl.where(in_range, logsum - (x_target - running_max), float("nan"))
+    loss = tl.where(in_range, logsum - (x_target - row_max), float("nan"))
     tl.store(loss_ptr + row, tl.where(target == ignore_index, 0.0, loss))
-    tl.store(max_ptr + row, running_max)
+    tl.store(max_ptr + row, row_max)
     tl.store(logsum_ptr + row, logsum)
 
 

@@ -16,6 +16,8 @@ that wrap around, with >> arithmetic:
 
 The mask is that of the runtime's `dropout.py`, which explains the generator, bit for bit, and so are the roundings (the
 kernel is compiled without fused multiply-adds): a program trains to the same numbers with this kernel as without it.
+The generator is written down twice, here and there: programs without kernels have no copy of this folder, and this
+folder imports nothing of the runtime. Tests hold the two equal, without Triton (test_kernels_reference.py) and with it.
 Backward computes the mask again, so that nothing is saved for it.
 
 Shapes: R rows and C columns of this rank's part, flattened, with index_RC = rows_R + columns_C.

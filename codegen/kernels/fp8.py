@@ -20,13 +20,15 @@ and nothing is clipped, since |x| / scale <= 448. A product of two such errs by 
 sum_K(|x| e(w) + |w| e(x) + e(x) e(w)), at worst 13 % of sum_K(|x| |w|); rounding errors are independent, so that the
 usual error is 4 % of |y|.
 
-Shapes: N rows (all leading dims), K inputs, M outputs. Scales are fp32. GPUs have these products from compute
-capability 9.0 on (`torch._scaled_mm` with a scale per row gives bf16 and needs multiples of 16); elsewhere, and for
-other dtypes and sizes, the same numbers are multiplied in fp32.
+Shapes: N rows (all leading dims), K inputs, M outputs. Scales are fp32. Products run on the fp8 units, which GPUs have
+from compute capability 8.9 on (`torch._scaled_mm` with a scale per row, which gives bf16 and needs multiples of 16; for
+8.9 torch has a kernel of its own since 2.7: github.com/pytorch/pytorch/pull/144348); elsewhere, and for other dtypes
+and sizes, the same numbers are multiplied in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -152,8 +154,9 @@ def scaled_product(
             use_fast_accum=fast_accumulation,
         )
         return product
-    product = q_a_NK.to(torch.float32) @ q_b_MK.to(torch.float32).t()
-    return (product * scale_a_N1 * scale_b_M1.t()).to(dtype)
+    # Not in place: selective recomputation may hold the product.
+    scaled = (q_a_NK.to(torch.float32) @ q_b_MK.to(torch.float32).t()) * scale_a_N1
+    return scaled.mul_(scale_b_M1.t()).to(dtype)
 
 
 def fp8_linear(
@@ -176,19 +179,40 @@ def fp8_linear(
     Raises:
         ValueError: shapes or dtypes do not agree.
     """
-    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.dtype != weight.dtype:
-        raise ValueError(
-            "x must be [..., K] and weight [M, K] of one dtype; "
-            f"got {tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
-        )
-    y: torch.Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, fp8_grad_weight, fast_accumulation
-    )
+    (y,) = fp8_linears(x, (weight,), (bias,), fp8_grad_weight, fast_accumulation)
     return y
 
 
+def fp8_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    fp8_grad_weight: bool = False,
+    fast_accumulation: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """`fp8_linear` of x with each weight and its bias, if any, to the bit; x is cast once.
+
+    With `fp8_grad_weight` its transpose is, too, in the first backward that needs it. Each layer is a node of its own
+    in autograd's graph, so that gradients are made, handed on and added up one by one, as of separate calls.
+    """
+    for weight in weights:
+        if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.dtype != weight.dtype:
+            raise ValueError(
+                "x must be [..., K] and weight [M, K] of one dtype; "
+                f"got {tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}"
+            )
+    with torch.no_grad():
+        rows = quantize_rows(x.reshape(-1, x.shape[-1]))
+    columns = _Columns(len(weights)) if fp8_grad_weight else None
+    pairs = zip(weights, biases or (None,) * len(weights), strict=True)
+    return tuple(
+        _Fp8Linear.apply(x, weight, bias, rows, columns, fast_accumulation)  # type: ignore[no-untyped-call]
+        for weight, bias in pairs
+    )
+
+
 def _has_products(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @jit
@@ -248,8 +272,24 @@ def _dequantize_kernel(
     tl.store(out_ptr + row * num_cols + cols, value.to(out_ptr.dtype.element_ty), mask=ok)
 
 
+class _Columns:
+    """The transpose of an x in e4m3: cast for the first of its readers that asks, let go by the last."""
+
+    def __init__(self, num_readers: int) -> None:
+        self._num_readers = self._num_left = num_readers
+        self._cast: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, x_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes `[K, N]`, scales `[K, 1]`)."""
+        cast = quantize_rows(x_NK.t()) if self._cast is None else self._cast
+        self._num_left -= 1
+        self._cast = cast if self._num_left else None
+        self._num_left = self._num_left or self._num_readers
+        return cast
+
+
 class _Fp8Linear(torch.autograd.Function):
-    """Saves x and weight as they are: their transposes need scales of their own."""
+    """Saves x and weight as they are: their transposes need scales of their own. rows: x in e4m3."""
 
     @staticmethod
     def forward(
@@ -257,28 +297,29 @@ class _Fp8Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        fp8_grad_weight: bool,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        columns: _Columns | None,
         fast_accumulation: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fp8_grad_weight = fp8_grad_weight
-        x_NK = x.reshape(-1, x.shape[-1])
-        y_NM = scaled_product(*quantize_rows(x_NK), *quantize_rows(weight), x.dtype, fast_accumulation)
+        ctx.columns = columns
+        y_NM = scaled_product(*rows, *quantize_rows(weight), x.dtype, fast_accumulation)
         return (y_NM if bias is None else y_NM + bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        columns: _Columns | None = ctx.columns
         need_dx, need_dw, need_db, *_ = ctx.needs_input_grad
         dy_NM, x_NK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = dw = db = None
         if need_dx:
             dx = scaled_product(*quantize_rows(dy_NM), *quantize_rows(weight.t()), x.dtype).view(x.shape)
-        if need_dw and ctx.fp8_grad_weight:
-            dw = scaled_product(*quantize_rows(dy_NM.t()), *quantize_rows(x_NK.t()), x.dtype)
+        if need_dw and columns is not None:
+            dw = scaled_product(*quantize_rows(dy_NM.t()), *columns.of(x_NK), x.dtype)
         elif need_dw:
             dw = dy_NM.t() @ x_NK
         if need_db:
             db = dy_NM.sum(0, dtype=torch.float32).to(x.dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None

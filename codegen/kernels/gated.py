@@ -1,4 +1,4 @@
-"""What SwiGLU and GeGLU share: a check, and launches of kernels over the elements of a gate and its product."""
+"""What SwiGLU and GeGLU share: a check, and the launches and blocks of kernels over a gate and what it multiplies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from . import tuning
-from .dispatch import elementwise_rows
+from .dispatch import elementwise_rows, jit, tl
 from .tile import Tile
 
 TILES: Final = (Tile(4096), Tile(4096, per_warp=256), Tile(4096, per_warp=1024), Tile(2048), Tile(8192), Tile(1024))
@@ -20,6 +20,18 @@ def check_agree(gate: torch.Tensor, up: torch.Tensor) -> None:
             "gate and up must agree in shape and dtype; "
             f"got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
         )
+
+
+@jit
+def block_of(
+    num_cols: tl.tensor, blocks_per_row: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(row, columns `[BLOCK]`, which of them there are) of this program."""
+    program = tl.program_id(0)
+    row = (program // blocks_per_row).to(tl.int64)
+    # 64-bit columns too: contiguous tensors are handed over as one long row.
+    cols = (program % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return row, cols, cols < num_cols
 
 
 def launch(

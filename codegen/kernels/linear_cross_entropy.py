@@ -45,10 +45,10 @@ from typing import Any, Final, Protocol
 import torch
 
 from .cross_entropy import BACKWARD_TILES as ELEMENT_TILES
-from .cross_entropy import FORWARD_TILES as STATISTICS_TILES
-from .dispatch import as_rows, jit, launch_device, tl, use_triton
+from .dispatch import as_rows, launch_device, use_triton
+from .linear_cross_entropy_kernels import scaled, statistics, to_gradient
 from .tile import Tile
-from .tuning import choose, launch
+from .tuning import choose
 
 # Elements of a chunk of logits: 512 MiB in bf16, where the rows (2048 for 128k entries) still fill a GPU's products.
 _ELEMENTS_PER_CHUNK_CPU: Final = 1 << 20
@@ -176,150 +176,6 @@ def _even_chunk(num_rows: int, num_classes: int, device: torch.device) -> int:
     return max(1, min(most, -(-even // _ROW_GRANULE) * _ROW_GRANULE))
 
 
-@jit
-def _statistics_kernel(
-    logits_ptr: tl.tensor,
-    target_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    num_classes: tl.tensor,
-    row_stride: tl.tensor,
-    stats_stride: tl.tensor,
-    first_class: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """(maximum, sum of exp(logits - maximum), the target's logit or 0) of one row, to stats `[3, C]`."""
-    row = tl.program_id(0).to(tl.int64)
-    logits_row = logits_ptr + row * row_stride
-    running_max = float("-inf")
-    running_sum = 0.0
-    for start in range(0, num_classes, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_row + cols, mask=cols < num_classes, other=float("-inf")).to(tl.float32)
-        new_max = tl.maximum(running_max, tl.max(x, axis=0))
-        # While every logit so far is -inf, -inf - -inf would give nan; subtracting 0 leaves exp(-inf) = 0.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp(running_max - shift) + tl.sum(tl.exp(x - shift), axis=0)
-        running_max = new_max
-    column = tl.load(target_ptr + row) - first_class
-    held = (column >= 0) & (column < num_classes)
-    x_target = tl.load(logits_row + column, mask=held, other=0.0).to(tl.float32)
-    tl.store(stats_ptr + row, running_max)
-    tl.store(stats_ptr + stats_stride + row, running_sum)
-    tl.store(stats_ptr + 2 * stats_stride + row, x_target)
-
-
-@jit
-def _gradient_kernel(
-    logits_ptr: tl.tensor,
-    target_ptr: tl.tensor,
-    max_ptr: tl.tensor,
-    logsum_ptr: tl.tensor,
-    num_classes: tl.tensor,
-    blocks_per_row: tl.tensor,
-    row_stride: tl.tensor,
-    first_class: tl.tensor,
-    all_classes: tl.tensor,
-    ignore_index: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """dlogits in the place of the logits: a program reads and writes the same elements."""
-    program = tl.program_id(0)
-    row = (program // blocks_per_row).to(tl.int64)
-    cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
-    ok = cols < num_classes
-    target = tl.load(target_ptr + row)
-    row_max = tl.load(max_ptr + row)
-    logsum = tl.load(logsum_ptr + row)
-    pointers = logits_ptr + row * row_stride + cols
-    x = tl.load(pointers, mask=ok, other=float("-inf")).to(tl.float32)
-    gradient = tl.exp(x - row_max - logsum) - tl.where(cols + first_class == target, 1.0, 0.0)
-    gradient = tl.where((target >= 0) & (target < all_classes), gradient, float("nan"))
-    # Selected, not multiplied by 0: an ignored row's logits may be nan.
-    gradient = tl.where(target == ignore_index, 0.0, gradient)
-    tl.store(pointers, gradient.to(logits_ptr.dtype.element_ty), mask=ok)
-
-
-@jit
-def _scale_kernel(
-    in_ptr: tl.tensor, scale_ptr: tl.tensor, out_ptr: tl.tensor, num_elements: tl.tensor, BLOCK: tl.constexpr
-) -> None:
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = index < num_elements
-    value = tl.load(in_ptr + index, mask=ok, other=0.0).to(tl.float32) * tl.load(scale_ptr)
-    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=ok)
-
-
-def _statistics(logits_CV: torch.Tensor, target_C: torch.Tensor, first_class: int, stats_3C: torch.Tensor) -> None:
-    """Fills stats with what `_statistics_kernel` says, of the columns that start with entry `first_class`."""
-    num_rows, num_classes = logits_CV.shape
-    if use_triton(logits_CV):
-
-        def run(tile: Tile) -> None:
-            _, block, _, warps = tile.fit(num_classes)
-            _statistics_kernel[(num_rows,)](
-                logits_CV,
-                target_C,
-                stats_3C,
-                num_classes,
-                logits_CV.stride(0),
-                stats_3C.stride(0),
-                first_class,
-                BLOCK=block,
-                num_warps=warps,
-            )
-
-        launch("linear_cross_entropy_statistics", STATISTICS_TILES, run, (num_rows, num_classes), logits_CV)
-        return
-    x = logits_CV.to(stats_3C.dtype)
-    column = target_C - first_class
-    held = (column >= 0) & (column < num_classes)
-    largest = x.amax(1)
-    shift = largest.masked_fill(largest == -torch.inf, 0.0)
-    stats_3C[0] = largest
-    stats_3C[1] = (x - shift[:, None]).exp_().sum(1)
-    stats_3C[2] = x.gather(1, column.clamp(0, num_classes - 1)[:, None])[:, 0].masked_fill(~held, 0.0)
-
-
-def _to_gradient(
-    logits_CV: torch.Tensor,
-    target_C: torch.Tensor,
-    max_C: torch.Tensor,
-    logsum_C: torch.Tensor,
-    first_class: int,
-    all_classes: int,
-    ignore_index: int,
-    tile: Tile,
-) -> None:
-    """Overwrites the logits with dlogits."""
-    num_rows, num_classes = logits_CV.shape
-    if use_triton(logits_CV):
-        _, block, _, warps = tile.fit(num_classes)
-        blocks_per_row = -(-num_classes // block)
-        with launch_device(logits_CV):
-            _gradient_kernel[(num_rows * blocks_per_row,)](
-                logits_CV,
-                target_C,
-                max_C,
-                logsum_C,
-                num_classes,
-                blocks_per_row,
-                logits_CV.stride(0),
-                first_class,
-                all_classes,
-                ignore_index,
-                BLOCK=block,
-                num_warps=warps,
-            )
-        return
-    column = target_C - first_class
-    held = (column >= 0) & (column < num_classes)
-    gradient = ((logits_CV.to(max_C.dtype) - max_C[:, None]) - logsum_C[:, None]).exp_()
-    at_target = -held.to(gradient.dtype)
-    gradient.scatter_add_(1, column.clamp(0, num_classes - 1)[:, None], at_target[:, None])
-    gradient.masked_fill_(((target_C < 0) | (target_C >= all_classes))[:, None], torch.nan)
-    logits_CV.copy_(gradient.masked_fill_((target_C == ignore_index)[:, None], 0.0))
-
-
 def _over_ranks(stats_3C: torch.Tensor, axis: VocabAxis | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(max, logsum, the target's logit), each `[C]`, over the whole vocabulary: one all-gather of 3 C numbers."""
     if axis is None:
@@ -341,21 +197,6 @@ def _accumulate(sum_VH: torch.Tensor, dlogits_CV: torch.Tensor, x_CH: torch.Tens
         torch.ops.aten.addmm.dtype_out(sum_VH, dlogits_CV.t(), x_CH, sum_VH.dtype, out=sum_VH)
     else:
         sum_VH.addmm_(dlogits_CV.t().to(sum_VH.dtype), x_CH.to(sum_VH.dtype))
-
-
-def _scaled(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor * scale` in `dtype`, multiplied in fp32: torch would first round a 0-dim scale to the tensor's dtype."""
-    if not use_triton(tensor, scale):
-        return (tensor.to(scale.dtype) * scale).to(dtype)
-
-    def run(tile: Tile) -> torch.Tensor:
-        _, block, _, warps = tile.fit(tensor.numel())
-        out = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-        _scale_kernel[(-(-tensor.numel() // block),)](tensor, scale, out, tensor.numel(), BLOCK=block, num_warps=warps)
-        return out
-
-    half = dtype.itemsize == 2
-    return launch("linear_cross_entropy_scale", ELEMENT_TILES, run, (tensor.numel(),), tensor, half=half)
 
 
 class _Chunks:
@@ -401,12 +242,12 @@ class _Chunks:
             else:
                 torch.addmm(bias, x_CH, weight_VH.t(), out=logits_CV)
             stats_3C = stats_3N[:, rows]
-            _statistics(logits_CV, target_C, first_class, stats_3C)
+            statistics(logits_CV, target_C, first_class, stats_3C)
             if not any(needs):
                 continue
             max_C, logsum_C, x_target_C = _over_ranks(stats_3C, self.axis)
             losses_N[rows] = self._losses(max_C, logsum_C, x_target_C, target_C, all_classes)
-            _to_gradient(logits_CV, target_C, max_C, logsum_C, first_class, all_classes, self.ignore_index, tile)
+            to_gradient(logits_CV, target_C, max_C, logsum_C, first_class, all_classes, self.ignore_index, tile)
             if dx_NH is not None:
                 torch.mm(logits_CV, weight_VH, out=dx_NH[rows])
             if dw_VH is not None:
@@ -431,7 +272,7 @@ class _Chunks:
         bounds = first_class, all_classes, self.ignore_index
 
         def trial(tile: Tile) -> None:
-            _to_gradient(buffer_CV, target_N[:num_rows], max_C, logsum_C, *bounds, tile)
+            to_gradient(buffer_CV, target_N[:num_rows], max_C, logsum_C, *bounds, tile)
 
         with launch_device(buffer_CV):
             return choose("linear_cross_entropy_gradient", ELEMENT_TILES, trial, tuple(buffer_CV.shape), buffer_CV)
@@ -472,4 +313,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inverse, *gradients = ctx.saved_tensors
         scale = dloss * inverse
-        return *(None if g is None else _scaled(g, scale, ctx.dtype) for g in gradients), None, None, None
+        return *(None if g is None else scaled(g, scale, ctx.dtype) for g in gradients), None, None, None

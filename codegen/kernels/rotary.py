@@ -231,42 +231,18 @@ def _rotary_kernel(
     _rotate_heads(
         q_ptr + batch * q_batch_stride + token * q_token_stride,
         q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride,
-        first,
-        tl.minimum(first + q_heads_per_block, num_q_heads),
-        q_head_stride,
-        q_out_head_stride,
-        cos_a,
-        cos_b,
-        sin_a,
-        sin_b,
-        Q_HEADS,
-        NUM_PAIRS,
-        PAIRS,
-        NUM_REST,
-        REST,
-        INTERLEAVED,
-        BACKWARD,
-    )
+        first, tl.minimum(first + q_heads_per_block, num_q_heads), q_head_stride, q_out_head_stride,
+        cos_a, cos_b, sin_a, sin_b,
+        Q_HEADS, NUM_PAIRS, PAIRS, NUM_REST, REST, INTERLEAVED, BACKWARD,
+    )  # fmt: skip
     first = block * k_heads_per_block
     _rotate_heads(
         k_ptr + batch * k_batch_stride + token * k_token_stride,
         k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride,
-        first,
-        tl.minimum(first + k_heads_per_block, num_k_heads),
-        k_head_stride,
-        k_out_head_stride,
-        cos_a,
-        cos_b,
-        sin_a,
-        sin_b,
-        K_HEADS,
-        NUM_PAIRS,
-        PAIRS,
-        NUM_REST,
-        REST,
-        INTERLEAVED,
-        BACKWARD,
-    )
+        first, tl.minimum(first + k_heads_per_block, num_k_heads), k_head_stride, k_out_head_stride,
+        cos_a, cos_b, sin_a, sin_b,
+        K_HEADS, NUM_PAIRS, PAIRS, NUM_REST, REST, INTERLEAVED, BACKWARD,
+    )  # fmt: skip
 
 
 def _with_unit_stride(x: torch.Tensor) -> torch.Tensor:

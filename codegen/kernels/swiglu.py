@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .dispatch import jit, tl, use_triton
-from .gated import check_agree, launch
+from .gated import block_of, check_agree, launch
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -56,11 +56,7 @@ def _forward_kernel(
     up_row_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    row = (program // blocks_per_row).to(tl.int64)
-    # 64-bit columns too: contiguous tensors are handed over as one long row.
-    cols = (program % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = cols < num_cols
+    row, cols, ok = block_of(num_cols, blocks_per_row, BLOCK)
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + cols, mask=ok, other=0.0)
     silu = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
@@ -81,10 +77,7 @@ def _backward_kernel(
     dy_row_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    row = (program // blocks_per_row).to(tl.int64)
-    cols = (program % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = cols < num_cols
+    row, cols, ok = block_of(num_cols, blocks_per_row, BLOCK)
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=ok, other=0.0).to(tl.float32)
     up_raw = tl.load(up_ptr + row * up_row_stride + cols, mask=ok, other=0.0)
     dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=ok, other=0.0).to(tl.float32)

@@ -9,7 +9,8 @@ than the first has to be faster by a share that medians differ by without cause.
 fit the device's shared memory is left out.
 
 The file is what AUTOPAR_TUNING names, else `tuning.json` in the program's folder, beside the kernels' own, where there
-is one: saved programs have it, empty at first. Without a file, and with AUTOPAR_TUNING=off, nothing is measured and
+is one: saved programs have it, empty at first; others have a link there, to a file of the user's that all of them share
+(autopar/tune.py). Without a file, and with AUTOPAR_TUNING=off, nothing is measured and
 first candidates run. They also do on a CPU, in Triton's interpreter, while torch.compile traces, and, where neither
 memory nor the file knows the case, while a CUDA graph is captured and where the file cannot be written.
 
@@ -189,7 +190,8 @@ def program_file() -> Path | None:
     if named:
         return None if named == "off" else Path(named)
     beside = Path(__file__).resolve().parents[1] / FILE_NAME
-    return beside if beside.exists() else None
+    # The file itself where it is a link: what is written takes the place of a name.
+    return beside.resolve() if beside.exists() else None
 
 
 def device_milliseconds(run: Callable[[], object]) -> float:

@@ -36,7 +36,7 @@ from . import recompute
 from .parameters import Module
 from .regions import cut
 
-BACKENDS = ("eager", "inductor")
+BACKENDS = ("eager", "inductor", "async-tp")
 
 COMPILE_SECONDS = 3600.0
 """How long collectives may take while ranks compile."""

@@ -45,6 +45,8 @@ class Axis:
     group: Group = field(default=None, repr=False, compare=False)
     unfinished: list[Work] = field(default_factory=list, repr=False, compare=False)
     """What was started with wait=False."""
+    symmetric: str = field(default="", repr=False, compare=False)
+    """The group's name where the ranks share memory to multiply with (`symmetric_memory.py`)."""
 
     def all_gather(
         self, x: Tensor, dim: int, sections: int = 1, grad: Literal["partial", "full"] = "partial"
@@ -307,6 +309,11 @@ class Mesh:
         """The axis of that name."""
         found: Axis = getattr(self, name)
         return found
+
+    def put(self, axis: Axis) -> None:
+        """Take this for the axis of its name, which has the same ranks."""
+        self.axes = tuple(axis if known.name == axis.name else known for known in self.axes)
+        setattr(self, axis.name, axis)
 
     def joint(self, names: tuple[str, ...]) -> Axis:
         """One axis over all ranks that differ in the named axes only (row-major, in mesh order).

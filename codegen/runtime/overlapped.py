@@ -73,16 +73,27 @@ class _Linears(torch.autograd.Function):
         grad_x = _input_gradient(x, weights, rows, ctx.is_transposed) if needs_x else None
         if grad_x is not None:
             begin_backward(ctx.maker, grad_x)
-        found: list[Tensor | None] = []
-        x_rows = x.reshape(-1, x.shape[-1])
-        for grad, needed in zip(rows, needs[: len(weights)], strict=True):
-            if grad is None or not needed:
-                found.append(None)
-            else:
-                found.append(x_rows.t() @ grad if ctx.is_transposed else grad.t() @ x_rows)
-        for grad, needed in zip(rows, needs[len(weights) :], strict=True):
-            found.append(grad.sum(0) if grad is not None and needed else None)
+        found = parameter_gradients(x.reshape(-1, x.shape[-1]), rows, needs, ctx.is_transposed)
         return None, None, grad_x, *found
+
+
+def parameter_gradients(
+    x: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], is_transposed: bool
+) -> list[Tensor | None]:
+    """dW_i = dy_i^T x of all layers, then db_i, the sum of dy_i's rows; None where there is none.
+
+    x [rows, in], grads [rows, out] each, in any one order of the rows. needs: of every weight, then of every bias.
+    """
+    count = len(grads)
+    found: list[Tensor | None] = []
+    for grad, needed in zip(grads, needs[:count], strict=True):
+        if grad is None or not needed:
+            found.append(None)
+        else:
+            found.append(x.t() @ grad if is_transposed else grad.t() @ x)
+    for grad, needed in zip(grads, needs[count:], strict=True):
+        found.append(grad.sum(0) if grad is not None and needed else None)
+    return found
 
 
 def _input_gradient(

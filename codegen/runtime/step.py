@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import collectives, compiled_layers
+from . import collectives, compiled_layers, symmetric_memory
 from .compiled_layers import CompiledLayers
 from .flat import Bucket, Entry
 from .host_memory import HostMemory
@@ -108,7 +108,8 @@ class Step:
     compression: {"gather": "int8" or "fp8", "reduce": "int8"}, or one of them: ZeRO's gathers of parameters and sums of
     gradients move blocks of 8-bit codes, which is lossy (`compressed.py` has the bounds). Masters, checkpoints, other
     collectives and what `gradients` and `full_state_dict` gather stay exact.
-    backend: "eager", or "inductor", which compiles what layers compute between collectives (`compiled_layers.py`).
+    backend: "eager", or "inductor", which compiles what layers compute between collectives (`compiled_layers.py`), or
+    "async-tp" for programs whose products may run beside the transfers on tp (`async_tp.py`), where GPUs share memory.
     kernels: where they can run, the gradient's norm is one launch (`gradient_norm.py`), and so is the update of a
     `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     fp8: the program multiplies in e4m3 (`fp8.py`). Raises RuntimeError for a device that does not.
@@ -128,11 +129,13 @@ class Step:
         offload_optimizer: str = "",
         offload_parameters: bool = False,
         compression: Mapping[str, str] | None = None,
-        backend: Literal["eager", "inductor"] = "eager",
+        backend: Literal["eager", "inductor", "async-tp"] = "eager",
         kernels: bool = False,
         fp8: bool = False,
     ) -> None:
         compiled_layers.require(backend, mesh.device)
+        if backend == "async-tp":
+            symmetric_memory.set_up(mesh, "tp")
         if fp8:
             # Imported here, as all that has to do with kernels.
             from .fp8 import require

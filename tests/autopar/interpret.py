@@ -65,3 +65,16 @@ def _as_lists(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu")  # a trace's device is not where it runs
     return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def assert_equals_eager(graph: Graph, model: nn.Module, batch: dict[str, Tensor], loss: Tensor) -> None:
+    """Loss and all gradients equal: the same operators on the same numbers leave no room for rounding."""
+    parameters = dict(model.named_parameters())
+    traced = run_graph(graph, tensors_of(model), batch)
+    expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    found = torch.autograd.grad(traced, list(parameters.values()), allow_unused=True)
+    torch.testing.assert_close(traced, loss, rtol=1e-6, atol=0)
+    for name, want, have in zip(parameters, expected, found, strict=True):
+        assert (want is None) == (have is None), f"{name} has a gradient in one of the two only"
+        if want is not None and have is not None:
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")

@@ -241,7 +241,7 @@ def test_the_switch_is_carried_into_the_program() -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "options", "message"),
     [
-        (4, {"backend": "jit"}, "got: 'jit'\n  instead: eager, inductor"),
+        (4, {"backend": "jit"}, "got: 'jit'\n  instead: eager, inductor, async-tp"),
         (4, {"backend": "inductor", "constraints": {"recompute": "selective"}}, "recompute=none, offload or full"),
         (1, {"backend": "inductor"}, "no repeated layers"),
     ],

@@ -119,6 +119,7 @@ def test_the_verdict_names_what_helps_most() -> None:
     assert not explained().verdict[0].startswith("bandwidth")
 
 
+@pytest.mark.slow
 def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
     found = explained()
     plan = found.plan
@@ -200,6 +201,7 @@ def infeasible() -> tuple[Request, InfeasibleError]:
     return asked, advised(asked, caught.value, seconds=120.0)
 
 
+@pytest.mark.slow
 def test_the_cheapest_pin_and_the_smallest_cluster_are_named_and_do() -> None:
     """Both remedies of the message are feasible, and one node less than the smallest cluster is not."""
     asked, error = infeasible()

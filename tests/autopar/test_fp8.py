@@ -1,9 +1,8 @@
-"""Linear layers in e4m3: which ones, what they compute, what they cost, and where they are refused."""
+"""Linear layers in e4m3: which ones, what they compute, and where they are refused. Costs: test_fp8_costs.py."""
 
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.costs.fp8 import Fp8Pricer
-from autopar.costs.price import Pricer
-from autopar.costs.rates import Training
+import codegen.fp8
 from autopar.errors import ConstraintError, PlanError
 from autopar.fp8 import require_fp8, tolerance
 from autopar.launch import run_ranks
-from autopar.mesh import Mesh
-from autopar.sharding.strategies import operators_of, options_of
-from autopar.tracing.trace import trace
 from autopar.trainer import Trainer, TrainerConfig
 from autopar.verify import relative_error, verify_program
 from codegen.fp8 import count_calls
 from codegen.main import emit_main
 from codegen.runtime import fp8 as runtime_fp8
-from cost_models import compute
-from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
@@ -122,6 +114,25 @@ def test_verifies_within_what_rounding_does(name, precision, constraints):
     assert report.largest_gradient > 0.03 and not report.ok(0.02), report
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "num_joined"),
+    [("llama", 2), pytest.param("bert", 1, marks=pytest.mark.slow)],
+)
+def test_layers_of_one_input_are_joined_to_the_bit(name, num_joined, monkeypatch):
+    """In bert something else reads that input too, after them."""
+    example = EXAMPLES[name](**SIZES)
+    options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "precision": "bf16", "fp8": True}
+    programs = [autopar.compile(example.model, "1 cpu", **options)]
+    monkeypatch.setattr(codegen.fp8, "_joined", lambda cls: cls)
+    programs.append(autopar.compile(example.model, "1 cpu", **options))
+    assert [program.source.count("fp8.linears(") for program in programs] == [num_joined, 0]
+    assert len({count_calls(program.program) for program in programs}) == 1
+    (joined,), (apart,) = (run_ranks(run_once, (program, example.inputs), 1) for program in programs)
+    assert joined[0] == apart[0] and joined[1].keys() == apart[1].keys()
+    assert all((joined[1][name] == apart[1][name]).all() for name in apart[1])
+
+
 # Which calls ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,12 +155,14 @@ def test_parts_that_the_units_do_not_take_stay():
     cut = {"tp": 2, "parameters": {"*.q_proj.weight": {"tp": "S(0)"}}}
     (layer,) = compiled("llama", constraints=cut, sizes=sizes).program.layers
     by_weight = {
-        call.args[1].name: call.target
+        weight.name: call.target
         for call in layer.body
-        if getattr(call, "target", "").endswith(("linear", "linear.default"))
+        if getattr(call, "target", "").endswith(("linear", "linears", "linear.default"))
+        for weight in (call.args[1] if isinstance(call.args[1], tuple) else call.args[1:2])
     }
     assert by_weight["self.self_attn.q_proj.weight"] == "aten.linear.default"
-    assert by_weight["self.mlp.gate_proj.weight"] == "fp8.linear"
+    assert by_weight["self.mlp.gate_proj.weight"] == by_weight["self.mlp.up_proj.weight"] == "fp8.linears"
+    assert by_weight["self.mlp.down_proj.weight"] == "fp8.linear"
 
 
 def test_says_where_it_changes_nothing():
@@ -217,57 +230,3 @@ def test_trainer_hands_it_on():
     plain = replace(config, auto_parallel=False, steps=1, log_every=0)
     with pytest.raises(ConstraintError, match="plain run has no fp8"):
         Trainer(example.model, plain, [example.inputs]).fit()
-
-
-# Prices ---------------------------------------------------------------------------------------------------------------
-
-
-def test_price_of_a_layer():
-    with torch.device("meta"):
-        example = EXAMPLES["gpt2"](layers=3, batch_size=4, seq_len=1024, width=1024, vocab_size=1024)
-    graph = trace(example.model, example.inputs, None, batch_size=4, param_dtype=torch.bfloat16)
-    cluster = Cluster.parse("1 h100-sxm")
-    device, fp8, plain = (
-        cluster.device,
-        *(kind(Mesh.parse("single"), cluster, Training()) for kind in (Fp8Pricer, Pricer)),
-    )
-    found = {o.node.op: o for o in operators_of(graph).values() if o.scope and o.node.op.startswith("aten.addmm")}
-    for operator in found.values():
-        (option, *_) = options_of(operator, fp8.mesh)
-        (n, m), k = operator.node.outputs[0].shape, operator.inputs[1].shape[1]
-
-        def product(*shape: int, moved: float, dtype: str) -> float:
-            return compute.seconds(compute.Work("matmul", 2.0 * math.prod(shape), moved, dtype, shape), device)
-
-        def memory(num_bytes: float) -> float:
-            return compute.seconds(compute.Work("memory", 0.0, num_bytes), device)
-
-        moved = n * k + k * m + 2 * n * m
-        forward = product(n, m, k, moved=moved, dtype="fp8") + memory(3 * n * k) + memory(3 * k * m)
-        wrt_x = product(n, k, m, moved=moved, dtype="fp8") + memory(3 * n * m) + memory(7 * k * m)
-        both = [pricer.operator_seconds(operator, option) for pricer in (plain, fp8)]
-        assert both[1][0] == pytest.approx(forward, rel=1e-9)
-        old_x = product(n, k, m, moved=2 * (n * k + k * m + n * m) + 2 * m, dtype="bf16")
-        assert both[1][1] - both[0][1] == pytest.approx(wrt_x - old_x, rel=1e-6)
-        assert (
-            fp8.weight_seconds(operator, option, sum(both[1]))
-            == 0
-            < plain.weight_seconds(operator, option, sum(both[0]))
-        )
-    heads = [o for o in operators_of(graph).values() if not o.scope and o.node.op.startswith("aten.linear")]
-    assert found and heads
-    for operator in heads:
-        (option, *_) = options_of(operator, fp8.mesh)
-        assert fp8.operator_seconds(operator, option) == plain.operator_seconds(operator, option)
-
-
-@pytest.mark.slow
-def test_wide_layers_are_predicted_faster_and_narrow_ones_slower():
-    def step_seconds(width: int, fp8: bool) -> float:
-        with torch.device("meta"):
-            example = EXAMPLES["llama"](layers=4, batch_size=8, seq_len=2048, width=width, vocab_size=1024)
-        options = {"example_inputs": example.inputs, "precision": "bf16", "constraints": {"dp": 2}}
-        return autopar.compile(example.model, "2 h100-sxm", fp8=fp8, **options).plan.prediction.step_seconds
-
-    assert step_seconds(4096, True) < 0.9 * step_seconds(4096, False)
-    assert step_seconds(256, True) > step_seconds(256, False)

@@ -58,7 +58,11 @@ def joined(text: str, between: Link | None = None) -> MixedCluster:
 @pytest.mark.parametrize("profile", ["autopar", "megatron-2021", "fsdp"])
 @pytest.mark.parametrize(
     "strategy",
-    [{"dp": 2, "zero": 1}, {"tp": 2, "recompute": "full"}, {"dp": 2, "schedule": "interleaved", "chunks": 2}],
+    [
+        {"dp": 2, "zero": 1},
+        pytest.param({"tp": 2, "recompute": "full"}, marks=pytest.mark.slow),
+        {"dp": 2, "schedule": "interleaved", "chunks": 2},
+    ],
 )
 def test_two_equal_groups_are_as_one(profile: str, strategy: dict[str, Any]) -> None:
     halves = joined("2 a100-80g + 2 a100-80g")

@@ -137,6 +137,7 @@ def test_other_plans_are_said_rightly(program: CompiledProgram) -> None:
     assert given.plan.prediction.step_seconds == pytest.approx(program.plan.prediction.step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     one, other, out = tmp_path / "one.yaml", tmp_path / "other.yaml", tmp_path / "out.json"
     words = ("examples.models:gpt2", "--cluster", "4 cpu", "--batch", "8")

@@ -39,9 +39,9 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
     return report
 
 
-# llama also runs in the tests of free choice and of uneven targets, qwen2 in test_pipeline_verify.py; opt and nanogpt
-# are much like gpt2.
-ELSEWHERE = ("llama", "qwen2", "opt", "nanogpt")
+# llama also runs in the tests of free choice and of uneven targets, llama_gqa in test_context_parallel.py, qwen2 in
+# test_pipeline_verify.py, t5 in test_fusion.py; opt and nanogpt are much like gpt2.
+ELSEWHERE = ("llama", "llama_gqa", "qwen2", "opt", "nanogpt", "t5")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in ELSEWHERE else name for name in EXAMPLES])

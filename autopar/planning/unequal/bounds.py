@@ -39,7 +39,8 @@ def bound(costs: SeatCosts, terms: Terms, recompute_seconds: float = 0.0) -> flo
 def outline_bound(costs: SeatCosts, outline: Terms) -> float:
     """The same whatever becomes of the parameters."""
     seconds = [costs.activity(seat, outline).seconds for seat in outline.seats]
-    return _bound(costs, outline, [[(*own[name], 0.0) for name in costs.counts] for own in seconds], 0.0)
+    totals = [[(own[n].under(outline.schedule), own[n].weight, 0.0) for n in costs.counts] for own in seconds]
+    return _bound(costs, outline, totals, 0.0)
 
 
 def recompute_bound(costs: SeatCosts, terms: Terms) -> float:

@@ -33,8 +33,8 @@ ActivityKey = tuple[int, Mesh, int, int, float]
 StoredKey = tuple[Seat, int, float, int, str, bool, bool]
 """(seat, degree, price, ZeRO stage, offload, whether there are several micro-batches, whether they have one row)"""
 
-TotalsKey = tuple[Seat, int, float, int, int, str]
-"""(seat, degree, price, number of micro-batches, ZeRO stage, offload)"""
+TotalsKey = tuple[Seat, int, float, int, int, str, str]
+"""(seat, degree, price, number of micro-batches, ZeRO stage, offload, schedule)"""
 
 ClassSeconds = tuple[float, float, float]
 """Of one block: busy per micro-batch, of this weight gradients, and once per step."""
@@ -80,13 +80,14 @@ class SeatCosts:
 
     def seconds(self, seat: Seat, terms: Terms) -> list[ClassSeconds]:
         """Of every class of blocks on a seat, in the order of `counts`."""
-        key = (seat, terms.tp, terms.price, terms.num_micro_batches, terms.zero, terms.offload)
+        key = (seat, terms.tp, terms.price, terms.num_micro_batches, terms.zero, terms.offload, terms.schedule)
         if key not in self._totals:
             activity, stored = self.activity(seat, terms).seconds, self._stored_of(seat, terms)
             found = []
             for name in self.counts:
-                (micro, weight), own = activity[name], stored.get(name, StoredCost())
-                found.append((micro + exposed(own.per_micro), weight, exposed(own.per_step)))
+                busy, own = activity[name], stored.get(name, StoredCost())
+                micro = busy.under(terms.schedule) + exposed(own.per_micro)
+                found.append((micro, busy.weight, exposed(own.per_step)))
             self._totals[key] = found
         return self._totals[key]
 

@@ -17,14 +17,14 @@ from codegen.kernels.dispatch import power_of_2_at_least
 
 # As attributes of the package these names are the functions, not the files.
 ce = importlib.import_module("codegen.kernels.cross_entropy")
-rms = importlib.import_module("codegen.kernels.rms_norm")
+rms = importlib.import_module("codegen.kernels.rms_norm_kernels")
 glu = importlib.import_module("codegen.kernels.swiglu")
-linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy")
+linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
 adamw = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
 fp8 = importlib.import_module("codegen.kernels.fp8")
 quantize = importlib.import_module("codegen.kernels.quantize")
-layer_norm = importlib.import_module("codegen.kernels.layer_norm")
+layer_norm = importlib.import_module("codegen.kernels.layer_norm_kernels")
 rotary = importlib.import_module("codegen.kernels.rotary")
 geglu = importlib.import_module("codegen.kernels.geglu")
 bias_gelu = importlib.import_module("codegen.kernels.bias_gelu")

@@ -14,8 +14,7 @@ from codegen.kernels import add_layer_norm, dispatch, layer_norm
 from codegen.kernels.add_layer_norm import add_layer_norm_reference
 from codegen.kernels.tile import Tile
 
-# `codegen.kernels.layer_norm` as an attribute is the function, not the file.
-module = importlib.import_module("codegen.kernels.layer_norm")
+module = importlib.import_module("codegen.kernels.layer_norm_kernels")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,6 +14,7 @@ from codegen.kernels.tile import Tile
 from tests.codegen.kernels.replayed_axis import on_ranks
 
 module = importlib.import_module("codegen.kernels.linear_cross_entropy")
+kernels = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IGNORE = -100
@@ -32,8 +33,8 @@ def kernels_only(monkeypatch):
                 launched.add(kernel)
                 return getattr(original, kernel)[grid]
 
-        original = type("Original", (), {kernel: getattr(module, kernel)})
-        monkeypatch.setattr(module, kernel, Launcher())
+        original = type("Original", (), {kernel: getattr(kernels, kernel)})
+        monkeypatch.setattr(kernels, kernel, Launcher())
 
     for kernel in ("_statistics_kernel", "_gradient_kernel", "_scale_kernel"):
         count(kernel)
@@ -90,8 +91,10 @@ def test_matches_fp64(num_rows, hidden, num_classes, chunk_rows, with_bias, dtyp
 
 @pytest.mark.parametrize("max_block", [16, 64])
 def test_rows_longer_than_a_block(max_block, monkeypatch, assert_near):
+    tiles = (Tile(max_block),)
+    monkeypatch.setattr(module, "ELEMENT_TILES", tiles)
     for name in ("STATISTICS_TILES", "ELEMENT_TILES"):
-        monkeypatch.setattr(module, name, (Tile(max_block),))
+        monkeypatch.setattr(kernels, name, tiles)
     torch.manual_seed(1)
     target = torch.tensor([0, 15, 16, 99, IGNORE])
     check(torch.randn(5, 6), torch.randn(100, 6), torch.randn(100), target, assert_near, chunk_rows=2, num_targets=1)

@@ -14,8 +14,7 @@ from codegen.kernels import add_rms_norm, dispatch, rms_norm
 from codegen.kernels.add_rms_norm import add_rms_norm_reference
 from codegen.kernels.tile import Tile
 
-# `codegen.kernels.rms_norm` as an attribute is the function, not the file.
-module = importlib.import_module("codegen.kernels.rms_norm")
+module = importlib.import_module("codegen.kernels.rms_norm_kernels")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -31,6 +31,7 @@ from codegen.kernels.layer_norm import layer_norm_reference
 from codegen.kernels.rms_norm import rms_norm_reference
 from codegen.kernels.swiglu import swiglu_reference
 from codegen.kernels.tile import Tile
+from codegen.runtime.dropout import dropout, dropout_key
 from codegen.runtime.layout import whole
 
 
@@ -88,6 +89,21 @@ def test_layer_norm_reference_is_torchs_module(dtype: torch.dtype, with_bias: bo
     for a, w in zip((ours, *grads), (wanted, *grads_wanted), strict=True):
         assert a.dtype == w.dtype == dtype
         assert (a - w).norm() <= torch.finfo(dtype).eps * w.norm()
+
+
+@pytest.mark.parametrize("key", [0, 1, (1 << 64) - 1, dropout_key(0, 0, 0), dropout_key(-1, 7, 3)])
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 1 - 1e-9])
+def test_dropout_add_has_the_mask_of_the_runtimes_dropout(key: int, p: float) -> None:
+    """The generator is written down in both files. Rows that pair and rows that do not."""
+    torch.manual_seed(0)
+    for shape, batch_offset in (((4, 30), 0), ((3, 5, 7), 0), ((4, 30), 1 << 33)):
+        x, residual = torch.randn(2, *shape).requires_grad_().unbind()
+        layout = whole(shape)
+        wanted = dropout(x, p, key=key, layout=layout, mesh=None, batch_offset=batch_offset) + residual
+        row_offset = layout.row_offset(batch_offset)
+        y = dropout_add(x, residual, p, key=key, grid=layout.grid(None, "cpu"), row_offset=row_offset)
+        assert torch.equal(y, wanted)
+        assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, wanted)))
 
 
 def test_swiglu_reference_values() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from codegen.kernels.fp8 import dequantize_rows, fp8_linear, quantize_rows
+from codegen.kernels.fp8 import dequantize_rows, fp8_linear, fp8_linears, quantize_rows
 from codegen.kernels.quantize import (
     dequantize_blocks,
     dequantize_sum,
@@ -90,6 +91,53 @@ def test_fp8_linear_computes_what_is_asked_for() -> None:
         fp8_linear(x.bfloat16(), weight)
     with pytest.raises(ValueError, match=r"scale must have shape \(4, 1\)"):
         dequantize_rows(*[t.float() for t in (x, x)], torch.float32)
+
+
+@pytest.mark.parametrize("fp8_grad_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_one_x_are_those_layers_to_the_bit(
+    fp8_grad_weight: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x has other readers before and after, whose gradients are added in turn. x is cast once each way."""
+    module = importlib.import_module("codegen.kernels.fp8")
+    cast: list[tuple[int, ...]] = []
+
+    def counted(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cast.append(tuple(t.shape))
+        return quantize_rows(t)
+
+    monkeypatch.setattr(module, "quantize_rows", counted)
+    torch.manual_seed(0)
+    x, weights = torch.randn(3, 8, 16).to(dtype), [torch.randn(m, 16).to(dtype) for m in (32, 48, 20)]
+    bias, factor = torch.randn(48).to(dtype), torch.randn(16).to(dtype)
+
+    def run(joined: bool) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, *weights, bias)]
+        own, a, b, c, d = leaves
+        read = own * 1.0
+        before = (read * factor).sin()
+        if joined:
+            ys = fp8_linears(read, (a, b, c), (None, d, None), fp8_grad_weight)
+        else:
+            ys = tuple(fp8_linear(read, w, v, fp8_grad_weight) for w, v in ((a, None), (b, d), (c, None)))
+        results = [*ys, before, read + factor]
+        torch.manual_seed(1)
+        return [*results, *torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])]
+
+    apart = run(False)
+    assert cast.count((24, 16)) == 3 and cast.count((16, 24)) == 3 * fp8_grad_weight
+    cast.clear()
+    for one, other in zip(run(True), apart, strict=True):
+        assert torch.equal(one, other)
+    assert cast.count((24, 16)) == 1 and cast.count((16, 24)) == fp8_grad_weight
+
+
+def test_a_second_backward_casts_again() -> None:
+    x, weights = torch.randn(8, 16, requires_grad=True), [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
+    total = sum(y.square().sum() for y in fp8_linears(x, weights, fp8_grad_weight=True))
+    assert isinstance(total, torch.Tensor)
+    first, second = (torch.autograd.grad(total, weights, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])

@@ -21,7 +21,7 @@ SHORT_SECONDS = 1.0
 
 
 def test_unknown_backends_are_refused_with_the_legal_names() -> None:
-    with pytest.raises(ValueError, match="one of eager, inductor, got 'jit'"):
+    with pytest.raises(ValueError, match="one of eager, inductor, async-tp, got 'jit'"):
         require("jit", CPU)
 
 

@@ -1,0 +1,199 @@
+"""Sums of input gradients over ranks that run beside weight gradients, where programs do that (codegen/overlap.py).
+
+The backward of a reshard to Rp sums over ranks. Where linear layers are all that reads its result, programs start that
+sum as soon as they have the input's gradient, and compute the weights' gradients meanwhile. With b seconds of the sum
+alone, w of all those weights' gradients, and h the share of w in which a sum is taken to run (collectives take
+multiprocessors from the products beside them),
+
+    hidden = min(b, h w)
+
+is taken off the reshard wherever it is priced: on the edges of the search and in predictions.
+
+A tensor that several layers read is resharded from its maker to where it is kept, and then its readers are known but
+not their options. One that takes it as it is kept, Rp on some axes, has its result cut on these. So w follows from the
+placement alone, and of all options that read the tensor so, it is the least. A reader that takes the tensor in another
+way is not joined; the sum counts as hidden even so, since an edge does not see it. Left out the other way are reshards
+from where a tensor is kept to one of several readers, and layers whose parameters have other readers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from autopar.costs.fp8 import Fp8Pricer
+from autopar.costs.kernels import KernelPricer
+from autopar.costs.price import Pricer
+from autopar.costs.rates import num_local_dim
+from autopar.graph import Graph, LayerRun, Node, Ref, derived
+from autopar.placement import Placements, Rp
+from autopar.sharding.strategies import Operator, Scope, num_local, scopes_of
+from cost_models import compute
+
+LINEAR = "aten.linear.default"
+ADDMM = "aten.addmm.default"
+VIEWS = frozenset({"aten.view.default", "aten.reshape.default"})
+
+Site = tuple[str, Ref]
+"""(scope, tensor)"""
+
+
+class Overlaps:
+    """What of a graph's reshards is hidden. Holds no decision."""
+
+    def __init__(self, graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer) -> None:
+        self._operators, self._pricer = operators, pricer
+        self._layers = joined_layers(graph) if pricer.overlap_share else {}
+        self._metas = {scope.name: scope.metas for scope in scopes_of(graph)}
+        self._beside: dict[tuple[Site, Placements], float] = {}
+
+    def seconds(self, site: Site, source: Placements, target: Placements, is_kept: bool = False) -> float:
+        """Of the reshard of a tensor for its only reader, or (is_kept) from its maker to where it is kept for all."""
+        if source == target or not self._is_priced(site, is_kept):
+            return 0.0
+        beside = self._beside_seconds(site, target)
+        return self._pricer.hidden_seconds(source, target, self._metas[site[0]][site[1]], beside)
+
+    def reshard_matrix(
+        self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
+    ) -> np.ndarray:
+        """`Rates.reshard_matrix` less what is hidden."""
+        found = self._pricer.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
+        if self._is_priced(site, is_kept):
+            pairs = {(s, t): self.seconds(site, s, t, is_kept) for s in set(sources) for t in set(targets)}
+            found = found - np.array([[pairs[s, t] for t in targets] for s in sources])
+        return found
+
+    def _is_priced(self, site: Site, is_kept: bool) -> bool:
+        return site in self._layers and is_kept == (len(self._layers[site]) > 1)
+
+    def _beside_seconds(self, site: Site, placements: Placements) -> float:
+        """Of the gradients of all weights and biases of a tensor's readers; 0 where programs do not join them."""
+        key = site, placements
+        if key not in self._beside:
+            readers = [self._operators[site[0], name] for name in self._layers[site]]
+            is_joined = all(map(self._is_joined, readers))
+            self._beside[key] = sum(self._weight_seconds(r, site, placements) for r in readers) if is_joined else 0.0
+        return self._beside[key]
+
+    def _is_joined(self, operator: Operator) -> bool:
+        """Whether it is torch's own call that computes the layer: of those in fp8 and in kernels, none is joined."""
+        if isinstance(self._pricer, KernelPricer) and self._pricer.fusion(operator) is not None:
+            return False
+        return not (isinstance(self._pricer, Fp8Pricer) and operator.scope)
+
+    def _weight_seconds(self, operator: Operator, site: Site, placements: Placements) -> float:
+        """The gradients of a layer's weight and bias where x lies in `placements` and Rp means that the result is
+        cut."""
+        pricer, result = self._pricer, operator.node.outputs[0]
+        mesh, x = pricer.mesh, self._metas[site[0]][site[1]]
+        ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p == Rp)
+        depth, columns = num_local_dim(x, placements, mesh), max(result.shape[-1] // ways, 1)
+        rows = max(num_local(x, placements, mesh) // depth, 1)
+        bias, weight = _bias_and_weight(operator)
+        elements = rows * depth + depth * columns + rows * columns + (columns if bias is not None else 0)
+        work = compute.Work(
+            "matmul",
+            2.0 * rows * depth * columns,
+            elements * result.dtype.itemsize,
+            pricer.dtype_name(result),
+            (columns, depth, rows),
+        )
+        metas = dict(zip(operator.node.inputs, operator.inputs, strict=True))
+        seconds = compute.seconds(work, pricer.cluster.device) if metas[weight].requires_grad else 0.0
+        if bias is not None and metas[bias].requires_grad:
+            seconds += pricer.memory_seconds(rows * columns * result.dtype.itemsize)
+        return seconds
+
+
+def _bias_and_weight(operator: Operator) -> tuple[Ref | None, Ref]:
+    args = operator.node.args
+    if operator.node.op == ADDMM:
+        return args[0], args[2]
+    return (args[2] if len(args) > 2 else None), args[1]
+
+
+# --- which layers are joined ------------------------------------------------------------------------------------------
+
+
+@derived
+def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
+    """Tensor -> the linear layers that are all that reads it, of which programs make one call where it is resharded to
+    Rp. torch.addmm is joined alone, and reads the tensor or its rows as a matrix."""
+    found: dict[Site, tuple[str, ...]] = {}
+    for scope in scopes_of(graph):
+        names = {p.name for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+        uses = _uses(graph, scope)
+        stored = frozenset(Ref(name) for name in names if len(uses.get(Ref(name), ())) == 1)
+        for ref, readers in uses.items():
+            if ref.node not in names:
+                layers = _layers(ref, readers, scope, uses, stored)
+                if layers:
+                    found[scope.name, ref] = layers
+    return found
+
+
+def _uses(graph: Graph, scope: Scope) -> dict[Ref, list[Node | None]]:
+    """The calls that read each tensor of a scope, once per reading; None for what else reads it."""
+    found: dict[Ref, list[Node | None]] = {}
+    for node in scope.nodes:
+        for ref in node.inputs:
+            found.setdefault(ref, []).append(node)
+    for ref in scope.layer.outputs if scope.layer else _read_beside(graph):
+        found.setdefault(ref, []).append(None)
+    return found
+
+
+def _read_beside(graph: Graph) -> Iterator[Ref]:
+    """What of the top level layers read, and the loss."""
+    yield graph.loss
+    for piece in graph.body:
+        if isinstance(piece, LayerRun):
+            yield from piece.args
+
+
+def _layers(
+    ref: Ref,
+    readers: list[Node | None],
+    scope: Scope,
+    uses: Mapping[Ref, list[Node | None]],
+    stored: frozenset[Ref],
+) -> tuple[str, ...]:
+    """Names of the layers that are all that reads `ref`, () where something else does or they are not joined."""
+    calls = [node for node in readers if node is not None]
+    if len(calls) < len(readers):
+        return ()
+    if all(_is_linear(node, ref, stored) for node in calls):
+        return tuple(node.name for node in calls)
+    if len(calls) > 1:
+        return ()
+    (only,) = calls
+    if _flattens(only, ref, scope):
+        ref = Ref(only.name)
+        following = uses.get(ref, [])
+        if len(following) != 1 or following[0] is None:
+            return ()
+        only = following[0]
+    return (only.name,) if _is_addmm(only, ref, stored) else ()
+
+
+def _is_linear(node: Node, x: Ref, stored: frozenset[Ref]) -> bool:
+    if node.op != LINEAR or node.kwargs or len(node.args) not in (2, 3) or node.args[0] != x:
+        return False
+    return all(value is None or value in stored for value in node.args[1:])
+
+
+def _is_addmm(node: Node, x: Ref, stored: frozenset[Ref]) -> bool:
+    if node.op != ADDMM or node.kwargs or len(node.args) != 3 or node.args[1] != x:
+        return False
+    return node.args[0] in stored and node.args[2] in stored
+
+
+def _flattens(node: Node, x: Ref, scope: Scope) -> bool:
+    """Whether a call is x as a matrix of its rows."""
+    if node.op not in VIEWS or node.kwargs or len(node.args) != 2 or node.args[0] != x:
+        return False
+    sizes = node.args[1]
+    return isinstance(sizes, tuple) and len(sizes) == 2 and sizes[1] == scope.metas[x].shape[-1]

@@ -1,0 +1,108 @@
+"""Launch parameters of kernels: `autopar tune` for a saved program, and a user's file for those that are not.
+
+What is chosen, and how, is said in codegen/kernels/tuning.py, which also does it, when a kernel first meets a case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopar.detect import cache_folder
+from autopar.errors import AutoparError
+from autopar.folder import TUNING_FILE
+from autopar.launch import launch_main
+from autopar.plan import Plan
+from codegen.kernels.tuning import VARIABLE
+from cost_models.mixed import AnyCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel's case on a device. milliseconds: of every candidate; None: does not run."""
+
+    device: str
+    case: str
+    tile: str
+    milliseconds: dict[str, float | None]
+
+    def __str__(self) -> str:
+        times = [each for each in self.milliseconds.values() if each is not None]
+        found = f"{min(times):.4f} to {max(times):.4f} ms" if times else "not timed"
+        chosen = self.milliseconds.get(self.tile)
+        time = "" if chosen is None else f"  {chosen:.4f} ms"
+        return f"{self.case}: {self.tile}{time} ({len(self.milliseconds)} candidates, {found})"
+
+
+def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]] | None:
+    """Runs a saved program's first steps on this machine's GPUs, which fills its tuning.json.
+
+    Returns (what was chosen now, what was in the file before); None on a machine without a GPU, where nothing is to be
+    tuned. Raises AutoparError where the folder is no program with kernels, RankError where a step fails.
+    """
+    home = Path(folder).absolute()
+    main, plan = home / "main.py", home / "plan.yaml"
+    if not (main.exists() and plan.exists()):
+        raise AutoparError(
+            "this is no saved program", values=str(home), alternatives="a folder of `autopar plan --code`"
+        )
+    path = home / TUNING_FILE
+    if not (home / "kernels").exists():
+        raise AutoparError("the program has no kernels to tune", values=str(home), alternatives="a plan for GPUs")
+    if not torch.cuda.is_available():
+        return None
+    if not path.exists():
+        path.write_text("{}\n", encoding="utf-8")
+    before = read_choices(path)
+    with _environment(VARIABLE, str(path)):
+        launch_main(main, ["--steps", str(steps)], Plan.from_file(plan).num_ranks)
+    return [choice for choice in read_choices(path) if choice not in before], before
+
+
+def read_choices(path: Path) -> list[Choice]:
+    """All entries of a file of launch parameters; none where it cannot be understood."""
+    try:
+        sections = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Choice(device, case, entry["tile"], entry["milliseconds"])
+            for device, section in sections.items()
+            for case, entry in section.items()
+        ]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return []
+
+
+def share_choices(package: Path, cluster: AnyCluster) -> None:
+    """Let a program that is not saved keep its launch parameters in the user's file of this machine.
+
+    package: its folder. Programs of several nodes keep to the heuristics, since ranks that compute the same must launch
+    alike and every node may have a file of its own.
+    """
+    if sum(group.num_nodes for group in cluster.groups) > 1:
+        return
+    shared = cache_folder() / TUNING_FILE
+    # Where nothing can be written, nothing is tuned.
+    with contextlib.suppress(OSError):
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        shared.touch()
+        (package / TUNING_FILE).symlink_to(shared)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """For processes that are started in this context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,122 @@
+"""Which calls of a body are linear layers with stored weights, and which of them are all that reads a reshard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from codegen.fusion.match import Flow
+from codegen.program import Call, Operand, Reshard, Statement, Var
+
+LINEAR: Final = "aten.linear.default"
+ADDMM: Final = "aten.addmm.default"
+VIEWS: Final = ("aten.view.default", "aten.reshape.default")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer. weight: stored; [in, out] for torch.addmm, [out, in] for F.linear. bias: None without one."""
+
+    call: Call
+    x: Var
+    weight: Var
+    bias: Any
+
+    @property
+    def is_addmm(self) -> bool:
+        return self.call.target == ADDMM
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Layers that become one call.
+
+    x: what they read. calls: their positions, the first of which is the call's. view: the position of the statement
+    that flattens x for them, -1 if none does.
+    """
+
+    x: Var
+    calls: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    view: int = -1
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Positions of what the call makes superfluous."""
+        return frozenset((*self.calls[1:], *((self.view,) if self.view >= 0 else ())))
+
+
+def layer_of(statement: Statement | None) -> Layer | None:
+    """The statement as a linear layer, whose gradients are not put off; None if it is none."""
+    if not isinstance(statement, Call) or statement.kwargs or statement.divisor != 1 or len(statement.results) != 1:
+        return None
+    if statement.target == ADDMM and len(statement.args) == 3:
+        bias, x, weight = statement.args
+    elif statement.target == LINEAR and len(statement.args) in (2, 3):
+        x, weight, bias = (*statement.args, None)[:3]
+    else:
+        return None
+    return Layer(statement, x, weight, bias) if isinstance(x, Var) and is_stored(weight) else None
+
+
+def is_stored(value: Any) -> bool:
+    """Whether an argument is a parameter or buffer."""
+    return isinstance(value, Var) and value.name.startswith("self.")
+
+
+def readers_of(index: int, flow: Flow) -> Readers | None:
+    """The layers that are all that reads the reshard at `index`, if they may be one call; torch.addmm only alone."""
+    reshard = flow.body[index]
+    assert isinstance(reshard, Reshard)
+    read, view = reshard.result, -1
+    calls = flow.readers.get((index, read), frozenset())
+    if len(calls) == 1:
+        (only,) = calls
+        flattened = _flattened(only, flow)
+        if flattened:
+            read, view, calls = flattened, only, flow.readers.get((only, flattened), frozenset())
+    order = tuple(sorted(calls))
+    layers = tuple(layer for i in order if (layer := _reader(i, read, flow)) is not None)
+    if not layers or len(layers) < len(order) or any(layer.is_addmm for layer in layers) and len(layers) > 1:
+        return None
+    if view >= 0 and not layers[0].is_addmm:
+        return None
+    first = order[0]
+    holds = flow.value_at(reshard.result, first, frozenset((view,))) == index
+    may_move = all(flow.may_move(i, first) for i in order[1:])
+    return Readers(Var(reshard.result), order, layers, view) if holds and may_move else None
+
+
+def operands_of(readers: Readers, body: tuple[Statement, ...]) -> dict[str, Operand]:
+    """What the layers read, of x the tensor before it is flattened."""
+    operands = dict(pair for layer in readers.layers for pair in layer.call.operands)
+    view = body[readers.view] if readers.view >= 0 else None
+    if isinstance(view, Call):
+        operands = {name: held for name, held in operands.items() if is_stored(Var(name))} | dict(view.operands)
+    return operands
+
+
+def _reader(index: int, read: str, flow: Flow) -> Layer | None:
+    layer = layer_of(flow.body[index] if index < len(flow.body) else None)
+    if layer is None or layer.x != Var(read):
+        return None
+    return layer if layer.bias is None or is_stored(layer.bias) else None
+
+
+def view_of(statement: Statement | None) -> tuple[Operand, tuple[Any, ...]] | None:
+    """What a view is of, and its sizes; None for what is no view."""
+    if not isinstance(statement, Call) or statement.target not in VIEWS or statement.kwargs or statement.divisor != 1:
+        return None
+    x, sizes = (*statement.args, None, None)[:2]
+    held = dict(statement.operands).get(x.name) if isinstance(x, Var) else None
+    return (held, sizes) if held is not None and isinstance(sizes, tuple) else None
+
+
+def _flattened(index: int, flow: Flow) -> str:
+    """The result of a statement that is x as a matrix of its rows; "" for any other."""
+    statement = flow.body[index] if index < len(flow.body) else None
+    found = view_of(statement)
+    if found is None or not isinstance(statement, Call):
+        return ""
+    held, sizes = found
+    return statement.results[0] if len(sizes) == 2 and sizes[1] == held.shape[-1] else ""

@@ -1,0 +1,58 @@
+"""Planning problems of clusters whose positions are not alike, that several test files share: models on meta."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from autopar.constraints import Constraints
+from autopar.costs.rates import Training
+from autopar.graph import Graph
+from autopar.planning.request import Request
+from autopar.planning.unequal.decisions import Decisions
+from autopar.planning.unequal.seat_costs import SeatCosts
+from autopar.planning.unequal.terms import Terms, all_terms
+from autopar.tracing.rebatch import BatchedTrace
+from autopar.tracing.trace import trace
+from cost_models import mixed
+from cost_models.mixed import AnyCluster, MixedCluster
+from examples.models import EXAMPLES
+
+ROWS = 8
+TWO_AND_ONE = "2 a100-80g + 1 v100-32g"
+EQUAL = "2 a100-80g + 2 a100-80g"
+UNLIKE = "2 h100-sxm + 2 v100-32g"
+
+
+@cache
+def traced(name: str, layers: int = 3, width: int = 512) -> BatchedTrace:
+    """A model on meta, traced once for all tests."""
+    with torch.device("meta"):
+        sizes = {"batch_size": ROWS, "seq_len": 128, "vocab_size": 1024}
+        example = EXAMPLES[name](layers=layers, width=width, **sizes)
+
+    @cache
+    def at(rows: int) -> Graph:
+        return trace(example.model, example.inputs, example.loss_fn, batch_size=rows)
+
+    return BatchedTrace(at)
+
+
+def request_for(
+    cluster: AnyCluster | str, name: str = "llama", layers: int = 3, width: int = 512, **constraints: Any
+) -> Request:
+    whole = mixed.parse(cluster) if isinstance(cluster, str) else cluster
+    limits, groups = Constraints.parse(constraints), whole.groups
+    own = whole if isinstance(whole, MixedCluster) else None
+    return Request(traced(name, layers, width), groups[0], ROWS, "fp32", Training(), limits, own)
+
+
+def costs_of(request: Request) -> SeatCosts:
+    return SeatCosts(Decisions(request))
+
+
+def terms_of(costs: SeatCosts) -> list[Terms]:
+    """All that are tried."""
+    return list(all_terms(costs.decisions, len(costs.blocks)))
