@@ -6,7 +6,7 @@ import json
 
 from codegen.program import PipelineProgram, Program
 
-_TEMPLATE = '''"""Trains {name} on {mesh_text}:  torchrun --nproc-per-node {ranks} main.py --steps 10
+_TEMPLATE = '''"""Trains {name} on {mesh_text}:  {launcher} main.py --steps 10
 
 Without --data every step gets random inputs; with it, --data FILE is read as a stream of bytes and every integer input
 is filled with consecutive pieces of it. Replace `batches` with your own data: it yields whole global batches, of which
@@ -79,10 +79,8 @@ def main():
         raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    launched = "RANK" in os.environ  # by torchrun; one process needs none
-    alone = {{}} if launched else {{"store": dist.HashStore(), "rank": 0, "world_size": 1}}
-    dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+        torch.cuda.set_device({device})
+    dist.init_process_group("nccl" if on_gpu else "gloo"{alone})
     mesh = {mesh}
     step = Step(
         {model},
@@ -126,6 +124,9 @@ INPUTS = {name: spec for stage in PIPELINE.stages for name, spec in stage.progra
 SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())'''
 
 _FUSED_IMPORT = '\nFusedAdamW = importlib.import_module(f"{package}.runtime.fused_adamw").FusedAdamW'
+
+_ALONE = ", store=dist.HashStore(), rank=0, world_size=1"
+"""One process needs no launcher to tell it where the others are."""
 
 _OPTIMIZER = "torch.optim.AdamW(params, lr=options.lr, fused=True)"
 _FUSED_OPTIMIZER = "FusedAdamW(params, lr=options.lr)"
@@ -172,7 +173,11 @@ def _emit(
     if any_program.fp8:
         options = [*options, "fp8=True"]
     is_fused = any_program.has_fused_update
+    is_alone = whole.num_ranks == 1
     return _TEMPLATE.format(
+        launcher="python" if is_alone else f"torchrun --nproc-per-node {whole.num_ranks}",
+        device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
+        alone=_ALONE if is_alone else "",
         name=whole.name,
         mesh_text=whole.mesh_text,
         ranks=whole.num_ranks,

@@ -88,7 +88,7 @@ def test_pins_never_make_a_plan_faster() -> None:
         assert chosen(**pins).plan.prediction.step_seconds >= free * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_pinned_zero_stage(zero: int) -> None:
     best = chosen(zero=zero)
     stages = {s.zero for s in best.choices.parameters.values() if s.placements[0] == Rp}

@@ -160,6 +160,7 @@ def test_the_report_tells_what_is_exchanged() -> None:
     )
 
 
+@pytest.mark.slow
 def test_nobody_exchanges_unless_asked() -> None:
     best = search_plans(request_for("llama_gqa", tp=4)).best
     options = best.choices.operators

@@ -149,6 +149,7 @@ def test_an_alternative_that_does_not_fit_says_by_how_much() -> None:
     assert match.groups() == (bytes_text(caught.value.needed_bytes), bytes_text(caught.value.needed_bytes - budget))
 
 
+@pytest.mark.slow
 def test_decisions_pin_what_they_say() -> None:
     asked = request("gpt2", "4 a100-80g", pp=2)
     best = search_plans(asked, exact_devices=0).best
@@ -170,6 +171,7 @@ def test_recompute_alternatives_are_those_the_plan_lacks() -> None:
     assert modes == ["none", "offload", "selective"]
 
 
+@pytest.mark.slow
 def test_no_time_leaves_questions_and_says_so() -> None:
     found = explain(request(), seconds=0.0)
     assert not found.alternatives and len(found.not_tried) > 5

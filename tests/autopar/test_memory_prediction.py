@@ -19,7 +19,7 @@ from codegen.runtime.zero import BUCKET_BYTES
 from cost_models.schedule import orders, placement
 
 PAIRS = [
-    Pair("gpt2", {"dp": 2, "zero": 0}),
+    pytest.param(Pair("gpt2", {"dp": 2, "zero": 0}), marks=pytest.mark.slow),
     Pair("llama", {"dp": 2, "zero": 2, "micro_batches": 4}),
     Pair("llama", {"dp": 2, "zero": 3, "recompute": "full"}),
     Pair("llama", {"tp": 2}),

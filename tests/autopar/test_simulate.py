@@ -57,7 +57,7 @@ def predicted(name: str = "llama", cluster: str = "4 a100-80g", profile: Any = "
 
 @pytest.mark.parametrize(
     ("name", "strategy", "kernels"),
-    [(*plan, "off") for plan in PLANS]
+    [pytest.param(*plan, "off", marks=pytest.mark.slow if i in (0, 4) else ()) for i, plan in enumerate(PLANS)]
     + [pytest.param(*plan, "on", marks=pytest.mark.slow if i else ()) for i, plan in enumerate(PLANS)],
 )
 def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[str, Any], kernels: str) -> None:

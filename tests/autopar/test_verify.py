@@ -40,8 +40,8 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
 
 
 # llama also runs in the tests of free choice and of uneven targets, llama_gqa in test_context_parallel.py, qwen2 in
-# test_pipeline_verify.py, t5 in test_fusion.py; opt and nanogpt are much like gpt2.
-ELSEWHERE = ("llama", "llama_gqa", "qwen2", "opt", "nanogpt", "t5")
+# test_pipeline_verify.py, qwen3 and t5 in test_fusion.py; opt and nanogpt are much like gpt2.
+ELSEWHERE = ("llama", "llama_gqa", "qwen2", "qwen3", "opt", "nanogpt", "t5")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in ELSEWHERE else name for name in EXAMPLES])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopar
 from examples.models import EXAMPLES
@@ -45,6 +46,32 @@ def test_trains_and_resumes_under_torchrun(folder, tmp_path):
     assert len(straight) == 4
     assert first + rest == straight
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_one_process_needs_no_launcher(tmp_path):
+    """Its first loss is the model's own, of the same batch."""
+    example = EXAMPLES["gpt2"](layers=1, width=16, num_heads=2, batch_size=2, seq_len=8)
+    compiled = autopar.compile(example.model, "1 cpu", example_inputs=example.inputs)
+    folder = compiled.save(tmp_path / "alone")
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(40)))
+    command = [sys.executable, str(folder / "main.py"), "--steps", "2", "--data", str(text)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True).stdout
+    losses = re.findall(r"loss (\S+)", output)
+    assert len(losses) == 2
+    with torch.no_grad():
+        assert float(losses[0]) == pytest.approx(_first_loss(example, text.read_bytes()), abs=1e-4)
+
+
+def _first_loss(example, data):
+    """The model's loss on the batch that main.py reads first: a piece from a drawn start for every row."""
+    values, loaded = torch.tensor(list(data)), {}
+    for name, whole in example.inputs.items():
+        rows, length = whole.shape
+        starts = torch.randint(len(values) - length, (rows,), generator=torch.Generator().manual_seed(0))
+        loaded[name] = torch.stack([values[s : s + length] for s in starts.tolist()])
+    return example.model(**loaded).loss.item()
 
 
 def test_wrong_number_of_processes_is_said(folder, tmp_path):

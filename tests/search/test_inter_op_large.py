@@ -110,7 +110,7 @@ def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
     assert inter_op.lower_bound(problem) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("num_stages", [2, 8, 64])
+@pytest.mark.parametrize("num_stages", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
 def test_full_size_in_time_and_near_the_bound(num_stages: int) -> None:
     """126 layers, head and tail, ten points, m = 512; some 30 to 120 ms each on one 2020s core, bounded generously."""
     seconds = []
