@@ -123,6 +123,7 @@ def test_equals_brute_force(monkeypatch: pytest.MonkeyPatch, max_ways: int, make
     assert_agree(make(seed))
 
 
+@pytest.mark.slow
 def test_random_problems_are_of_all_sorts() -> None:
     """The comparison above means little if most instances are trivial."""
     count = {"feasible": 0, "short of memory": 0, "no cut": 0, "several stages": 0, "mixed points": 0, "apart": 0}

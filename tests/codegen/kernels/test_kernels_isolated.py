@@ -34,7 +34,7 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
     [
         ("rms_norm layer_norm rotary gelu dropout_add", True, "not slow"),
         ("swiglu cross_entropy", True, ""),
-        ("tiles", True, "not slow"),
+        pytest.param("tiles", True, "not slow", marks=pytest.mark.slow),
         pytest.param("tiles", True, "slow", marks=pytest.mark.slow),
         pytest.param("linear_cross_entropy", True, "", marks=pytest.mark.slow),
         pytest.param("adamw", True, "", marks=pytest.mark.slow),
