@@ -12,6 +12,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class HostMemory:
         self.folder = _own_folder(Path(where.removeprefix(_NVME))) if where != "host" else None
         if self.folder is not None:
             self._remover = weakref.finalize(self, _remove, *self.folder)
+            # At its end a forked process runs multiprocessing's finalizers, and no others.
+            Finalize(None, self._remover, exitpriority=0)
         self._num_files = 0
         self._streams: tuple[Any, Any] | None = None
 

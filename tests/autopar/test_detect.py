@@ -213,7 +213,7 @@ def test_kernels_are_predicted_within_a_factor_of_two(measured: tuple[Profile, P
 def test_collectives_are_predicted_within_a_factor_of_two(
     measured: tuple[Profile, Profile], cluster: Cluster, kind: str
 ) -> None:
-    """Of the second measurement, from 64 KiB to 16 MiB, the middle error.
+    """Of the second measurement, 256 KiB and 4 MiB, the middle error.
 
     Other programs on the machine make the two measurements differ; no fit to the first can be nearer to the second
     than the first itself is, so that their own difference comes on top of the factor.
@@ -223,7 +223,7 @@ def test_collectives_are_predicted_within_a_factor_of_two(
         for first, second in zip(measured[0].measured.collectives, measured[1].measured.collectives, strict=True)
         if second.kind == kind and second.num_bytes >= 2**16
     ]
-    assert len(pairs) == 4
+    assert len(pairs) == 2
     errors = [abs(math.log2(predicted_seconds(second, cluster) / second.seconds)) for _, second in pairs]
     noise = [abs(math.log2(first.seconds / second.seconds)) for first, second in pairs]
     assert statistics.median(errors) < 1 + statistics.median(noise), (errors, noise)
