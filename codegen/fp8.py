@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Final
 
 from codegen.fusion.match import Flow
-from codegen.linear_calls import is_stored
+from codegen.linear_calls import Layer, as_one, is_stored
 from codegen.program import Call, ModuleClass, PipelineProgram, Program, Spec, Statement, Var
 from codegen.runtime.parameters import parse_placement
 
@@ -94,7 +94,8 @@ def _joined(cls: ModuleClass) -> ModuleClass:
     flow = Flow.of(cls.body, cls.outputs)
     body: list[Statement | None] = list(cls.body)
     for calls in _of_one_input(flow):
-        body[calls[0]] = _one_call([call for index in calls if isinstance(call := cls.body[index], Call)])
+        layers = [_layer(call) for index in calls if isinstance(call := cls.body[index], Call)]
+        body[calls[0]] = as_one(layers, _JOINED)
         for index in calls[1:]:
             body[index] = None
     return replace(cls, body=tuple(statement for statement in body if statement is not None))
@@ -123,11 +124,6 @@ def _is_linear(statement: Statement, x: str) -> bool:
     return read == Var(x) and all(value is None or is_stored(value) for value in stored)
 
 
-def _one_call(calls: list[Call]) -> Call:
-    operands = dict(pair for call in calls for pair in call.operands)
-    weights = tuple(call.args[1] for call in calls)
-    biases = tuple(call.args[2] if len(call.args) > 2 else None for call in calls)
-    more = (biases,) if any(bias is not None for bias in biases) else ()
-    results = tuple(call.results[0] for call in calls)
-    args = (calls[0].args[0], weights, *more)
-    return replace(calls[0], target=_JOINED, args=args, results=results, operands=tuple(operands.items()))
+def _layer(call: Call) -> Layer:
+    x, weight, bias = (*call.args, None)[:3]
+    return Layer(call, x, weight, bias)

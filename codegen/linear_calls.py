@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from codegen.fusion.match import Flow
@@ -85,6 +86,17 @@ def readers_of(index: int, flow: Flow) -> Readers | None:
     holds = flow.value_at(reshard.result, first, frozenset((view,))) == index
     may_move = all(flow.may_move(i, first) for i in order[1:])
     return Readers(Var(reshard.result), order, layers, view) if holds and may_move else None
+
+
+def as_one(layers: Sequence[Layer], target: str) -> Call:
+    """One call of `target` for layers of one x: x, all weights and, if there are any, all biases -> all results."""
+    first = layers[0]
+    weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
+    more = (biases,) if any(bias is not None for bias in biases) else ()
+    results = tuple(layer.call.results[0] for layer in layers)
+    operands = dict(pair for layer in layers for pair in layer.call.operands)
+    args = (first.x, weights, *more)
+    return replace(first.call, target=target, args=args, results=results, operands=tuple(operands.items()))
 
 
 def operands_of(readers: Readers, body: tuple[Statement, ...]) -> dict[str, Operand]:

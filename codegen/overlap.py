@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from codegen.fusion.match import Flow
-from codegen.linear_calls import Readers, operands_of, readers_of
+from codegen.linear_calls import Readers, as_one, operands_of, readers_of
 from codegen.program import Call, ModuleClass, Program, Reshard, Statement
 
 SUMMED_BACKWARD: Final[Mapping[str, frozenset[tuple[str, Any]]]] = {
@@ -54,10 +54,7 @@ def joined(readers: Readers, body: tuple[Statement, ...]) -> Call:
         return replace(call, target="overlapped.addmm", args=(first.bias, readers.x, first.weight))
     if len(layers) == 1:
         return replace(call, target="overlapped.linear")
-    weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
-    more = (biases,) if any(bias is not None for bias in biases) else ()
-    results = tuple(layer.call.results[0] for layer in layers)
-    return replace(call, target="overlapped.linears", args=(readers.x, weights, *more), results=results)
+    return as_one(layers, "overlapped.linears")
 
 
 def _overlap_class(cls: ModuleClass) -> ModuleClass:

@@ -24,6 +24,9 @@ main(sys.argv[1], process_bytes)
 """
 """Memory is asked for before autopar is imported: generated programs do without it."""
 
+LIMIT_SECONDS = 1800.0
+"""Unless a caller has less time."""
+
 
 class OutOfTime(ClusterError):
     """Measuring took longer than it might."""
@@ -34,7 +37,7 @@ def run_processes(
     out: Path,
     level: Level,
     on_gpu: bool = False,
-    timeout_seconds: float = 1800.0,
+    timeout_seconds: float = LIMIT_SECONDS,
     watch: Callable[[], None] | None = None,
 ) -> None:
     """Measures with `num_processes` processes at once; rank 0 adds to the file `out`. watch: called now and then.

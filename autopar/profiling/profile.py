@@ -22,7 +22,7 @@ from autopar.errors import ClusterError
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
 from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share
-from autopar.profiling.processes import OutOfTime, run_processes
+from autopar.profiling.processes import LIMIT_SECONDS, OutOfTime, run_processes
 from autopar.profiling.samples import Measurements, Provenance, Samples
 from autopar.profiling.worker import failures_path, under_torchrun
 from cost_models import catalog
@@ -62,7 +62,7 @@ def profile(
     fresh: bool = False,
     like: Cluster | None = None,
     console: Console | None = None,
-    limit_seconds: float = 1800.0,
+    limit_seconds: float = LIMIT_SECONDS,
 ) -> Profile | None:
     """Measures and writes `out` and its raw samples beside it; under torchrun on all ranks together.
 
@@ -95,7 +95,7 @@ def profile(
 
 
 def measure_locally(
-    count: int, raw: Path, level: Level, on_gpu: bool, console: Console, limit_seconds: float = 1800.0
+    count: int, raw: Path, level: Level, on_gpu: bool, console: Console, limit_seconds: float = LIMIT_SECONDS
 ) -> Samples:
     """Starts the processes, shows how far they are, and says what could not be measured."""
     total = ROUNDS[level] * len(cases(Topology(1, count, on_gpu), level))

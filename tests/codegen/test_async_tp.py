@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from codegen.async_tp import has_async_tp, with_async_tp
 from codegen.emit import emit_model
 from codegen.overlap import overlap
-from codegen.program import Call, ModuleClass, Operand, Program, Reshard, Spec, Var
+from codegen.program import Call, ModuleClass, Program, Reshard, Spec, Var
+from tests.codegen import linear_statements
 
 SHAPES = {
     "x": (3, 4, 6), "flat": (12, 6), "h": (3, 4, 8), "rows": (12, 8), "product": (12, 6), "self.q": (8, 6),
@@ -20,10 +22,7 @@ SCATTER = Reshard("tp", "reduce_scatter", Var("y"), (("dim", 1),), "y", "")
 MASK = Reshard("tp", "first_rank_only", Var("self.e"), (), "masked", "")
 
 
-def call(target: str, result: str, *args: object) -> Call:
-    named = tuple(Var(a) if isinstance(a, str) else a for a in args)
-    held = tuple((a, Operand(SHAPES.get(a, (3, 4, 8)), "float32")) for a in args if isinstance(a, str))
-    return Call(f"aten.{target}", named, (), (result,), operands=held)
+call = partial(linear_statements.call, SHAPES)
 
 
 def linear(result: str, weight: str, *bias: str, x: str = "x") -> Call:

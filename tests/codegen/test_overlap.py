@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from codegen.emit import emit_model
 from codegen.overlap import overlap
-from codegen.program import Call, ModuleClass, Operand, Program, Reshard, Spec, Var
+from codegen.program import Call, ModuleClass, Program, Reshard, Spec, Var
+from tests.codegen import linear_statements
 
 SHAPES = {"x": (3, 4, 6), "flat": (12, 6), "self.q": (8, 6), "self.k": (8, 6), "self.b": (8,), "self.c": (6, 8)}
 GATHER = Reshard("tp", "all_gather", Var("x"), (("dim", 1),), "x", "S(1) -> Rp: 8 KiB, backward reduce_scatter")
 
 
-def call(target: str, result: str, *args: object) -> Call:
-    named = tuple(Var(a) if isinstance(a, str) else a for a in args)
-    held = tuple((a, Operand(SHAPES.get(a, (3, 4, 8)), "float32")) for a in args if isinstance(a, str))
-    return Call(f"aten.{target}", named, (), (result,), operands=held)
+call = partial(linear_statements.call, SHAPES)
 
 
 def linear(result: str, weight: str, *bias: str, x: str = "x") -> Call:
