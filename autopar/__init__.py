@@ -17,7 +17,8 @@ from autopar.plan import Plan  # noqa: E402
 from autopar.rules import prove_rule, register_rule  # noqa: E402
 from autopar.simulate import Predictor, predict  # noqa: E402
 from autopar.trainer import Trainer, TrainerConfig  # noqa: E402
-from autopar.verify import VerifyReport, verify  # noqa: E402
+from autopar.verify import verify  # noqa: E402
+from autopar.verify_report import VerifyReport  # noqa: E402
 
 __all__ = [
     "AutoparError",

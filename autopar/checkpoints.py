@@ -1,4 +1,4 @@
-"""A folder of checkpoints: one sub-folder per step, complete or absent, the newest two kept.
+"""Checkpoints of training, with errors of ours: folders of them, and those of a plain run.
 
 A plain run writes the same names in the same format as a generated program (codegen/runtime/checkpoint.py), so that
 training can move between one process and many.
@@ -7,114 +7,194 @@ training can move between one process and many.
 from __future__ import annotations
 
 import contextlib
-import re
-import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor, nn
 
-from autopar.errors import ModelError
+from autopar.errors import CheckpointError
+from autopar.outputs import require_folder
+from codegen.runtime import checkpoint_files as files
+from codegen.runtime import checkpoint_folder
+from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
+from codegen.runtime.checkpoint_files import Piece
+from codegen.runtime.checkpoint_folder import KEPT, latest
 
-KEPT = 2
-_NAME = re.compile(r"step-(\d+)")
+__all__ = ["latest", "load_plain", "locked", "readable", "resume", "save_plain", "write"]
 
 
-def latest(directory: str | Path | None) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    complete = _complete(directory)
-    return complete[-1] if complete else None
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not as it was written."""
+
+
+def resume(directory: str | Path | None, load: Callable[[Path], None], is_first: bool = True) -> Path | None:
+    """Load the newest intact checkpoint, and return it; None where there is none to load. Collective.
+
+    load: raises DamagedCheckpoint, on all ranks, before it changes anything. What is damaged or incomplete is passed
+    over with a warning and, where an intact one is found, renamed by the first rank. Raises CheckpointError where all
+    are damaged, or the newest is another model's.
+    """
+    with readable():
+        return checkpoint_folder.resume(directory, load, is_first, DamagedCheckpoint)
 
 
 def write(
-    directory: str | Path, step: int, save: Callable[[Path], None], is_first: bool, wait: Callable[[], None]
+    directory: str | Path,
+    step: int,
+    save: Callable[[Path], None],
+    is_first: bool,
+    wait: Callable[[], None],
+    keep: int = KEPT,
 ) -> Path:
-    """Let `save` write beside its place, and rename when every rank is done. Collective, returns the checkpoint.
-
-    is_first: whether this rank does the renaming. wait: a barrier of all ranks.
-    """
-    home = Path(directory)
-    fresh, final = home / f".step-{step:08d}.partial", home / f"step-{step:08d}"
-    if is_first:
-        home.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(fresh, ignore_errors=True)
-    wait()
-    save(fresh)
-    wait()
-    if is_first:
-        shutil.rmtree(final, ignore_errors=True)
-        fresh.rename(final)
-        for old in _complete(home)[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
-    wait()
-    return final
-
-
-def _complete(directory: str | Path | None) -> list[Path]:
-    home = Path(directory) if directory is not None else None
-    if home is None or not home.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in home.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
-
-
-def save_plain(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int], directory: Path) -> None:
-    """Write a model that is trained on one process."""
-    state: dict[str, Any] = _tensors(model)
-    for name, parameter in _optimized(model):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"optimizer.{name}.{key}"] = value
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state |= {"optimizer groups": groups, "progress": progress}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _no_process_group():
-        state_dict_saver.save(state, checkpoint_id=directory, planner=planner, no_dist=True)
-
-
-def load_plain(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, int]:
-    """Continue from a checkpoint of either kind; returns its progress. Raises ModelError where names are missing."""
-    metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
-    state: dict[str, Any] = _tensors(model)
-    missing = [name for name in state if name not in metadata]
-    if missing:
-        raise ModelError(f"the checkpoint {directory} lacks {', '.join(missing[:5])}", alternatives="another directory")
-    optimizer.state.clear()
-    for name, parameter in _optimized(model):
-        prefix = f"optimizer.{name}."
-        held = {n.removeprefix(prefix): m for n, m in metadata.items() if n.startswith(prefix)}
-        for key, stored in held.items():
-            if isinstance(stored, TensorStorageMetadata) and "." not in key:
-                value = torch.zeros(stored.size, dtype=stored.properties.dtype)
-                state[prefix + key] = optimizer.state[parameter][key] = value
-    state |= {"optimizer groups": None, "progress": None}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with torch.no_grad(), _no_process_group():
-        state_dict_loader.load(state, checkpoint_id=directory, planner=planner, no_dist=True)
-    for group, values in zip(optimizer.param_groups, state["optimizer groups"], strict=True):
-        group.update(values)
-    progress: dict[str, int] = state["progress"]
-    return progress
+    """As codegen/runtime/checkpoint_folder.py's. Raises CheckpointError."""
+    with readable():
+        return checkpoint_folder.write(directory, step, save, is_first, wait, keep)
 
 
 @contextlib.contextmanager
-def _no_process_group() -> Iterator[None]:
-    """torch warns that it is used by one process, as is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+def locked(directory: str | Path | None) -> Iterator[None]:
+    """Nobody else writes into the folder meanwhile; for one rank of a run. The lock goes with its process.
+
+    Raises CheckpointError naming who has it, and OutputError for a folder that cannot be written to.
+    """
+    if directory is not None:
+        require_folder(Path(directory))
+    with readable(), checkpoint_folder.locked(directory):
         yield
 
 
-def _tensors(model: nn.Module) -> dict[str, Any]:
+@contextlib.contextmanager
+def readable(runtime: Any = files) -> Iterator[None]:
+    """Errors of a runtime's checkpoint module (a generated program has its own) as errors of autopar."""
+    try:
+        yield
+    except runtime.DamagedError as error:
+        raise DamagedCheckpoint(str(error)) from None
+    except runtime.CheckpointError as error:
+        alternatives = ["another checkpoint folder", "the model and optimiser that the checkpoint is of"]
+        raise CheckpointError(str(error), alternatives=alternatives) from None
+
+
+# Plain runs -----------------------------------------------------------------------------------------------------------
+
+
+def save_plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, int],
+    directory: Path,
+    settings: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write a model that is trained on one process. settings: the optimiser's, when it was made (now, by default)."""
+    state, numbers = _tensors(model), check_plain(model, optimizer)
+    for name, parameter in _optimized(model):
+        held = optimizer.state.get(parameter, {}).items()
+        state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in held if isinstance(value, Tensor)}
+    record = {
+        "progress": progress,
+        "optimizer": files.optimizer_record(optimizer, settings or files.settings_of(optimizer)),
+        "numbers": numbers,
+        "notes": {},
+    }
+    with readable():
+        files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
+
+
+def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The numbers in the optimiser's state, by name. Raises CheckpointError if it could not be saved."""
+    numbers: dict[str, Any] = {}
+    for name, parameter in _optimized(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            full = f"{OPTIMIZER}{name}.{key}"
+            if isinstance(value, (bool, int, float)):
+                numbers[full] = value
+            elif not isinstance(value, Tensor):
+                raise CheckpointError(
+                    "the optimiser's state cannot be saved", values=f"{full} is {type(value).__name__}, no tensor"
+                )
+    return numbers
+
+
+def load_plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, settings: list[dict[str, Any]] | None = None
+) -> dict[str, int]:
+    """Continue from a checkpoint of either kind; returns its progress. settings: as in `save_plain`.
+
+    Raises CheckpointError for another model or optimiser, DamagedCheckpoint, both before anything is changed.
+    """
+    with readable():
+        manifest = files.read_manifest(directory)
+        files.require_intact(directory, manifest, 0, 1)
+        files.require_same_optimizer(optimizer, manifest.record)
+        wanted = _tensors(model)
+        _require_same_model(wanted, manifest, directory)
+        pieces = [_whole(name, value.data) for name, value in wanted.items() if _is_stored(name, value, manifest)]
+        states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        for name, parameter in _optimized(model):
+            prefix, state = f"{OPTIMIZER}{name}.", dict[str, Any]()
+            for full in (*manifest.tensors, *manifest.record["numbers"]):
+                key = full.removeprefix(prefix)
+                if not full.startswith(prefix) or "." in key:
+                    continue
+                if full in manifest.tensors:
+                    stored = manifest.tensors[full]
+                    state[key] = torch.zeros(stored.shape, dtype=stored.dtype)
+                    pieces.append(_whole(full, state[key]))
+                else:
+                    state[key] = manifest.record["numbers"][full]
+            if state:
+                states.append((parameter, state))
+        files.fill(directory, manifest, pieces)
+    optimizer.state.clear()
+    for parameter, state in states:
+        optimizer.state[parameter] = state
+    files.continue_settings(optimizer, settings or files.settings_of(optimizer), manifest.record)
+    progress: dict[str, int] = manifest.record["progress"]
+    return progress
+
+
+def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, directory: Path) -> None:
+    held = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
+    needed = {name for name, value in wanted.items() if not name.startswith(NON_PERSISTENT)}
+    missing = sorted(name for name in needed - held if wanted[name].numel())
+    for names, whose in ((missing, "lacks"), (sorted(held - needed), "has, and the model has not,")):
+        if names:
+            some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise CheckpointError(
+                f"the checkpoint is of another model: it {whose} {some}",
+                values=str(directory),
+                alternatives="another checkpoint folder, or the model that it is of",
+            )
+    for name in sorted(held & needed):
+        files.require_shape(name, manifest.tensors[name], tuple(wanted[name].shape))
+
+
+def _is_stored(name: str, value: Tensor, manifest: files.Manifest) -> bool:
+    """Non-persistent buffers, which a model may make anew in another length, are read where they fit."""
+    stored = manifest.tensors.get(name)
+    return stored is not None and (not name.startswith(NON_PERSISTENT) or stored.shape == tuple(value.shape))
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _whole(name: str, value: Tensor) -> Piece:
+    return Piece(name, tuple(value.shape), (0,) * value.ndim, value)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers under their first names."""
     persistent = model.state_dict(keep_vars=True).keys()
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a run needs to continue, so buffers outside of the state dict too."""
+    state = state_of(model)
+    return state | {NON_PERSISTENT + name: b for name, b in model.named_buffers() if name not in state}
 
 
 def _optimized(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,12 +1,13 @@
 """The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train`.
 
-What a user got wrong is printed without a traceback and ends with exit code 2; a verification that finds a difference,
-and a rank that fails, end with 1.
+What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
+verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from autopar.cli_options import (
     ClusterText,
     Compress,
     ConstraintFile,
+    Force,
     Fp8,
     GivenCluster,
     GivenModel,
@@ -40,26 +42,41 @@ from autopar.cli_options import (
     read_compression,
     read_constraints,
     read_job,
+    require_outputs,
+    shows_traceback,
     without_traceback,
 )
 from autopar.errors import ConstraintError
+from autopar.outputs import write_output
+from autopar.supervise import exit_on
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
     from autopar.integrations.job import Job
+    from autopar.profiling.cases import Level
     from autopar.trainer import TrainerConfig, TrainResult
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="From a single-GPU PyTorch model to a distributed training program.",
 )
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script; `--traceback` may stand anywhere. SIGINT, SIGTERM and SIGHUP end it with 128 + number."""
+    exit_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    words = sys.argv[1:]
+    asked = ["--traceback"] if "--traceback" in words else []
+    app([*asked, *(word for word in words if word != "--traceback")])
+
+
+@app.callback()
+def everywhere(
+    traceback: Annotated[bool, typer.Option("--traceback", help="show where an error was raised")] = False,
+) -> None:
+    """From a single-GPU PyTorch model to a distributed training program."""
+    shows_traceback.set(traceback)
 
 
 @app.command()
@@ -83,19 +100,20 @@ def plan(
         str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
     ] = None,
     timeline: Timeline = None,
+    force: Force = False,
 ) -> None:
     """Choose the fastest plan that fits, and report what it does."""
+    require_outputs(code, [out, timeline], force)
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=code is None)
     limits = read_constraints(settings, memory, constraints)
     compiled = compile_job(job, spec, batch, precision, limits, compress=compress, backend=backend, fp8=fp8)
     _print_report(compiled)
     if out:
-        Path(out).write_text(compiled.plan.to_yaml(), encoding="utf-8")
-        print(f"plan written to {out}")
+        print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
     if code:
         print(f"program written to {compiled.save(code)}")
-    _write_timeline(compiled, timeline)
+    _write_timeline(compiled, timeline, force)
 
 
 @app.command()
@@ -114,8 +132,10 @@ def report(
     constraints: ConstraintFile = None,
     option: Options = None,
     timeline: Timeline = None,
+    force: Force = False,
 ) -> None:
     """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
+    require_outputs(None, [timeline], force)
     limits = read_constraints(settings, memory, constraints)
     if is_plan_file(source) and model is None and timeline is None:
         from autopar.plan import Plan
@@ -127,7 +147,7 @@ def report(
         return
     compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option, compress)
     _print_report(compiled)
-    _write_timeline(compiled, timeline)
+    _write_timeline(compiled, timeline, force)
 
 
 @app.command()
@@ -157,6 +177,7 @@ def simulate(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="fail where it does not fit the memory")] = False,
     timeline: Timeline = None,
+    force: Force = False,
 ) -> None:
     """Predict a strategy given with --set (dp, tp, pp, cp, ep, zero, micro_batches, ...), without searching."""
     from autopar.integrations.job import parse_settings
@@ -164,6 +185,7 @@ def simulate(
     from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
     from autopar.simulate.what_if import parse_changes
 
+    require_outputs(None, [timeline], force)
     changes = parse_changes(parse_settings(what_if or (), "--what-if"))
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=True)
@@ -184,7 +206,7 @@ def simulate(
         for line in ("", *comparison_lines(found.what_if(**changes))):
             print(line)
     if timeline is not None:
-        print(f"timeline written to {found.write_timeline(timeline)}")
+        print(f"timeline written to {found.write_timeline(timeline, force)}")
 
 
 @app.command()
@@ -204,16 +226,18 @@ def explain(
     option: Options = None,
     timeline: Timeline = None,
     seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
+    force: Force = False,
 ) -> None:
     """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
     from autopar.explain.questions import explain as ask
     from autopar.explain.render import explanation_panels
 
+    require_outputs(None, [timeline], force)
     limits = read_constraints(settings, memory, constraints)
     compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option, compress)
     for panel in explanation_panels(ask(compiled, seconds=seconds)):
         console().print(panel)
-    _write_timeline(compiled, timeline)
+    _write_timeline(compiled, timeline, force)
 
 
 @app.command()
@@ -299,13 +323,15 @@ def profile(
     like: Annotated[
         str | None, typer.Option(help='for GPUs not known by name, a cluster like theirs: "8 h100-sxm"')
     ] = None,
+    force: Force = False,
 ) -> None:
     """Measure this machine (under torchrun: all of them) and write it down for --cluster."""
     from autopar.profiling.profile import profile as measure
     from autopar.profiling.profile import summary_table
 
     given = read_cluster(like, None).groups[0] if like else None
-    found = measure(processes, out=out, level="quick" if quick else "full", fresh=fresh, like=given, console=console())
+    level: Level = "quick" if quick else "full"
+    found = measure(processes, out=out, level=level, fresh=fresh, like=given, console=console(), force=force)
     if found is not None:
         console().print(summary_table(found))
         print(f"profile written to {out}")
@@ -412,7 +438,8 @@ def _train(trainer: Any, config: TrainerConfig) -> None:
 
 def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, str, str | None, int | None]:
     """(trainer configuration, model, data, sequence length) of a file or a model's name, flags over it."""
-    from autopar.trainer import TrainerConfig, read_mapping
+    from autopar.text_files import read_mapping
+    from autopar.trainer import TrainerConfig
 
     if not source.endswith((".yaml", ".yml", ".toml")):
         return TrainerConfig.from_mapping(flags), source, None, None
@@ -450,8 +477,8 @@ def _print_report(compiled: CompiledProgram) -> None:
         console().print(panel)
 
 
-def _write_timeline(compiled: CompiledProgram, path: str | None) -> None:
+def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:
     if path is not None:
         from autopar.report.timeline import write_timeline
 
-        print(f"timeline written to {write_timeline(compiled, path)}")
+        print(f"timeline written to {write_timeline(compiled, path, force)}")

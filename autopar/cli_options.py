@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from autopar.errors import AutoparError
 
@@ -19,6 +25,11 @@ if TYPE_CHECKING:
     from cost_models.mixed import AnyCluster
 
 P = ParamSpec("P")
+
+USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141
+"""Exit codes; those above 128 as a shell gives them for the signals SIGINT and SIGPIPE."""
+shows_traceback: ContextVar[bool] = ContextVar("shows_traceback", default=False)
+"""Whether the command line has --traceback."""
 
 Model = Annotated[str, typer.Argument(help="module:factory, or hf:path/to/config.json", show_default=False)]
 ClusterText = Annotated[
@@ -78,22 +89,67 @@ Timeline = Annotated[
     str | None,
     typer.Option(help="write the simulated step to this file, for Perfetto or chrome://tracing", metavar="FILE"),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="write over files that autopar did not write, or that were edited since")
+]
 
 
 def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
-    """Print a user's error instead of raising it."""
+    """Say in words what a command raises, and end with the exit code for it."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except AutoparError as error:
-            Console(stderr=True, soft_wrap=True, highlight=False).print(
-                "[bold red]error[/]", str(error).replace("[", "\\["), sep=": "
-            )
-            raise typer.Exit(2) from None
+            sys.stdout.flush()
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # nobody reads on: what is still to be flushed at exit goes nowhere, too
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+        except Exception as error:
+            raise typer.Exit(_tell(error)) from None
 
     return wrapped
+
+
+def _tell(error: Exception) -> int:
+    """Print an error, with its traceback where that is asked for; the exit code."""
+    from autopar.launch import RankError
+
+    with_traceback = shows_traceback.get()
+    if with_traceback:
+        traceback.print_exception(error)
+    if isinstance(error, AutoparError):
+        kind, text, code = "error", str(error), USER_ERROR
+    elif isinstance(error, RankError):
+        first, *others = str(error).splitlines()
+        last = f" {others[-1]}" if others else ""
+        kind, text, code = (
+            "error",
+            first.removesuffix("Traceback (most recent call last):").rstrip() + last,
+            RANK_FAILED,
+        )
+    elif isinstance(error, OSError) and error.filename is not None:
+        kind, text, code = "error", f"{error.filename}: {error.strerror}", USER_ERROR
+    else:
+        advice = "" if with_traceback else "; please report it with the output of --traceback"
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        kind, code = "internal error", INTERNAL_ERROR
+        text = f"this is a defect of autopar, not of what it was given: {what} ({_place(error)}){advice}"
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text.assemble((kind, "bold red"), ": ", text))
+    return code
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, as the innermost of our own lines: `autopar/plan.py, line 12`."""
+    home = Path(__file__).resolve().parent.parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(home)]
+    own = [frame for frame in frames if "site-packages" not in Path(frame.filename).relative_to(home).parts]
+    return f"{Path(own[-1].filename).relative_to(home)}, line {own[-1].lineno}" if own else "outside of autopar"
 
 
 def read_cluster(text: str, processes: int | None) -> AnyCluster:
@@ -192,6 +248,27 @@ def program_of_source(
     return compile_job(job, spec, None, precision or given.precision, constraints, given, compress=compress)
 
 
+def require_outputs(code: str | None, files: list[str | None], force: bool) -> None:
+    """Raises OutputError, before any work, where a command's folder or one of its files cannot be written."""
+    from autopar.errors import OutputError
+    from autopar.folder_swap import require_replaceable
+    from autopar.outputs import require_writable
+
+    named = [Path(file).absolute() for file in files if file is not None]
+    if len(set(named)) < len(named):
+        raise OutputError("two outputs have one name", values=str(named[0]), alternatives="a file for each")
+    for file in named:
+        require_writable(file, force)
+        if code is not None and Path(code).absolute() in (file, *file.parents):
+            raise OutputError(
+                "an output lies in the program's folder, which autopar replaces whole",
+                values=str(file),
+                alternatives=f"a file outside of {code}, which gets a plan.yaml of its own",
+            )
+    if code is not None:
+        require_replaceable(Path(code))
+
+
 def is_plan_file(source: str) -> bool:
     """Whether an argument is a plan and not a model."""
     return source.endswith((".yaml", ".yml"))
@@ -202,4 +279,4 @@ def console() -> Console:
     from autopar.report.render import WIDTH
 
     made = Console(highlight=False)
-    return Console(highlight=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)
+    return Console(highlight=False, markup=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)

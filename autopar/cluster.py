@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.errors import ClusterError
+from autopar.text_files import read_text, shown
 from cost_models import mixed
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster
+from cost_models.mixed import AnyCluster, MixedCluster
+
+MOST_DEVICES = 2**20
+LONGEST = 500
+"""Characters of a cluster's text, which a plan's file has in one line."""
 
 
 class ClusterSpec:
@@ -17,20 +22,33 @@ class ClusterSpec:
     def parse(text: str) -> AnyCluster:
         """`"4x8 h100-sxm"`, `"8 a100-80g nvlink3 ib-200g"`, unlike groups of nodes as `"2x8 a100-80g + 4x8 v100-32g"`,
         or the path of a TOML file. Raises ClusterError."""
+        if not isinstance(text, str):
+            raise ClusterError(
+                "a cluster is its text, or what ClusterSpec makes of it",
+                values=shown(text),
+                alternatives='"4x8 h100-sxm", the path of a TOML file, or "detect" on the command line',
+            )
         if text.endswith(".toml"):
             return ClusterSpec.from_toml(text)
+        if len(text) > LONGEST:
+            raise ClusterError("the text is too long for a cluster", values=shown(text))
         try:
-            return mixed.parse(text)
+            return _bounded(mixed.parse(text))
         except ValueError as error:
             raise ClusterError(str(error)) from None
 
     @staticmethod
     def from_toml(path: str | Path) -> AnyCluster:
         """A cluster with devices and links of one's own. Raises ClusterError."""
+        text = read_text(path, ClusterError)
         try:
-            return mixed.from_toml(path)
-        except (ValueError, OSError) as error:
-            raise ClusterError(str(error)) from None
+            found = mixed.parse_toml(text)
+        except (ValueError, RecursionError) as error:
+            raise ClusterError(f"{path}: {error}") from None
+        _bounded(found)
+        if not str(found).isprintable() or len(str(found)) > LONGEST:
+            raise ClusterError(f"{path}: names of devices and links are short and printable", values=shown(str(found)))
+        return found
 
     @staticmethod
     def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
@@ -40,6 +58,13 @@ class ClusterSpec:
         return detect(num_devices, refresh=refresh)
 
 
+def _bounded(cluster: AnyCluster) -> AnyCluster:
+    """Raises ClusterError for one that nobody has."""
+    if cluster.num_devices > MOST_DEVICES:
+        raise ClusterError(f"a cluster has {MOST_DEVICES} devices at most", values=shown(cluster.num_devices))
+    return cluster
+
+
 def as_cluster(spec: AnyCluster | str) -> AnyCluster:
-    """A cluster or its text."""
-    return ClusterSpec.parse(spec) if isinstance(spec, str) else spec
+    """A cluster or its text. Raises ClusterError."""
+    return spec if isinstance(spec, (Cluster, MixedCluster)) else ClusterSpec.parse(spec)

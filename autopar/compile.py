@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.arguments import as_plan, check_compile, whole
 from autopar.backend import NOTHING_ASYNCHRONOUS, parse_backend, with_backend
+from autopar.batch import mapped, with_inputs_of
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.compression import Compression
@@ -20,22 +23,25 @@ from autopar.constraints import Constraints
 from autopar.costs.block_costs import chain
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import OptimizerFactory, adamw, training_of
-from autopar.errors import ConstraintError, InfeasibleError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.graph import Graph
+from autopar.graph import Graph, LayerRun
 from autopar.lowering.assembly import program_of, source_of
-from autopar.plan import Pipeline, Plan
+from autopar.optimizers import check_plan, examine, limited
+from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan, search_plans
 from autopar.planning.request import Candidate, Request, operators_at
 from autopar.sharding.choices import expand
-from autopar.tracing.rebatch import BatchedTrace
+from autopar.sharding.micro_batches import AccumulatingTrace
+from autopar.tracing.admission import check_model, warn_of_gradients
+from autopar.tracing.evaluation import check_norms, why_no_evaluation
 from autopar.tracing.trace import common_batch, find_cuts, name_inputs, trace
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
+from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES, placement
 
-KERNEL_CHOICES = ("auto", "on", "off")
 NOTHING_COMPRESSED = (
     "compression changes nothing: the plan shards no parameter with ZeRO over several ranks (the constraints zero=1, 2 "
     "or 3 with dp=2 or more ask for that)"
@@ -67,7 +73,10 @@ def compile(  # noqa: A001
             model's output. Shapes and dtypes matter, values do not.
         loss_fn: `loss_fn(output, *targets) -> scalar` for models that do not return their loss.
         global_batch_size: rows of one optimiser step over all ranks; the example's by default.
-        optimizer: `params -> torch.optim.Optimizer` with elementwise updates; fused AdamW by default.
+        optimizer: `params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer` (by the argument's
+            name, or an attribute `takes_names`), called with tensors that have the names, shapes and order of the
+            model's parameters; fused AdamW by default. What it leaves out is not trained. It is tried on small tensors:
+            where an update is not elementwise only plans that hold parameters whole are considered.
         precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
         constraints: see autopar.constraints.
         kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion), "off" never does, "auto"
@@ -101,27 +110,28 @@ def compile(  # noqa: A001
         constraints=constraints,
         kernels=kernels,
         compression=compression,
-        fp8=bool(fp8),
+        fp8=fp8,
     )
     if plan is not None:
-        given = Plan.from_file(plan) if isinstance(plan, str) else plan
+        given = as_plan(plan)
         if compression is not None:
             given = replace(given, compression=request.training.compression)
         if fp8 is not None:
             given = replace(given, fp8=fp8)
         request = replace(request.compressed(given.compression), fp8=given.fp8)
-        result = reprice(request, given)
-    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        result = _plan_on_rank_0(request)
+        check_agreement(given, request.constraints, global_batch_size)
+        result = planned_together(request, lambda: reprice(request, given))
     else:
-        result = advised_search(request)
+        result = planned_together(request, lambda: advised_search(request))
     best = result.best
+    check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
     # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
     overlapped, asynchronous = request.overlaps and backend != "inductor", backend == "async-tp"
     lowered = program_of(best, fused=request.kernels, overlapped=overlapped, asynchronous=asynchronous)
-    program = with_backend(lowered, backend)
+    program = with_inputs_of(with_backend(lowered, backend), name_inputs(model, example_inputs, loss_fn))
+    program = mapped(program, lambda each: replace(each, no_evaluation=request.no_evaluation))
     if asynchronous and not has_async_tp(program):
         warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=2)
     if best.plan.fp8 and not count_calls(program):
@@ -141,34 +151,57 @@ def request_of(
     constraints: Mapping[str, Any] | None = None,
     kernels: str = "auto",
     compression: Mapping[str, str] | None = None,
-    fp8: bool = False,
+    fp8: bool | None = False,
 ) -> Request:
     """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
-    if kernels not in KERNEL_CHOICES:
-        raise ConstraintError("kernels is not supported", values=repr(kernels), alternatives="auto, on or off")
-    if precision not in ("fp32", "bf16"):
-        raise ConstraintError("precision is not supported", values=repr(precision), alternatives="fp32 or bf16")
+    check_compile(model, example_inputs, loss_fn, global_batch_size, optimizer, precision, kernels, fp8)
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    check_model(model, dtype)  # before the optimiser is tried on its parameters
+    needs = examine(optimizer or adamw, model)
     coding = Compression.parse(compression)
     cluster = as_cluster(cluster_spec)
     if fp8:
         check_fp8(cluster, precision)
+    warn_of_gradients(model)
     batch = name_inputs(model, example_inputs, loss_fn)
-    rows = global_batch_size or common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
-    dtype = torch.bfloat16 if precision == "bf16" else None
-
-    cuts = find_cuts(model, batch, loss_fn)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    rows = common_batch(tensors) if global_batch_size is None else global_batch_size
+    whole("rows of the batch", rows, 1, TraceError)
+    check_norms(model)
+    cuts = find_cuts(model, batch, loss_fn, dtype)
+    no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
 
     def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
-    traced = BatchedTrace(trace_at)
+    traced = AccumulatingTrace(trace_at, rows)
     limits = Constraints.parse(constraints)
     limits.check(traced(rows))
+    reason = traced.whole_batch_reason(limits.micro_batches or 1)
+    if reason is not None:
+        raise ConstraintError(
+            "the model needs its whole batch at once, in one micro-batch",
+            values=f"micro_batches={limits.micro_batches}, but {reason}",
+            alternatives="micro_batches=1",
+        )
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
-    training = training_of(optimizer or adamw, precision, not is_cpu(first))
+    limits = limited(limits, needs, traced(rows))
+    training = training_of(optimizer or adamw, precision, not is_cpu(first), parameters_of(model))
     training = replace(training, compression=coding)
     fused = kernels == "on" or (kernels == "auto" and not is_cpu(first))
-    return Request(traced, first, rows, precision, training, limits, mixed, fused, fp8)
+    return Request(
+        traced,
+        first,
+        rows,
+        precision,
+        training,
+        limits,
+        mixed,
+        fused,
+        bool(fp8),
+        needs=needs,
+        no_evaluation=no_evaluation,
+    )
 
 
 def advised_search(request: Request) -> SearchResult:
@@ -190,14 +223,28 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
     if plan.fp8:
         check_fp8(request.whole, plan.precision)
     _check_devices(plan, request.whole)
+    if plan.precision != request.precision:
+        raise PlanError(
+            f"{plan.at('precision')}: the plan is for another precision than the program",
+            values=f"{plan.precision}, and {request.precision} is asked for",
+            alternatives=f"precision={plan.precision!r}, or a plan for {request.precision}",
+        )
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
         raise PlanError(
-            "the plan's micro-batches do not divide its batch",
+            f"{plan.at('micro_batches')}: the plan's micro-batches do not divide its batch",
             values={
                 "global_batch_size": plan.global_batch_size,
                 "micro_batches": plan.num_micro_batches,
                 "mesh": str(plan.mesh),
             },
+            alternatives="a batch that is a multiple of micro-batches times data-parallel ranks",
+        )
+    reason = request.trace.whole_batch_reason(plan.num_micro_batches)
+    if reason is not None:
+        raise PlanError(
+            "micro_batches: the model needs its whole batch at once, in one micro-batch",
+            values=f"{plan.num_micro_batches} micro-batches, but {reason}",
+            alternatives="micro_batches: 1",
         )
     graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
     check_pipeline(plan, graph)
@@ -212,7 +259,7 @@ def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
     for seat in plan.seats:
         if seat.group >= len(used):
             raise PlanError(
-                f"{plan.place('', 'pipeline')}: a position is of a group of nodes that the cluster does not have",
+                f"{plan.at('pipeline', 'positions')}: a position is of a group of nodes that the cluster does not have",
                 values=f"group {seat.group} of {cluster}",
                 alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
             )
@@ -221,7 +268,7 @@ def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
         if used[number] != group.num_devices:
             where = f" {group}" if len(used) > 1 else ""
             raise PlanError(
-                f"the plan's mesh does not fill the cluster{where}",
+                f"{plan.at('mesh')}: the plan's mesh does not fill the cluster{where}",
                 values=f"{plan.layout} has {used[number]} ranks for {group.num_devices} devices",
                 alternatives="a cluster of that size, or a new plan",
             )
@@ -236,42 +283,71 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
     starts = [stage.first for stage in pipeline.stages] + [len(blocks)]
     if ends != starts or any(stage.first >= stage.last for stage in pipeline.stages):
         raise PlanError(
-            f"{plan.place('', 'pipeline')}: the stages must follow one another over all blocks of the model",
+            f"{plan.at('pipeline', 'stages')}: the stages must follow one another over all blocks of the model",
             values=", ".join(f"{stage.first}-{stage.last - 1}" for stage in pipeline.stages),
             alternatives=f"ranges from 0 to {len(blocks) - 1} without gaps: " + block_names(blocks),
         )
     known = (*SCHEDULES, "") if pipeline.num_positions == 1 else SCHEDULES
     if pipeline.schedule not in known:
         raise PlanError(
-            "the plan's schedule is not one that autopar has",
+            f"{plan.at('pipeline', 'schedule')}: the plan's schedule is not one that autopar has",
             values=repr(pipeline.schedule),
             alternatives=", ".join(SCHEDULES),
         )
     if pipeline.num_positions > 1:
-        _check_stage_count(pipeline)
-    for stage in pipeline.stages:
+        _check_stage_count(plan)
+    for position, stage in enumerate(pipeline.stages):
         for name, runs in stage.recompute.items():
             count = blocks[stage.first : stage.last].count(name)
             if sum(number for _, number in runs) != count or name not in blocks or name.startswith("top "):
                 raise PlanError(
-                    f"the stage of blocks {stage.first}-{stage.last - 1} has {count} layers {name}",
+                    f"{plan.at('pipeline', 'stages', str(position), 'recompute', name)}: the stage of blocks "
+                    f"{stage.first}-{stage.last - 1} has {count} layers {name}",
                     values=f"recompute: {', '.join(f'{mode} {number}' for mode, number in runs)}",
                     alternatives="a mode for each of its layers, such as full 3, none 5",
                 )
 
 
-def _check_stage_count(pipeline: Pipeline) -> None:
+def _check_stage_count(plan: Plan) -> None:
     """Raises PlanError where the schedule gives the positions another number of stages than the plan has."""
+    pipeline = plan.pipeline
     found, positions = len(pipeline.stages), pipeline.num_positions
     given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
     wanted = len(placement(pipeline.schedule, positions, given))
     if wanted != found:
         raise PlanError(
-            f"the schedule {pipeline.schedule} does not fit the number of stages",
+            f"{plan.at('pipeline', 'schedule')}: {pipeline.schedule} does not fit the number of stages",
             values=f"{found} stages on {positions} positions",
             alternatives=f"{wanted} stages"
             + (" or another multiple of the positions" if given else " (or interleaved, for several per position)"),
         )
+
+
+def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | None) -> None:
+    """Raises PlanError where what a user asks for beside a given plan contradicts it."""
+    pipeline = plan.pipeline
+    modes = {mode for stage in pipeline.stages for runs in stage.recompute.values() for mode, _ in runs} or {"none"}
+    stages = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()} - {0} or {0}
+    pinned: list[tuple[str, object, Any]] = [
+        ("global_batch_size", global_batch_size, plan.global_batch_size),
+        ("micro_batches", limits.micro_batches, plan.num_micro_batches),
+        ("offload", limits.offload, pipeline.offload),
+        ("recompute", limits.recompute, modes.pop() if len(modes) == 1 else modes),
+        ("pp", limits.degrees.get("pp"), pipeline.num_positions),
+    ]
+    if pipeline.num_positions > 1:
+        pinned += [("schedule", limits.schedule, pipeline.schedule), ("chunks", limits.chunks, pipeline.num_chunks)]
+    if plan.mesh.size("dp") > 1:
+        pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
+    if not pipeline.seats:
+        pinned += [(axis, limits.degrees.get(axis), plan.mesh.size(axis)) for axis in ("ddp", "dp", "tp")]
+    for name, asked, given in pinned:
+        if asked is not None and asked != given:
+            raise PlanError(
+                f"{plan.source or 'the plan'} contradicts what is asked for beside it",
+                values=f"{name}={asked or 'none'}, and the plan has {given or 'none'}",
+                alternatives=[f"{name} left out", "a new plan"],
+            )
 
 
 def block_names(blocks: tuple[str, ...]) -> str:
@@ -283,15 +359,42 @@ def block_names(blocks: tuple[str, ...]) -> str:
     return ", ".join(parts)
 
 
-def _plan_on_rank_0(request: Request) -> SearchResult:
-    """Every rank gets rank 0's plan, or its error."""
+def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:
+    """What `plan` gives, under torch.distributed what it gives rank 0: its candidate or its error crosses to all ranks.
+
+    The graph crosses too: of one model two processes may trace graphs whose calls differ in order and name (a set of
+    strings that forward iterates over is ordered by the process's hash seed), and ranks that run different programs
+    wait for each other forever. Raises PlanError on every rank if the models of the ranks differ in more than that.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return plan()
+    outline = outline_of(request.trace(request.global_batch_size))
     message: list[Any] = [None]
+    result: SearchResult | None = None
     if dist.get_rank() == 0:
         try:
-            message = [advised_search(request).best.plan.to_yaml()]
+            result = plan()
+            message = [(result.best, outline)]
         except Exception as error:  # must reach the other ranks, which wait for a plan
             message = [error]
     dist.broadcast_object_list(message, src=0)
     if isinstance(message[0], Exception):
         raise message[0]
-    return reprice(request, Plan.from_yaml(message[0], "the broadcast plan"))
+    best, first = message[0]
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, outline == first)
+    if not all(others):
+        raise PlanError(
+            "the ranks have different models or example inputs",
+            values=f"rank {others.index(False)} differs from rank 0 in parameters, inputs or operators",
+            alternatives="the same model, loss and shapes of a batch on every rank",
+        )
+    return result or SearchResult((best,), (), (), is_given=True)
+
+
+def outline_of(graph: Graph) -> tuple[Any, ...]:
+    """What of a graph does not depend on the order and names of its calls."""
+    nodes = [n for piece in graph.body for n in (piece.layer.nodes if isinstance(piece, LayerRun) else (piece,))]
+    calls = Counter((node.op, node.outputs) for node in nodes)
+    stored = sorted((p.name, p.meta.shape, str(p.meta.dtype), p.is_buffer) for p in graph.parameters)
+    return graph.name, graph.inputs, stored, calls

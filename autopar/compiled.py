@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +25,7 @@ from autopar.lowering.assembly import home_of
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Candidate, Request
+from autopar.scratch import lasting_folder
 from autopar.tracing.trace import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
@@ -105,13 +103,15 @@ class CompiledProgram:
         *,
         device: torch.device | str | None = None,
         max_grad_norm: float | None = None,
+        non_finite: str = "skip",
         seed: int = 0,
         init: Callable[[str, torch.Size, torch.dtype], torch.Tensor] | None = None,
     ) -> Any:
         """This rank's `step`: call it with this rank's batch. Needs a process group of as many ranks as the plan has.
 
         init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
-        with equal results on every rank. Raises WorldSizeError, and AutoparError for meta values without init.
+        with equal results on every rank. non_finite: as in TrainerConfig.
+        Raises WorldSizeError, and AutoparError for meta values without init.
         """
         check_world_size(self.plan)
         self.require_backend()
@@ -123,6 +123,8 @@ class CompiledProgram:
             program,
             mesh,
             optimizer_factory=self._optimizer_factory(package),
+            parameters=importlib.import_module(f"{package.__name__}.runtime.optimizers").parameters_of(self.model),
+            tries_optimizer=False,
             num_micro_batches=self.plan.num_micro_batches,
             schedule=schedule,
             precision=self.plan.precision,
@@ -134,6 +136,7 @@ class CompiledProgram:
             backend=self.backend,
             kernels=self.any_stage.kernels,
             fp8=self.any_stage.fp8,
+            non_finite=non_finite,
         )
         step.load(value_source(self.model, init))
         return step
@@ -158,8 +161,7 @@ class CompiledProgram:
 
     def load_package(self) -> ModuleType:
         """Import the generated folder under a name of its own, so that several programs can live in one process."""
-        home = Path(tempfile.mkdtemp(prefix="autopar_"))
-        Finalize(None, shutil.rmtree, (home, True), exitpriority=0)  # unlike atexit's, also run by a forked rank
+        home = lasting_folder()
         name = f"autopar_program_{next(_numbers)}"
         write_folder(self, home / name, weights=False, tuned=False)
         if torch.cuda.is_available() and (home / name / "kernels").exists():

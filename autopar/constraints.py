@@ -31,6 +31,7 @@ from autopar.placement import Placement, Placements, Stored
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.rules.attention import EXCHANGES
 from autopar.sharding.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
+from autopar.text_files import shown
 from cost_models.schedule import SCHEDULES
 
 _AXES = ("pp", "ddp", "dp", "tp")
@@ -74,6 +75,10 @@ class Constraints:
         """Raises ConstraintError that names the key, its value and what is legal."""
         if isinstance(given, Constraints):
             return given
+        if given is not None and not isinstance(given, Mapping):
+            raise ConstraintError(
+                "constraints are names with values", values=shown(given), alternatives="a dict such as {'tp': 2}"
+            )
         given = dict(given or {})
         known = (*_AXES, *_SCALARS, *_PATTERNS)
         for key in given:
@@ -92,12 +97,12 @@ class Constraints:
         memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
         chunks = _whole("chunks", given["chunks"], 1) if "chunks" in given else None
         words = {name: _word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None}
-        offload = str(given["offload"]) if given.get("offload") is not None else None
-        if offload is not None and not is_offload(offload):
+        offload = given.get("offload")
+        if offload is not None and not (isinstance(offload, str) and is_offload(offload)):
             legal = (*OFFLOADS, "nvme:/a/folder")
-            raise ConstraintError("offload is unknown", values=repr(offload), alternatives=", ".join(legal))
-        patterns = {name: _patterns(name, given.get(name) or {}) for name in _PATTERNS}
-        return cls(
+            raise ConstraintError("offload is unknown", values=shown(offload), alternatives=", ".join(legal))
+        patterns = {name: _patterns(name, given.get(name)) for name in _PATTERNS}
+        found = cls(
             degrees,
             zero,
             micro,
@@ -109,6 +114,35 @@ class Constraints:
             words.get("context"),
             *(patterns[name] for name in _PATTERNS),
         )
+        found._check_together()
+        return found
+
+    def _check_together(self) -> None:
+        """Raises ConstraintError for pins that no plan can have all of."""
+        positions, chunks = self.degrees.get("pp"), self.chunks or 1
+        is_chosen = self.schedule in (None, "interleaved") or (self.schedule == "zero-bubble-v" and chunks == 2)
+        rules = (
+            (positions == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
+            (positions == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
+            (
+                chunks > 1 and not is_chosen,
+                "the schedule interleaved alone has a number of stages per position that can be chosen",
+                f"chunks={chunks}, schedule={self.schedule}",
+            ),
+            (
+                self.offload == "parameters" and self.zero not in (None, 3),
+                "ZeRO-3 alone has shards of parameters that can be offloaded",
+                f"offload=parameters, zero={self.zero}",
+            ),
+            (
+                self.context not in (None, "auto") and self.degrees.get("tp") == 1,
+                "sequences are cut over tp",
+                f"context={self.context}, tp=1",
+            ),
+        )
+        for is_wrong, constraint, values in rules:
+            if is_wrong:
+                raise ConstraintError(constraint, values=values, alternatives="one of the two left out")
 
     def check(self, graph: Graph) -> None:
         """Raises ConstraintError for a pattern that matches nothing, with the nearest names, and for a model without
@@ -220,31 +254,39 @@ def activation_names(graph: Graph) -> set[str]:
 
 def parse_bytes(value: Any) -> int:
     """`"20GiB"`, `"512 MB"` or a number of bytes."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return int(value)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", str(value))
-    if not match or match.group(2).lower() not in _UNITS:
+    number, unit = value, ""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        number, unit = (float(match.group(1)), match.group(2).lower()) if match else (0, "")
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    if not is_number or unit not in _UNITS or number * _UNITS[unit] < 1:
         raise ConstraintError(
-            "memory is a number of bytes", values=repr(value), alternatives='such as "20GiB" or 21474836480'
+            "memory is a number of bytes above 0", values=shown(value), alternatives='such as "20GiB" or 21474836480'
         )
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    return int(number * _UNITS[unit])
 
 
 def _whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConstraintError(f"{name} is a whole number of at least {least}", values=repr(value))
+        raise ConstraintError(
+            f"{name} is a whole number of at least {least}", values=shown(value), alternatives=f"{max(least, 2)}"
+        )
     return value
 
 
 def _word(name: str, value: Any, legal: tuple[str, ...]) -> str:
-    if value not in legal:
-        raise ConstraintError(f"{name} is not one that autopar has", values=repr(value), alternatives=", ".join(legal))
-    return str(value)
+    if not isinstance(value, str) or value not in legal:
+        raise ConstraintError(f"{name} is not one that autopar has", values=shown(value), alternatives=", ".join(legal))
+    return value
 
 
-def _patterns(key: str, given: Mapping[str, Any]) -> tuple[Pattern, ...]:
+def _patterns(key: str, given: Any) -> tuple[Pattern, ...]:
     found = []
-    for glob, wanted in given.items():
+    if given is not None and not isinstance(given, Mapping):
+        raise ConstraintError(
+            f"{key} is a mapping from name patterns", values=shown(given), alternatives='{"*.weight": {"tp": "S(0)"}}'
+        )
+    for glob, wanted in (given or {}).items():
         try:
             pairs = tuple((str(axis), Placement.parse(str(text))) for axis, text in dict(wanted).items())
         except (ValueError, TypeError) as error:

@@ -19,6 +19,7 @@ from autopar.profiling.machine import available_cores, cpu_model, host_memory_by
 from autopar.profiling.processes import run_processes
 from autopar.profiling.profile import BUSY, DEFAULT_CPU_PROCESSES, QUIET_SHARE, Profile, fitted
 from autopar.profiling.samples import Samples
+from autopar.scratch import temporary_folder
 from cost_models import catalog
 from cost_models.machine import Cluster
 
@@ -175,8 +176,8 @@ def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
 
 def measure(num_processes: int) -> Profile:
     """This machine's CPU, shared by so many processes, in less than a minute. Raises ClusterError."""
-    with tempfile.TemporaryDirectory(prefix="autopar-detect-") as folder:
-        raw = Path(folder) / "samples.jsonl"
+    with temporary_folder() as folder:
+        raw = folder / "samples.jsonl"
         run_processes(num_processes, raw, "brief", timeout_seconds=180.0)
         samples = Samples.read(raw)
     if samples is None:

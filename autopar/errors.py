@@ -71,8 +71,28 @@ class InfeasibleError(AutoparError):
         return *super().__reduce__(), {"needed_bytes": self.needed_bytes}
 
 
+class DataError(AutoparError):
+    """A batch is not what the program was made for, or ranks that share its rows were given different ones."""
+
+
+class TrainingError(AutoparError):
+    """Training cannot go on: its loss or gradients are no longer finite."""
+
+
 class WorldSizeError(AutoparError):
     """The number of processes that run differs from the number that was planned for."""
+
+
+class InternalError(AutoparError):
+    """Autopar made something that cannot be right, and found it out before it ran: a bug of ours, not an input."""
+
+
+class OutputError(AutoparError):
+    """A file or folder cannot be written where asked, or is there already and is not autopar's to replace."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint is damaged, belongs to another model, or its folder cannot be used."""
 
 
 def _rebuild(

@@ -7,8 +7,9 @@ Everything after that (rules, strategies, prices, plan, lowering) reads this for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -89,13 +90,18 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer of the user's model under its first name; `aliases` are tied names."""
+    """A parameter or buffer of the user's model under its first name; `aliases` are tied names.
+
+    A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
+    a buffer that counts.
+    """
 
     name: str
     meta: TensorMeta
     aliases: tuple[str, ...] = ()
     is_buffer: bool = False
     persistent: bool = True
+    increment: int | float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +154,25 @@ class LayerRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How several micro-batches make the whole batch's loss, as `sharding/micro_batches.py` has proven it.
+
+    whole: tensors whose value, wherever it is read, is the sum of those of all micro-batches. scales: what an input of
+    a call is multiplied by before the call, by (scope, call, number of the input). loss: what the loss is multiplied
+    by; the step takes the mean over the micro-batches after that.
+    """
+
+    whole: tuple[Ref, ...] = ()
+    scales: Mapping[tuple[str, str, int], Fraction] = field(default_factory=dict)
+    loss: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
-    known: what functions marked `derived` have found out of it.
+    accumulation: of a graph of micro-batches, several of which make the batch. known: what functions marked `derived`
+    have found out of it.
     """
 
     name: str
@@ -161,6 +182,7 @@ class Graph:
     loss: Ref
     batch_size: int
     notes: tuple[str, ...] = field(default=())
+    accumulation: Accumulation | None = None
     known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
@@ -213,3 +235,36 @@ VIEWS = frozenset(
 def base_name(op: str) -> str:
     """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
     return op.split(".")[1].removeprefix("_").removesuffix("_")
+
+
+_COSTLY_OR_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "scaled_dot_product")
+"""In names of operators: calls that are not repeated even where they need no gradient."""
+
+
+def repeated_calls(graph: Graph) -> frozenset[str]:
+    """Names of top-level calls that depend on the batch and on buffers alone and need no gradient.
+
+    They may be made wherever they are needed: by every stage of a pipeline for itself, or before the step.
+    """
+    sources = {i.name for i in graph.inputs} | {p.name for p in graph.parameters if p.is_buffer}
+    found: set[str] = set()
+    for piece in graph.body:
+        if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
+            continue
+        is_plain = not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
+        if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
+            found.add(piece.name)
+    return frozenset(found)
+
+
+def ancestors(graph: Graph, ref: Ref) -> set[str]:
+    """Names of everything at the top level that `ref` is computed from, itself included."""
+    inputs = {piece.name: piece.inputs for piece in graph.body}
+    found: set[str] = set()
+    open_names = [ref.node]
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            open_names += [r.node for r in inputs.get(name, ())]
+    return found

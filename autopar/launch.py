@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import queue
+import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ import torch.distributed as dist
 from autopar.backend import patience_seconds
 from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
+from autopar.scratch import temporary_folder
+from autopar.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
+from autopar.supervise import RankError as RankError
+from codegen.runtime.processes import end_with_parent, join
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
@@ -34,42 +38,41 @@ GROUP_SECONDS = 120.0
 """How long ranks wait for one another in a collective."""
 
 
-class RankError(RuntimeError):
-    """A rank died or raised; the message holds its number and traceback."""
-
-
 def run_ranks(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     num_ranks: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
     group_seconds: float = GROUP_SECONDS,
+    stopped_seconds: float = STOPPED_SECONDS,
 ) -> list[Any]:
     """Call `function(*args)` in num_ranks processes joined by a process group; results by rank.
 
-    Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word or
-    does not answer in time, all in timeout_seconds and within a collective in group_seconds. No process is left behind.
+    Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word, is
+    stopped for stopped_seconds, or does not answer in time, all in timeout_seconds and within a collective in
+    group_seconds. No process is left behind, even if this one is killed.
     """
     context: Any = mp.get_context("fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn")
-    results: Any = context.Queue()
-    with tempfile.TemporaryDirectory(prefix="autopar_ranks_") as folder:
-        store = str(Path(folder) / "store")
-        common = (num_ranks, store, group_seconds, results, function, args)
-        processes = [
-            context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
+    processes: list[Any] = []
+    receivers: list[Connection] = []
+    are_done = False
+    with temporary_folder() as folder, ending_on_sigterm():
         try:
-            return _collect(processes, results, timeout_seconds)
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                common = (num_ranks, str(folder / "store"), group_seconds, os.getpid(), sender, function, args)
+                # Not a daemon: a rank may have processes of its own, such as a DataLoader's workers.
+                process = context.Process(target=_rank_main, args=(rank, *common), daemon=False)
+                process.start()
+                # Before the next one is forked: only its own rank holds a pipe open, so that its death closes it.
+                sender.close()
+                processes.append(process)
+                receivers.append(receiver)
+            found = collect(processes, receivers, timeout_seconds, stopped_seconds)
+            are_done = True
+            return found
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.terminate()
-            for process in processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
+            end(processes, are_done)
 
 
 def group_seconds(compiled: CompiledProgram) -> float:
@@ -77,43 +80,20 @@ def group_seconds(compiled: CompiledProgram) -> float:
     return max(GROUP_SECONDS, patience_seconds(compiled.program))
 
 
-def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_seconds
-    while len(found) < len(processes):
-        try:
-            rank, outcome, value = results.get(timeout=0.2)
-        except queue.Empty:
-            silent = [r for r, p in enumerate(processes) if r not in found and p.exitcode not in (None, 0)]
-            if silent:
-                raise RankError(f"rank {silent[0]} died with exit code {processes[silent[0]].exitcode}") from None
-            if time.monotonic() > deadline:
-                missing = [r for r in range(len(processes)) if r not in found]
-                raise RankError(f"ranks {missing} gave no answer in {timeout_seconds:.0f} s") from None
-            continue
-        if outcome == "error":
-            if isinstance(value, AutoparError):
-                raise value
-            time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-            died = [
-                f"rank {r} died with exit code {p.exitcode}; "
-                for r, p in enumerate(processes)
-                if p.exitcode not in (None, 0)
-            ]
-            raise RankError(f"{''.join(died)}rank {rank}: {value}")
-        found[rank] = value
-    return [found[rank] for rank in range(len(processes))]
-
-
 def _rank_main(
     rank: int,
     num_ranks: int,
     store: str,
     group_seconds: float,
-    results: Any,
+    parent: int,
+    sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    end_with_parent(parent)
+    # Ctrl-C reaches every process of a terminal: the parent's answer to it ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    exit_on(signal.SIGTERM)
     torch.set_num_threads(1)
     try:
         backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
@@ -125,14 +105,16 @@ def _rank_main(
         )
         value = function(*args)
         dist.barrier()
-        results.put((rank, "ok", value))
+        sender.send(("ok", value))
     except AutoparError as error:
-        results.put((rank, "error", error))
+        sender.send(("error", error))
+    except SystemExit:
+        raise
     except BaseException:
-        results.put((rank, "error", traceback.format_exc()))
+        sender.send(("error", traceback.format_exc()))
     finally:
-        results.close()
-        results.join_thread()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, and has files to remove
+        sender.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -185,7 +167,7 @@ def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    join("nccl" if on_gpu else "gloo")
     try:
         result = function(compiled.build(), *args)
         dist.barrier()  # a rank that leaves while others still use their connections to it can abort

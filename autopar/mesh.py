@@ -13,6 +13,9 @@ from dataclasses import dataclass
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
 """Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism."""
 
+SEARCHED_AXES = ("pp", "ddp", "dp", "tp")
+"""Axes that a plan can have; the others are predicted for given strategies."""
+
 DATA_AXES = ("ddp", "dp")
 """Axes that shard the batch. ZeRO shards over `dp` alone; over `ddp` are copies of its shards."""
 
@@ -73,8 +76,10 @@ class Mesh:
         """`"dp2 x tp4"` -> Mesh. Axes of size 1 are dropped; raises ValueError with the form on bad input."""
         if text.strip() == "single":
             return cls((), ())
-        pairs = [re.fullmatch(r"([a-z]+)(\d+)", part.strip()) for part in text.split("x ")]
+        pairs = [re.fullmatch(r"([a-z]+)([0-9]{1,9})", part.strip()) for part in text.split("x ")]
         if not all(pairs):
             raise ValueError(f"not a mesh: {text!r}; write axes and sizes, for example 'dp2 x tp4', or 'single'")
         named = [(m.group(1), int(m.group(2))) for m in pairs if m]
+        if any(n < 1 for _, n in named):
+            raise ValueError(f"an axis has one rank at least, got {text!r}")
         return cls(tuple(a for a, n in named if n > 1), tuple(n for _, n in named if n > 1))

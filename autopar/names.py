@@ -6,12 +6,14 @@ its operator's name without torch's numbering where that is free.
 
 from __future__ import annotations
 
-import keyword
+import unicodedata
 from collections.abc import Sequence
 from itertools import groupby
 
 from autopar.graph import Graph, LayerRun, Node, Ref, base_name
 from autopar.sharding.strategies import Scope
+from codegen.names import is_plain_name
+from codegen.runtime.names import ARGUMENTS, argument
 
 _RESHAPING = frozenset(
     [
@@ -29,50 +31,7 @@ _RESHAPING = frozenset(
     ]
 )
 
-RESERVED = frozenset(
-    [
-        "self",
-        "torch",
-        "F",
-        "nn",
-        "ddp",
-        "dp",
-        "tp",
-        "cp",
-        "ep",
-        "pp",
-        "layer",
-        "mesh",
-        "hidden",
-        "num_targets",
-        "dropout",
-        "attention",
-        "context_attention",
-        "vocab_embedding",
-        "cross_entropy",
-        "count_valid",
-        "arange",
-        "rms_norm",
-        "swiglu",
-        "deferred",
-        "overlapped",
-        "async_tp",
-        "token_losses",
-        "Layout",
-        "Module",
-        "Param",
-        "slice",
-        "sum",
-        "min",
-        "max",
-        "abs",
-        "pow",
-        "type",
-        "range",
-        "len",
-        "tuple",
-    ]
-)
+RESERVED = ARGUMENTS | {"hidden"}
 """What generated code uses itself, and built-ins that a variable should not hide."""
 
 _SHORT = {
@@ -101,7 +60,7 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
     taken = set(RESERVED) - {"hidden"} if scope.layer or "hidden" in entering else set(RESERVED)
     names: dict[Ref, str] = {}
     for name in entering:
-        names[Ref(name)] = _unique(name, taken)
+        names[Ref(name)] = _unique(name if scope.layer else argument(name), taken)
     wishes = _module_wishes(scope.nodes)
     pieces = scope.nodes if scope.layer else graph.body
     uses = _uses(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
@@ -175,9 +134,11 @@ def _module_wishes(nodes: tuple[Node, ...]) -> dict[str, str]:
 
 
 def _unique(wish: str, taken: set[str]) -> str:
-    base = "".join(c if c.isalnum() or c == "_" else "_" for c in wish)
-    if keyword.iskeyword(base) or not base or base[0].isdigit():
-        base = f"{base}_"
+    base = "".join(c if f"_{c}".isidentifier() else "_" for c in unicodedata.normalize("NFKC", wish))
+    if base[:1].isdigit():
+        base = f"n{base}"
+    elif not is_plain_name(base) or base.startswith("__"):
+        base = f"{base.lstrip('_')}_"
     name, count = base, 2
     while name in taken:
         name, count = f"{base}_{count}", count + 1

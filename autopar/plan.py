@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Placements, Stored
 from autopar.seats import Seat, seats_text
 
+PRECISIONS = ("fp32", "bf16")
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")
 """What becomes of a layer's activations until its backward: kept, held by the host, partly or wholly computed again."""
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -27,7 +28,7 @@ OFFLOADS = ("none", "optimizer", "parameters")
 
 def is_offload(text: str) -> bool:
     """Whether `text` is one of OFFLOADS or names a folder."""
-    return text in OFFLOADS or text.startswith("nvme:/")
+    return text in OFFLOADS or (text.startswith("nvme:/") and text.isprintable())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,13 @@ class Plan:
 
     def place(self, scope: str, *path: str) -> str:
         """`plan.yaml, line 12: layers.Block.calls.linear`, or without the line for a plan that was not read."""
-        full = (("layers", scope) if scope else ("top",)) + path
-        line = next((self.lines[full[:n]] for n in range(len(full), 0, -1) if full[:n] in self.lines), None)
-        return ("" if line is None else f"{self.source}, line {line}: ") + ".".join(full)
+        return self.at(*(("layers", scope) if scope else ("top",)), *path)
+
+    def at(self, *path: str) -> str:
+        """The same for any key: `plan.yaml, line 3: pipeline.stages`."""
+        line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
+        line = 1 if line is None and self.lines else line
+        return ("" if line is None else f"{self.source}, line {line}: ") + ".".join(path)
 
     def to_yaml(self) -> str:
         """The file's text; `Plan.from_yaml` reads it back to an equal plan."""
@@ -175,10 +180,9 @@ class Plan:
     @classmethod
     def from_file(cls, path: str | Path) -> Plan:
         """`from_yaml` of a file. Raises PlanError, also where it cannot be read."""
-        try:
-            return cls.from_yaml(Path(path).read_text(encoding="utf-8"), str(path))
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {path}", values=str(error)) from None
+        from autopar.text_files import read_text
+
+        return cls.from_yaml(read_text(path, PlanError), str(path))
 
 
 def layout_text(num_positions: int, mesh: Mesh) -> str:

@@ -45,11 +45,12 @@ class TrainingProgress:
     ) -> None:
         self.bar.stop()
 
-    def advance(self, step: int, loss: float, seconds: float) -> None:
-        """`step` steps are done; the last had `loss` and took `seconds`."""
+    def advance(self, step: int, loss: float, seconds: float, num_skipped: int = 0) -> None:
+        """`step` steps are done, of which num_skipped made no update; the last had `loss` and took `seconds`."""
         predicted = f" (predicted {seconds_text(self.predicted_seconds)})" if self.predicted_seconds else ""
         speed = f"{count_text(self.num_items / seconds)} {self.unit}/s"
         figures = f"loss {loss:.4f}  {speed}  {seconds_text(seconds)}/step{predicted}"
+        figures += f"  {num_skipped} skipped (not finite)" if num_skipped else ""
         if self.is_bar:
             self.bar.update(self.task, completed=step, figures=figures)
         elif self.log_every and (step % self.log_every == 0 or step == self.steps):

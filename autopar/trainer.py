@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from autopar.errors import ConstraintError
+from autopar.text_files import read_mapping
 from cost_models.mixed import AnyCluster
 
 if TYPE_CHECKING:
@@ -25,9 +24,10 @@ if TYPE_CHECKING:
 
     from autopar.compiled import CompiledProgram
 
-Batch = Mapping[str, Any]
+Batch = Mapping[str, Any] | tuple[Any, ...]
 Batches = Callable[[int], Iterator[Batch]] | Iterable[Batch]
-"""Whole global batches: `start_sample -> iterator from that sample on`, or something that can be iterated anew."""
+"""Whole global batches, equal on every rank: `start_sample -> iterator from that sample on`, or something that can be
+iterated anew, such as a DataLoader (which gives tuples as lists)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,12 @@ class TrainerConfig:
     fp8: linear layers multiply in e4m3, as in autopar.compile (a plan file's own by default).
     backend: "eager", "inductor", which compiles the layers, or "async-tp", as in autopar.compile.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
+    keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption rates and other
+    settings of the optimiser are this configuration's; only what training itself changed in them continues.
     log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
+    non_finite: what a step does whose loss or gradient norm is inf or nan: "skip" leaves parameters, optimiser state
+    and buffers as they are (more than ten in a row stop the run), "stop" ends the run at once, "ignore" trains on.
+    Checkpoints are only written of finite parameters, whatever it is.
     measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
     """
 
@@ -58,23 +63,44 @@ class TrainerConfig:
     fp8: bool | None = None
     backend: str = "eager"
     max_grad_norm: float | None = None
+    non_finite: str = "skip"
     seed: int = 0
     constraints: Mapping[str, Any] | None = None
     plan: str | None = None
     checkpoint_directory: str | None = None
     checkpoint_every: int = 0
+    keep_checkpoints: int = 2
     log_every: int = 10
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("checkpoint_every", 0), ("log_every", 0)):
+        for name, (least, may_be_none) in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
+            if value is None and may_be_none:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConstraintError(f"{name} is a whole number of at least {least}", values=repr(value))
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-                raise ConstraintError(f"{name} is a number of at least 0", values=repr(value))
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ConstraintError(f"{name} is a finite number of at least 0", values=repr(value))
+        norm = self.max_grad_norm
+        if norm is not None and (not _is_number(norm) or not norm > 0):
+            raise ConstraintError("max_grad_norm is a number above 0, or None for no clipping", values=repr(norm))
+        for name in ("auto_parallel", "measure_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
+        for name, legal in _CHOICES.items():
+            if getattr(self, name) not in legal:
+                raise ConstraintError(
+                    f"{name} is not supported", values=repr(getattr(self, name)), alternatives=", ".join(legal)
+                )
+        for name in ("plan", "checkpoint_directory"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (str, Path)) and str(value)):
+                raise ConstraintError(f"{name} is a path", values=repr(value))
+        if not self.cluster:
+            raise ConstraintError("cluster names one", values=repr(self.cluster), alternatives="detect, 2 cpu")
         if self.checkpoint_every and not self.checkpoint_directory:
             raise ConstraintError("checkpoint_every needs checkpoint_directory", values=str(self.checkpoint_every))
 
@@ -97,13 +123,37 @@ class TrainerConfig:
         return cls.from_mapping(read_mapping(path), str(path))
 
 
+_WHOLE_NUMBERS = {
+    "steps": (0, False),
+    "checkpoint_every": (0, False),
+    "keep_checkpoints": (2, False),
+    "log_every": (0, False),
+    "seed": (0, False),
+    "global_batch_size": (1, True),
+    "num_processes": (1, True),
+}
+"""Field -> the least value, and whether it may be None."""
+
+_CHOICES = {
+    "precision": ("fp32", "bf16"),
+    "backend": ("eager", "inductor", "async-tp"),
+    "non_finite": ("skip", "stop", "ignore"),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainResult:
     """What a run did.
 
-    losses: of each step from `first_step` (0 unless resumed) on. step_seconds: median without the first steps.
+    losses: of each step from `first_step` (0 unless resumed) on, inf or nan where it was skipped.
+    step_seconds: median without the first steps.
     peak_bytes: per rank, of tensors; empty if not measured. num_samples: rows trained on so far. checkpoint: the last
-    one written or resumed from. program: None for a plain run.
+    one written or resumed from. num_skipped: steps without an update, since loss or gradients were not finite.
+    program: None for a plain run.
     """
 
     losses: tuple[float, ...]
@@ -112,15 +162,16 @@ class TrainResult:
     peak_bytes: tuple[int, ...]
     num_samples: int
     checkpoint: Path | None = None
+    num_skipped: int = 0
     program: CompiledProgram | None = None
 
 
 class Trainer:
     """Trains `model` on `batches`: `Trainer(model, config, batches).fit()`.
 
-    model: on CPU, with values; a plain run changes it, an auto-parallel run does not. batches: whole global batches,
-    equal on every rank. loss_fn: as in autopar.compile. optimizer: a factory `params -> torch.optim.Optimizer`, AdamW
-    with the configuration's rate and decay by default. Where processes are spawned (GPUs), all must be picklable.
+    model: on CPU, with values; `fit` leaves the trained ones in it, on every rank that a launcher started. batches:
+    whole global batches, equal on every rank. loss_fn, optimizer: as in autopar.compile, but for AdamW, which has the
+    configuration's rate and decay. Where processes are spawned (GPUs), all must be picklable.
     """
 
     def __init__(
@@ -137,6 +188,9 @@ class Trainer:
                 values=type(batches).__name__,
                 alternatives="a function start_sample -> iterator, a list, or a DataLoader",
             )
+        from autopar.loaders import check_batches
+
+        check_batches(batches, config.global_batch_size)
         self.model, self.config, self.batches, self.loss_fn = model, config, batches, loss_fn
         self.optimizer = optimizer
         self._program: CompiledProgram | None = None
@@ -158,7 +212,10 @@ class Trainer:
         continues from the last checkpoint.
         """
         from autopar import training
+        from autopar.outputs import require_folder
 
+        if self.config.checkpoint_directory is not None:
+            require_folder(Path(self.config.checkpoint_directory))
         if not self.config.auto_parallel:
             return training.fit_plain(self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory())
         if training.under_launcher():
@@ -171,20 +228,3 @@ class Trainer:
         from autopar.costs.updates import DefaultAdamW
 
         return self.optimizer or DefaultAdamW(self.config.learning_rate, self.config.weight_decay)
-
-
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML or TOML file. Raises ConstraintError with the line of what cannot be read."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConstraintError(f"cannot read {path}", values=error.strerror or str(error)) from None
-    try:
-        data = tomllib.loads(text) if str(path).endswith(".toml") else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise ConstraintError(f"cannot read {path}", values=str(error)) from None
-    if not isinstance(data, dict):
-        raise ConstraintError(
-            f"{path} is no configuration", values=type(data).__name__, alternatives="name: value lines"
-        )
-    return data

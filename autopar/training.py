@@ -9,10 +9,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,18 @@ from autopar.compile import compile
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, DataError, TrainingError
 from autopar.launch import group_seconds, run_ranks
+from autopar.loaders import named_batch, num_rows
 from autopar.progress import TrainingProgress
+from autopar.scratch import temporary_folder
 from autopar.tracing.trace import _LossModule, name_inputs
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
+from autopar.weights import read_values, set_values, write_values
+from codegen.runtime.checkpoint_files import settings_of
+from codegen.runtime.guard import Guard, NonFinite
+from codegen.runtime.optimizers import call
+from codegen.runtime.processes import join
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
 
@@ -47,10 +54,18 @@ class Learner(Protocol):
     def num_steps(self) -> int:
         """Steps done so far."""
 
-    def __call__(self, batch: Batch, /) -> float:
-        """Train one step on a whole global batch; the global mean loss."""
+    @property
+    def num_skipped(self) -> int:
+        """Steps without an update."""
 
-    def save(self, directory: Path) -> None: ...
+    def check(self) -> None:
+        """Raises CheckpointError, after a step, if the optimiser's state could not be saved."""
+
+    def __call__(self, batch: Batch, /) -> float:
+        """Train one step on a whole global batch; the global mean loss. Raises FloatingPointError to stop."""
+
+    def save(self, directory: Path) -> None:
+        """Raises FloatingPointError where a parameter is inf or nan."""
 
     def load(self, directory: Path) -> None: ...
 
@@ -68,7 +83,7 @@ def process_group() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    join("nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield
         dist.barrier()  # a rank that leaves while others still use their connections to it can abort
@@ -94,7 +109,7 @@ def compile_program(
     return compile(
         model,
         cluster,
-        example_inputs=next(batches_from(batches, 0, 1)),
+        example_inputs=first_batch(batches, config),
         loss_fn=loss_fn,
         global_batch_size=config.global_batch_size,
         optimizer=optimizer,
@@ -120,27 +135,40 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 
 
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
-    """Start the program's ranks on this machine and train."""
+    """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     program.require_backend()
     ranks, patience = program.plan.num_ranks, group_seconds(program)
-    results: list[TrainResult] = run_ranks(fit_rank, (program, config, batches), ranks, math.inf, patience)
+    with temporary_folder() as folder:
+        args = (program, config, batches, folder)
+        results: list[TrainResult] = run_ranks(fit_rank, args, ranks, math.inf, patience)
+        set_values(program.model, read_values(folder))
     peaks = tuple(peak for result in results for peak in result.peak_bytes)
     return replace(results[0], peak_bytes=peaks, program=program)
 
 
 def fit_ranks(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
-    """Train as one rank of those that a launcher started; every rank gets the same result."""
+    """Train as one rank of those that a launcher started; every rank gets the same result and trained model."""
     mine = fit_rank(program, config, batches)
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, mine.peak_bytes)
     return replace(mine, peak_bytes=tuple(itertools.chain(*peaks)), program=program)
 
 
-def fit_rank(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
-    """This rank's part of the training; peak_bytes holds its own figure."""
+def fit_rank(
+    program: CompiledProgram, config: TrainerConfig, batches: Batches, trained: Path | None = None
+) -> TrainResult:
+    """This rank's part of the training; peak_bytes holds its own figure.
+
+    trained: where rank 0 leaves the trained values for another process; None puts them into this one's model.
+    """
     with _Memory(config.measure_memory) as memory:
         learner = _Ranks(program, config)
-        return _loop(learner, config, batches, program.plan.global_batch_size, memory, program)
+        result = _loop(learner, config, batches, program.plan.global_batch_size, memory, program)
+    if trained is not None:
+        write_values(learner.step.whole_tensors(rank0_only=True), trained)
+    else:
+        set_values(program.model, learner.step.whole_tensors())
+    return result
 
 
 def fit_plain(
@@ -151,11 +179,22 @@ def fit_plain(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> TrainResult:
     """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
-    first = next(batches_from(batches, 0, 1))
-    rows = config.global_batch_size or _rows(first)
+    rows = num_rows(first_batch(batches, config))
     with _Memory(config.measure_memory) as memory:
         learner = _Plain(model, loss_fn, optimizer, config, rows)
         return _loop(learner, config, batches, rows, memory, None)
+
+
+def first_batch(batches: Batches, config: TrainerConfig) -> Any:
+    """Of the batches, which have the rows of a whole step. Raises ConstraintError, DataError."""
+    first = named_batch(next(batches_from(batches, 0, 1)))
+    rows = num_rows(first)
+    if config.global_batch_size not in (None, rows):
+        raise ConstraintError(
+            "a batch has the rows of the whole step, over all ranks",
+            values=f"{rows} rows, global_batch_size={config.global_batch_size}",
+        )
+    return first
 
 
 def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterator[Batch]:
@@ -185,31 +224,51 @@ def _loop(
     program: CompiledProgram | None,
 ) -> TrainResult:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    checkpoint = checkpoints.latest(config.checkpoint_directory)
-    if checkpoint is not None:
-        learner.load(checkpoint)
-    first = learner.num_steps
-    source = batches_from(batches, learner.num_samples, batch_size)
     losses: list[float] = []
     seconds: list[float] = []
     with contextlib.ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(checkpoints.locked(config.checkpoint_directory))
+        checkpoint = checkpoints.resume(config.checkpoint_directory, learner.load, rank == 0)
+        first = learner.num_steps
+        source = batches_from(batches, learner.num_samples, batch_size)
         progress: TrainingProgress | None = None
         for done in range(first + 1, config.steps + 1):
-            batch = next(source)
+            batch = named_batch(next(source))
             if rank == 0 and progress is None:
                 progress = stack.enter_context(_progress(batch, config, first, program))
             started = time.perf_counter()
-            losses.append(learner(batch))
+            with _stopping(checkpoint):
+                losses.append(learner(batch))
+            if done == first + 1 and config.checkpoint_directory:
+                learner.check()
             seconds.append(time.perf_counter() - started)
             memory.after_step(done - first)
             if progress is not None:
-                progress.advance(done, losses[-1], seconds[-1])
+                progress.advance(done, losses[-1], seconds[-1], learner.num_skipped)
             if config.checkpoint_directory and (done == config.steps or _is_due(done, config.checkpoint_every)):
-                checkpoint = checkpoints.write(config.checkpoint_directory, done, learner.save, rank == 0, _barrier)
+                with _stopping(checkpoint):
+                    checkpoint = checkpoints.write(
+                        config.checkpoint_directory, done, learner.save, rank == 0, _barrier, config.keep_checkpoints
+                    )
     steady = seconds[WARM_STEPS:] or seconds
     median = statistics.median(steady) if steady else 0.0
     peaks = () if memory.peak_bytes is None else (memory.peak_bytes,)
-    return TrainResult(tuple(losses), first, median, peaks, learner.num_samples, checkpoint)
+    return TrainResult(tuple(losses), first, median, peaks, learner.num_samples, checkpoint, learner.num_skipped)
+
+
+@contextlib.contextmanager
+def _stopping(checkpoint: Path | None) -> Iterator[None]:
+    """Raises TrainingError, with what to go on from, for numbers that are no longer finite."""
+    try:
+        yield
+    except FloatingPointError as error:
+        kept = f"the last checkpoint, {checkpoint}, is from before" if checkpoint else "there is no checkpoint"
+        raise TrainingError(
+            "training stopped: its numbers are no longer finite",
+            values=f"{error}; {kept}",
+            alternatives=["a lower learning_rate, max_grad_norm=1.0, other data", "non_finite='skip' to pass over it"],
+        ) from None
 
 
 def _is_due(done: int, every: int) -> bool:
@@ -222,20 +281,17 @@ def _barrier() -> None:
 
 
 def _progress(batch: Batch, config: TrainerConfig, first: int, program: CompiledProgram | None) -> TrainingProgress:
-    tokens = max((v.numel() for v in batch.values() if is_token_tensor(v)), default=0)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    tokens = max((v.numel() for v in values if is_token_tensor(v)), default=0)
     label = program.plan.layout if program else "one process"
     predicted = program.plan.prediction.step_seconds if program else 0.0
-    items, unit = (tokens, "tokens") if tokens else (_rows(batch), "samples")
+    items, unit = (tokens, "tokens") if tokens else (num_rows(batch), "samples")
     return TrainingProgress(label, config.steps, first, items, unit, predicted, config.log_every)
 
 
 def is_token_tensor(value: Any) -> bool:
     """Whether an input looks like token numbers: integers in two dimensions."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
-
-
-def _rows(batch: Batch) -> int:
-    return next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
 
 
 class _Memory:
@@ -273,9 +329,10 @@ class _Ranks:
 
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
         self.program = program
-        self.step = program.build(max_grad_norm=config.max_grad_norm, seed=config.seed)
+        self.step = program.build(max_grad_norm=config.max_grad_norm, non_finite=config.non_finite, seed=config.seed)
         package = type(self.step).__module__.rpartition(".")[0]
         self.checkpoint = importlib.import_module(f"{package}.checkpoint")
+        self.batch_error = importlib.import_module(f"{package}.batch").BatchError
 
     @property
     def num_samples(self) -> int:
@@ -285,14 +342,28 @@ class _Ranks:
     def num_steps(self) -> int:
         return int(self.step.rng.step)
 
+    @property
+    def num_skipped(self) -> int:
+        return int(self.step.guard.num_skipped)
+
     def __call__(self, batch: Batch) -> float:
-        return float(self.step(self.program.local_batch(batch)))
+        try:
+            return float(self.step(self.step.local_batch(name_inputs(self.program.model, batch, self.program.loss_fn))))
+        except self.batch_error as error:
+            raise DataError(str(error)) from None
+
+    def check(self) -> None:
+        with checkpoints.readable(self.checkpoint):
+            self.checkpoint.check(self.step)
 
     def save(self, directory: Path) -> None:
-        self.checkpoint.save(self.step, directory)
+        others, notes = checkpoints.state_of(self.program.model), {"plan": self.program.plan.to_yaml()}
+        with checkpoints.readable(self.checkpoint):
+            self.checkpoint.save(self.step, directory, others=others, notes=notes)
 
     def load(self, directory: Path) -> None:
-        self.checkpoint.load(self.step, directory)
+        with checkpoints.readable(self.checkpoint):
+            self.checkpoint.load(self.step, directory, others=checkpoints.state_of(self.program.model))
 
 
 @dataclass
@@ -307,6 +378,10 @@ class _Plain:
     num_samples: int = 0
     num_steps: int = 0
 
+    @property
+    def num_skipped(self) -> int:
+        return self.guard.num_skipped
+
     def __post_init__(self) -> None:
         if self.config.precision != "fp32":
             raise ConstraintError("a plain run is in fp32", values=self.config.precision, alternatives="auto_parallel")
@@ -319,25 +394,39 @@ class _Plain:
         if self.config.backend != "eager":
             raise ConstraintError("a plain run is eager", values=self.config.backend, alternatives="auto_parallel")
         self.model.train()
-        self.optimizer = self.factory([p for p in self.model.parameters() if p.requires_grad])
+        config = self.config
+        self.guard = Guard(
+            cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]
+        )
+        self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
+        self.settings = settings_of(self.optimizer)
 
     def __call__(self, batch: Batch) -> float:
         named = name_inputs(self.model, batch, self.loss_fn)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # also what the optimiser leaves out
+        self.guard.before_forward()
         with SameDropout(self.config.seed, self.num_steps):
             loss = _LossModule(self.model, self.loss_fn, tuple(named))(**named)
         loss.backward()
-        if self.config.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        self.optimizer.step()
+        self.guard.after_backward(loss)
+        clip = self.config.max_grad_norm or math.inf
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if not self.guard.is_on or self.guard.lets_pass(norm):
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
+            self.optimizer.step()
         self.num_steps += 1
         self.num_samples += self.batch_size
         return float(loss.detach())
 
+    def check(self) -> None:
+        checkpoints.check_plain(self.model, self.optimizer)
+
     def save(self, directory: Path) -> None:
+        if not all(torch.isfinite(p.detach()).all() for p in self.model.parameters()):
+            raise FloatingPointError("some parameters are inf or nan")
         progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
-        checkpoints.save_plain(self.model, self.optimizer, progress, directory)
+        checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings)
 
     def load(self, directory: Path) -> None:
-        progress = checkpoints.load_plain(self.model, self.optimizer, directory)
+        progress = checkpoints.load_plain(self.model, self.optimizer, directory, self.settings)
         self.num_steps, self.num_samples = progress["step"], progress["num_samples"]

@@ -20,90 +20,32 @@ distance is reported beside the error, and an error of at most FLOORS of them is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.arguments import check_verify
 from autopar.compile import compile
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
-from autopar.fp8 import EXACT, tolerance
+from autopar.fp8 import tolerance
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
 from autopar.tracing.trace import _LossModule, name_inputs
+from autopar.verify_report import VerifyReport
+from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
 
 ROUND_OFF = 1e-3
 NO_DIGIT = 0.1
 VANISHING = 1e-12
-FLOORS = 4.0
-RESOLUTION = 2.0**-23
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """Largest relative errors over all steps, and where they are.
-
-    gradients, parameters: error by name (parameters after the last step). gradient_floors, floors: the reference's own
-    error against the same training in fp64. round_off: names left out by the rule. losses: (program, reference) of
-    each step. tolerance: what may be expected of the program (autopar/fp8.py).
-    """
-
-    loss: float
-    gradients: Mapping[str, float]
-    parameters: Mapping[str, float]
-    gradient_floors: Mapping[str, float]
-    floors: Mapping[str, float]
-    round_off: tuple[str, ...]
-    losses: tuple[tuple[float, float], ...]
-    mesh: str
-    tolerance: float = EXACT
-
-    @property
-    def largest_gradient(self) -> float:
-        return max(self.gradients.values(), default=0.0)
-
-    @property
-    def largest_parameter(self) -> float:
-        return max(self.parameters.values(), default=0.0)
-
-    def ok(self, tolerance: float | None = None) -> bool:
-        """Whether every error is within `tolerance` (by default the report's), or FLOORS times the reference's own."""
-        tolerance = self.tolerance if tolerance is None else tolerance
-        return self.loss <= tolerance and not self.beyond(tolerance)
-
-    def beyond(self, tolerance: float = 1e-5) -> tuple[str, ...]:
-        """Tensors that are off by more than `tolerance` and by more than the reference's own round-off explains.
-
-        A tolerance below fp32's resolution is taken literally: round-off then explains nothing.
-        """
-        factor = FLOORS if tolerance >= RESOLUTION else 0.0
-        return tuple(n for n, error, floor in self._errors() if error > max(tolerance, factor * floor))
-
-    def explained(self, tolerance: float = 1e-5) -> tuple[str, ...]:
-        """Tensors that are off by more than `tolerance`, as the reference itself is."""
-        outside = set(self.beyond(tolerance))
-        return tuple(dict.fromkeys(n for n, error, _ in self._errors() if error > tolerance and n not in outside))
-
-    def _errors(self) -> Iterator[tuple[str, float, float]]:
-        """(name, error, the reference's own error) of all gradients and parameters."""
-        for errors, floors in ((self.gradients, self.gradient_floors), (self.parameters, self.floors)):
-            yield from ((name, error, floors[name]) for name, error in errors.items())
-
-    def __str__(self) -> str:
-        def worst(errors: Mapping[str, float]) -> str:
-            name = max(errors, key=lambda n: errors[n], default="-")
-            return f"{errors.get(name, 0.0):.2e} ({name})"
-
-        left_out = f"; pure round-off, left out: {', '.join(self.round_off)}" if self.round_off else ""
-        return (
-            f"{self.mesh}: largest relative error of the loss {self.loss:.2e}, of a gradient {worst(self.gradients)}, "
-            f"of a parameter after {len(self.losses)} steps {worst(self.parameters)}{left_out}"
-        )
+STILL = 1e-7
+"""A loss that changes by less than this share over the steps does not move."""
 
 
 def verify(
@@ -124,7 +66,7 @@ def verify(
     max_grad_norm: float | None = None,
     seed: int = 0,
 ) -> VerifyReport:
-    """Compile, run `steps` steps in real processes and on one, and compare loss, gradients and parameters.
+    """Compile, run `steps` steps in real processes and on one, and compare loss, gradients, parameters and buffers.
 
     Arguments as autopar.compile; optimizer defaults to SGD with momentum. Each step uses the batch with its rows
     rotated by one more. Runs on this machine, so the cluster must be as many ranks as it can hold.
@@ -156,6 +98,7 @@ def verify_program(
     seed: int = 0,
 ) -> VerifyReport:
     """`verify` of a program that is compiled already."""
+    check_verify(steps, max_grad_norm, seed)
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
     args = (compiled, batches, max_grad_norm, seed)
@@ -187,64 +130,132 @@ def _compare(
     compiled: CompiledProgram, batches: list[dict[str, Any]], max_grad_norm: float | None, seed: int
 ) -> VerifyReport | None:
     """On every rank: run the program; rank 0 also runs the references and returns the report."""
-    step = compiled.build(max_grad_norm=max_grad_norm, seed=seed)
-    is_first = dist.get_rank() == 0
-    reference = _Reference(compiled, max_grad_norm, seed) if is_first else None
-    exact = _Reference(compiled, max_grad_norm, seed, torch.float64) if is_first else None
-    loss_errors, losses = [], []
-    noise: dict[str, torch.Tensor] = {}
-    round_off: set[str] = set()
-    gradient_errors: dict[str, float] = {}
-    gradient_floors: dict[str, float] = {}
+    step = compiled.build(max_grad_norm=max_grad_norm, non_finite="ignore", seed=seed)
+    found = _Comparison(compiled, max_grad_norm, seed) if dist.get_rank() == 0 else None
     for batch in batches:
         loss = float(step.forward_backward(compiled.local_batch(batch)))
         gradients = step.gradients()
-        if reference is not None and exact is not None:
-            exact.forward_backward(batch)
-            expected = reference.forward_backward(batch)
-            loss_errors.append(abs(loss - expected) / max(abs(expected), 1e-30))
-            losses.append((loss, expected))
-            for name, (own_error, mask) in reference.round_off(batch).items():
-                round_off |= {name} if own_error > ROUND_OFF else set()
-                noise[name] = noise[name] | mask if name in noise else mask
-            truth = exact.gradients()
-            for name, gradient in reference.gradients().items():
-                error = relative_error(gradients[name], gradient)
-                gradient_errors[name] = max(gradient_errors.get(name, 0.0), error)
-                floor = relative_error(gradient, truth[name])
-                gradient_floors[name] = max(gradient_floors.get(name, 0.0), floor)
-            reference.update()
-            exact.update()
+        if found is not None:
+            found.step(batch, loss, gradients)
         step.update()
     state = step.full_state_dict()
-    if reference is None or exact is None:
-        return None
-    parameters, floors = {}, {}
-    for name, mask in noise.items():
-        if mask.double().mean() <= 0.5:
-            kept = ~mask
-            trained = reference.model.get_parameter(name)
-            parameters[name] = relative_error(state[name].cpu()[kept], trained[kept])
-            floors[name] = relative_error(trained[kept], exact.model.get_parameter(name)[kept])
-    partly = {f"{n} ({int(m.sum())} of {m.numel()} elements)" for n, m in noise.items() if m.any() and n in parameters}
-    return VerifyReport(
-        max(loss_errors),
-        {n: e for n, e in gradient_errors.items() if n not in round_off},
-        parameters,
-        gradient_floors,
-        floors,
-        tuple(sorted(round_off | partly)),
-        tuple(losses),
-        compiled.plan.layout,
-        tolerance(compiled.program),
-    )
+    return None if found is None else found.report(state)
+
+
+@dataclass
+class _Comparison:
+    """A program's numbers beside those of the reference, and of the reference in fp64.
+
+    noise: which elements of a parameter have had no right digit. round_off: gradients that are nothing but round-off.
+    """
+
+    compiled: CompiledProgram
+    max_grad_norm: float | None
+    seed: int
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    noise: dict[str, torch.Tensor] = field(default_factory=dict)
+    round_off: set[str] = field(default_factory=set)
+    errors: dict[str, float] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
+    has_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        self.reference = _Reference(self.compiled, self.max_grad_norm, self.seed)
+        self.exact = _Reference(self.compiled, self.max_grad_norm, self.seed, torch.float64)
+
+    def step(self, batch: Mapping[str, Any], loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
+        """One step of the references, compared with the program's loss and gradients."""
+        self.exact.forward_backward(batch)
+        self.losses.append((loss, self.reference.forward_backward(batch)))
+        for name, (own_error, mask) in self.reference.round_off(batch).items():
+            self.round_off |= {name} if own_error > ROUND_OFF else set()
+            self.noise[name] = self.noise[name] | mask if name in self.noise else mask
+        truth = self.exact.gradients()
+        for name, gradient in self.reference.gradients().items():
+            found = gradients.get(name, torch.zeros_like(gradient))  # of what the loss does not depend on there is none
+            self.errors[name] = max(self.errors.get(name, 0.0), relative_error(found, gradient))
+            self.floors[name] = max(self.floors.get(name, 0.0), relative_error(gradient, truth[name]))
+            self.has_gradient |= bool(gradient.any())
+        self.reference.update()
+        self.exact.update()
+
+    def report(self, state: Mapping[str, torch.Tensor]) -> VerifyReport:
+        """Given the program's state after the last step."""
+        initial = dict(self.compiled.model.named_parameters())
+        trained, exact = dict(self.reference.model.named_parameters()), dict(self.exact.model.named_parameters())
+        parameters, floors = {}, {}
+        for name, mask in self.noise.items():
+            if mask.double().mean() <= 0.5:
+                kept = ~mask
+                own = state[name].cpu() if name in state else initial[name].detach()
+                parameters[name] = relative_error(own[kept], trained[name][kept])
+                floors[name] = relative_error(trained[name][kept], exact[name][kept])
+        buffers, buffer_floors = self._buffers(state)
+        partly = (n for n, mask in self.noise.items() if mask.any() and n in parameters)
+        counted = {f"{n} ({int(self.noise[n].sum())} of {self.noise[n].numel()} elements)" for n in partly}
+        return VerifyReport(
+            max((_size(abs(own - one) / max(abs(one), 1e-30)) for own, one in self.losses), default=math.inf),
+            {n: error for n, error in self.errors.items() if n not in self.round_off},
+            parameters,
+            self.floors,
+            floors | buffer_floors,
+            tuple(sorted(self.round_off | counted)),
+            tuple(self.losses),
+            self.compiled.plan.layout,
+            tolerance(self.compiled.program),
+            buffers,
+            self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
+        )
+
+    def _buffers(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+        """Errors and floors of all persistent buffers; one that the program lacks is infinitely wrong."""
+        persistent = self.reference.model.state_dict(keep_vars=True).keys()
+        exact = dict(self.exact.model.named_buffers())
+        errors, floors = {}, {}
+        for name, buffer in self.reference.model.named_buffers():
+            if name in persistent:
+                errors[name] = _buffer_error(state[name].cpu(), buffer) if name in state else math.inf
+                floors[name] = _buffer_error(buffer, exact[name])
+        return errors, floors
+
+    def _proves_nothing(
+        self, trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
+    ) -> tuple[str, ...]:
+        found = []
+        losses = [one for _, one in self.losses]
+        if not all(math.isfinite(value) for pair in self.losses for value in pair):
+            found.append("a loss is not finite")
+        elif not self.has_gradient:
+            found.append("no parameter of the reference has a gradient")
+        elif all(torch.equal(p.cpu(), initial[n].cpu().to(p.dtype)) for n, p in trained.items()):
+            found.append("the reference did not train: no step of its optimiser changed a parameter")
+        elif len(losses) > 1 and max(losses) - min(losses) <= STILL * max(map(abs, losses)):
+            found.append("the reference's loss does not move")
+        return tuple(found)
+
+
+def _buffer_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """As relative_error, where equal infinities (of masks) and truth values are equal too."""
+    if found.shape != expected.shape:
+        return math.inf
+    if found.is_complex() or not expected.is_floating_point():
+        return relative_error(found.to(expected.dtype), expected) if not torch.equal(found, expected) else 0.0
+    own, one = found.double(), expected.double()
+    usual = torch.isfinite(one)
+    is_alike = torch.equal(torch.isfinite(own), usual) and torch.equal(own[~usual], one[~usual])
+    return relative_error(own[usual], one[usual]) if is_alike else math.inf
+
+
+def _size(error: float) -> float:
+    """An error that can be compared: nan is infinitely wrong."""
+    return error if math.isfinite(error) else math.inf
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected|| in fp64; 0 where both vanish."""
+    """||found - expected|| / ||expected|| in fp64; 0 where both vanish, inf where a number is not finite."""
     difference = float((found.detach().double().cpu() - expected.detach().double().cpu()).norm())
     size = float(expected.detach().double().norm())
-    return difference / size if size > 0 else difference
+    return _size(difference / size if size > 0 else difference)
 
 
 def _cast(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -257,14 +268,17 @@ class _Reference:
     def __init__(
         self, compiled: CompiledProgram, max_grad_norm: float | None, seed: int, dtype: torch.dtype | None = None
     ) -> None:
-        self.model = copy.deepcopy(compiled.model).train().cpu().to(dtype)
+        self.model = copy.deepcopy(compiled.model).cpu().to(dtype)
+        if not self.model.training:  # else parts may be in evaluation mode on purpose, and were traced so
+            self.model.train()
         self.dtype = dtype
         self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
-        self.optimizer = compiled.optimizer([p for p in self.model.parameters() if p.requires_grad])
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
 
     def forward_backward(self, batch: Mapping[str, Any]) -> float:
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # also what the optimiser leaves out
         loss = self._loss(self.model, batch if self.dtype is None else _cast(batch, self.dtype))
         torch.autograd.backward(loss)
         return float(loss.detach())

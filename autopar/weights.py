@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +46,47 @@ def value_source(model: nn.Module, init: Init | None = None) -> Callable[[str], 
         )
 
     return value
+
+
+@torch.no_grad()
+def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> None:
+    """Copy trained values, each with all its names, into the model's own tensors; those on meta are made on the CPU."""
+    for names, value in values:
+        done: set[int] = set()
+        made: torch.Tensor | None = None
+        for name in names:
+            owner_name, _, leaf = name.rpartition(".")
+            try:
+                owner = model.get_submodule(owner_name)
+            except AttributeError:  # a name that only the program has
+                continue
+            kind: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            held = kind.get(leaf)
+            if held is None or id(held) in done:
+                continue
+            if held.device.type == "meta":
+                if made is None:
+                    whole = value.detach().to("cpu", held.dtype, copy=True)
+                    is_parameter = isinstance(held, nn.Parameter)
+                    made = nn.Parameter(whole, held.requires_grad) if is_parameter else whole
+                kind[leaf] = made
+            else:
+                held.copy_(value)
+                done.add(id(held))
+
+
+def write_values(values: Iterable[tuple[tuple[str, ...], torch.Tensor]], folder: Path) -> None:
+    """For `read_values` of another process: one file per tensor, so that one at a time is in memory."""
+    for number, (names, value) in enumerate(values):
+        torch.save((names, value.detach().cpu().clone()), folder / f"{number:06d}.pt")
+
+
+def read_values(folder: Path) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """What `write_values` wrote; each file is removed when it was read."""
+    for path in sorted(folder.glob("*.pt")):
+        names, value = torch.load(path, weights_only=True)
+        path.unlink()
+        yield tuple(names), value
 
 
 def _rebuilt_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

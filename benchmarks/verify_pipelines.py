@@ -31,7 +31,8 @@ import torch
 
 import autopar
 from autopar.compiled import CompiledProgram
-from autopar.verify import VerifyReport, sgd_with_momentum, verify_program
+from autopar.verify import sgd_with_momentum, verify_program
+from autopar.verify_report import VerifyReport
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES

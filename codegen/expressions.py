@@ -7,9 +7,15 @@ are strings already; `Call.args` follow the operator's schema.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from codegen.program import Call, Raw, Var
+import torch
+import torch.nn.functional as F
+
+from codegen.program import Call, Operand, Raw, Var
+from codegen.schemas import EmissionError, schema_of, signature_of
+from codegen.text import quoted
 
 INFIX: Mapping[str, str] = {
     "add.Tensor": "+", "add.Scalar": "+", "sub.Tensor": "-", "sub.Scalar": "-", "mul.Tensor": "*", "mul.Scalar": "*",
@@ -85,10 +91,10 @@ METHODS = frozenset(
 FUNCTIONS: Mapping[str, str] = {
     "linear": "F.linear", "silu": "F.silu", "gelu": "F.gelu", "relu": "F.relu", "layer_norm": "F.layer_norm",
     "scaled_dot_product_attention": "F.scaled_dot_product_attention", "conv1d": "F.conv1d",
-    "conv2d": "F.conv2d", "pad": "F.pad", "addmm": "torch.addmm", "baddbmm": "torch.baddbmm", "cat": "torch.cat",
-    "stack": "torch.stack", "where": "torch.where", "einsum": "torch.einsum", "leaky_relu": "F.leaky_relu",
-    "elu": "F.elu",
-    "softplus": "F.softplus", "max_pool2d": "F.max_pool2d", "adaptive_avg_pool2d": "F.adaptive_avg_pool2d",
+    "conv2d": "F.conv2d", "conv3d": "F.conv3d", "pad": "F.pad", "addmm": "torch.addmm", "baddbmm": "torch.baddbmm",
+    "cat": "torch.cat", "stack": "torch.stack", "where": "torch.where", "einsum": "torch.einsum",
+    "leaky_relu": "F.leaky_relu", "elu": "F.elu",
+    "softplus": "F.softplus", "max_pool2d": "torch.max_pool2d", "adaptive_avg_pool2d": "F.adaptive_avg_pool2d",
     "avg_pool2d": "F.avg_pool2d", "hardtanh": "F.hardtanh", "group_norm": "F.group_norm",
 }  # fmt: skip
 
@@ -112,7 +118,7 @@ REDUCTIONS = ("none", "mean", "sum")
 def expression(call: Call) -> str:
     """The right-hand side of a call."""
     if call.target == "self.dropout_attention":
-        text = _attention(call, [literal(a) for a in call.args], dict(call.kwargs)) or ""
+        text = _dropout_attention(call)
     elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "overlapped.")):
         text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith("kernels."):
@@ -133,44 +139,114 @@ def is_method(call: Call) -> bool:
     return chains and call.divisor == 1 and name not in ("neg",)
 
 
+def is_custom(target: str) -> bool:
+    """Whether a target is an operator of another library than torch's own (`torch.library`)."""
+    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self."))
+
+
+Arguments = dict[str, Any]
+"""What a call gives, by the names of its operator's schema and in that order, without what is the schema's default."""
+
+
+def given(call: Call) -> Arguments:
+    """Raises EmissionError for an operator that torch does not have, or that takes no such arguments."""
+    schema = schema_of(call.target)
+    if schema is None:
+        raise EmissionError("torch has no such operator", call.target)
+    names = [argument.name for argument in schema]
+    if len(call.args) > len(names) or not {name for name, _ in call.kwargs} <= set(names):
+        raise EmissionError(f"it does not take {len(call.args)} arguments and {dict(call.kwargs)}", call.target)
+    values = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    return {a.name: values[a.name] for a in schema if a.name in values and not a.is_default(values[a.name])}
+
+
 def _operator(call: Call) -> str:
+    """By the first way of writing it that says all of its arguments; that by the overload's own name always does."""
     namespace, name, overload = call.target.split(".")
-    args, kwargs = [literal(a) for a in call.args], dict(call.kwargs)
-    if namespace != "aten":
-        return _function(f"torch.ops.{namespace}.{name}.{overload}", args, kwargs)
-    special = SPECIAL.get(name)
-    if special is not None:
-        text = special(call, args, kwargs)
+    full = f"{name}.{overload}"
+    arguments = given(call)
+    if namespace == "aten":
+        required = {argument.name for argument in schema_of(call.target) or () if argument.is_required}
+        arguments = {k: v for k, v in arguments.items() if k not in WITHOUT_EFFECT or k in required}
+        text = SPECIAL[name](call, dict(arguments)) if name in SPECIAL else None
+        text = text or _infix(call, full, list(arguments.values()))
+        if text is None and (name in METHODS or full in METHODS):
+            own, *rest = _positional(call.target, arguments)
+            text = _function(f"{_atom(literal(own[1]))}.{name}", *_split(rest))
+        if text is None and name in FUNCTIONS:
+            text = _python(FUNCTIONS[name], call.target, arguments)
+        if text is None and (name in CREATION or name.endswith("_like")):
+            where = {} if name.endswith("_like") else {"device": Raw("self.mesh.device")}
+            positional, named = _split(_positional(call.target, arguments))
+            text = _function(CREATION.get(name, f"torch.{name}"), positional, {**named, **where})
         if text is not None:
             return text
-    infix = INFIX.get(f"{name}.{overload}")
-    if infix and len(args) == 2 and not kwargs:
-        return f"{_atom(args[0])} {infix} {_atom(args[1])}"
-    if name in METHODS or f"{name}.{overload}" in METHODS:
-        return _function(f"{_atom(args[0])}.{name}", args[1:], kwargs)
-    if name in FUNCTIONS:
-        return _function(FUNCTIONS[name], args, kwargs)
-    if name in CREATION:
-        return _function(CREATION[name], args, {**kwargs, "device": Raw("self.mesh.device")})
-    if name.endswith("_like"):
-        return _function(f"torch.{name}", args, kwargs)
-    return _function(f"torch.ops.aten.{name}.{overload}", args, kwargs)
+    return _function(f"torch.ops.{call.target}", *_split(_positional(call.target, arguments)))
 
 
-Special = Callable[[Call, list[str], dict[str, Any]], str | None]
+Given = tuple[str | None, Any]
+"""An argument as it is written: its name, None where its position says it."""
 
 
-def _to(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    dtypes = [a for a in (*call.args[1:], *kwargs.values()) if str(a).startswith("torch.") and not isinstance(a, Var)]
-    return f"{_atom(args[0])}.to({literal(dtypes[0])})" if dtypes else None
+def _positional(target: str, arguments: Arguments) -> list[Given]:
+    """The arguments in the schema's order: by position as long as none is left out and the schema allows it."""
+    written: list[Given] = []
+    is_open = True
+    for argument in schema_of(target) or ():
+        is_open = is_open and argument.name in arguments and not argument.is_keyword
+        if argument.name in arguments:
+            written.append((None if is_open else argument.name, arguments[argument.name]))
+    return written
 
 
-def _slice(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
+def _split(written: list[Given]) -> tuple[list[str], dict[str, Any]]:
+    return [literal(v) for n, v in written if n is None], {n: v for n, v in written if n is not None}
+
+
+def _python(name: str, target: str, arguments: Arguments) -> str | None:
+    """A call of torch's Python function; None if that lacks one of the arguments."""
+    written = [("input" if n == "self" else n, v) for n, v in arguments.items()]
+    module, short = name.split(".")
+    signature = signature_of(getattr(F if module == "F" else torch, short))
+    if signature is None:
+        return _function(name, *_split(_positional(target, arguments)))
+    names = list(signature.parameters)
+    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+        return _function(name, [literal(v) for _, v in written], {})
+    if not {n for n, _ in written} <= set(names):
+        return None
+    lead = 0
+    while lead < len(written) and written[lead][0] == names[lead]:
+        lead += 1
+    return _function(name, [literal(v) for _, v in written[:lead]], dict(written[lead:]))
+
+
+def _infix(call: Call, name: str, values: list[Any]) -> str | None:
+    """`a + b`; `&` is the logical "and" of booleans only."""
+    infix = INFIX.get(name)
+    if infix is None or len(values) != 2:
+        return None
+    if name == "logical_and.default" and any(o.dtype != "bool" for _, o in call.operands or (("", Operand((), "")),)):
+        return None
+    return f"{_atom(literal(values[0]))} {infix} {_atom(literal(values[1]))}"
+
+
+Special = Callable[[Call, Arguments], str | None]
+
+
+def _to(call: Call, given: Arguments) -> str | None:
+    """Devices are this rank's own whatever the trace said, and values need no copy of their own."""
+    dtype = given.get("dtype")
+    return f"{_atom(literal(given['self']))}.to({literal(dtype)})" if dtype is not None else None
+
+
+def _slice(call: Call, given: Arguments) -> str | None:
     """`x[:, 1:]`; from the last dims `x[..., 4:]` is not known here, so colons count the dims."""
-    dim, start, stop, step = (*call.args[1:], *(0, None, None, 1)[len(call.args) - 1 :])[:4]
-    if not isinstance(dim, int) or dim < 0 or kwargs:
-        return f"{_atom(args[0])}[..., {_bounds(start, stop, step)}]" if dim == -1 else None
-    return f"{_atom(args[0])}[{':, ' * dim}{_bounds(start, stop, step)}]"
+    dim = given.get("dim", 0)
+    bounds = _bounds(given.get("start"), given.get("end"), given.get("step", 1))
+    if dim < 0:
+        return f"{_atom(literal(given['self']))}[..., {bounds}]" if dim == -1 else None
+    return f"{_atom(literal(given['self']))}[{':, ' * dim}{bounds}]"
 
 
 def _bounds(start: Any, stop: Any, step: Any) -> str:
@@ -179,113 +255,109 @@ def _bounds(start: Any, stop: Any, step: Any) -> str:
     return f"{first}:{last}" + (f":{step}" if step not in (1, None) else "")
 
 
-def _select(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    dim, index = call.args[1], call.args[2]
-    return f"{_atom(args[0])}[{':, ' * dim}{index}]" if isinstance(dim, int) and dim >= 0 else None
+def _select(call: Call, given: Arguments) -> str | None:
+    dim, index = given["dim"], given["index"]
+    return f"{_atom(literal(given['self']))}[{':, ' * dim}{index}]" if isinstance(dim, int) and dim >= 0 else None
 
 
-def _embedding(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    padding = call.args[2] if len(call.args) > 2 else kwargs.get("padding_idx", -1)
-    extra = {} if padding in (-1, None) else {"padding_idx": padding}
-    return _function("F.embedding", [args[1], args[0]], extra)
+def _embedding(call: Call, given: Arguments) -> str | None:
+    """F.embedding takes them in another order, and counts a negative padding_idx from the end."""
+    if (given.get("padding_idx") or 0) < 0:
+        return None
+    return _function("F.embedding", [literal(given.pop("indices")), literal(given.pop("weight"))], given)
 
 
-def _attention(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    mask, dropout, causal = call.args[3:6]
-    named: dict[str, Any] = {}
-    if mask is not None:
-        named["attn_mask"] = mask
-    if dropout:
-        named["dropout_p"] = dropout
-    if causal:
-        named["is_causal"] = True
-    named |= {k: v for k, v in kwargs.items() if v is not None and v is not False}
-    name = call.target if call.target.startswith("self.") else "F.scaled_dot_product_attention"
-    return _function(name, args[:3], named)
+def _attention(call: Call, given: Arguments) -> str | None:
+    lead = [literal(given.pop(name)) for name in ("query", "key", "value")]
+    return _function("F.scaled_dot_product_attention", lead, given)
 
 
-def _layer_norm(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    return _function("F.layer_norm", args[:5], {})
+def _dropout_attention(call: Call) -> str:
+    """The run time's takes what torch's does, and where the mask is drawn."""
+    own = {"call", "layout", "batched"}
+    plain = replace(
+        call,
+        target="aten.scaled_dot_product_attention.default",
+        kwargs=tuple((name, value) for name, value in call.kwargs if name not in own),
+    )
+    arguments = given(plain)
+    lead = [literal(arguments.pop(name)) for name in ("query", "key", "value")]
+    return _function(call.target, lead, arguments | {n: v for n, v in call.kwargs if n in own})
 
 
-def _gelu(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    approximate = kwargs.get("approximate", call.args[1] if len(call.args) > 1 else "none")
-    return _function("F.gelu", args[:1], {} if approximate == "none" else {"approximate": approximate})
+def _loss(call: Call, given: Arguments) -> str | None:
+    """Torch's Python losses call their reduction by name."""
+    name = FUNCTION_OF_LOSS.get(call.target.split(".")[1], call.target.split(".")[1])
+    lead = [literal(given.pop("self")), literal(given.pop("target"))]
+    if "reduction" in given:
+        given["reduction"] = REDUCTIONS[given["reduction"]]
+    return _function(f"F.{name}", lead, given)
 
 
-def _loss(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    name = call.target.split(".")[1]
-    reduction = kwargs.get("reduction", call.args[2] if len(call.args) > 2 else 1)
-    extra = {} if reduction == 1 else {"reduction": REDUCTIONS[reduction]}
-    extra |= {k: v for k, v in kwargs.items() if k != "reduction"}
-    return _function(f"F.{name}", args[:2], extra)
+def _index(call: Call, given: Arguments) -> str | None:
+    parts = [":" if index is None else literal(index) for index in given["indices"]]
+    return f"{_atom(literal(given['self']))}[{', '.join(parts)}]"
 
 
-def _cross_entropy(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
-    given |= dict(zip(names, call.args[2:], strict=False)) | kwargs
-    extra = {k: v for k, v in given.items() if v not in (None, -100, 0.0) and k != "reduction"}
-    return _function("F.cross_entropy", args[:2], {**extra, "reduction": REDUCTIONS[int(given["reduction"] or 0)]})
+def _cat(call: Call, given: Arguments) -> str | None:
+    items = ", ".join(literal(item) for item in given.pop("tensors"))
+    return _function(f"torch.{call.target.split('.')[1]}", [f"[{items}]"], given)
 
 
-def _pad(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    mode = call.args[2] if len(call.args) > 2 else kwargs.get("mode", "constant")
-    value = call.args[3] if len(call.args) > 3 else kwargs.get("value")
-    extra = ({} if mode == "constant" else {"mode": mode}) | ({} if value in (None, 0.0) else {"value": value})
-    return _function("F.pad", args[:2], extra)
-
-
-def _index(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    parts = [":" if index is None else literal(index) for index in call.args[1]]
-    return f"{_atom(args[0])}[{', '.join(parts)}]"
-
-
-def _cat(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    dims = {"dim": call.args[1]} if len(call.args) > 1 else {}
-    items = ", ".join(literal(item) for item in call.args[0])
-    return _function(f"torch.{call.target.split('.')[1]}", [f"[{items}]"], {**dims, **kwargs})
-
-
-def _view(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
+def _view(call: Call, given: Arguments) -> str | None:
     """Sizes without the tuple's brackets."""
-    sizes = call.args[1] if len(call.args) > 1 else next(iter(kwargs.values()))
+    (_, own), (_, sizes), *_ = given.items()
     if not isinstance(sizes, tuple):
         return None
-    return f"{_atom(args[0])}.{call.target.split('.')[1]}({', '.join(map(str, sizes))})"
+    return f"{_atom(literal(own))}.{call.target.split('.')[1]}({', '.join(map(literal, sizes)) or '()'})"
 
 
-def _reduce(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
+def _reduce(call: Call, given: Arguments) -> str | None:
     """`x.mean(-1, keepdim=True)`."""
-    dims = call.args[1] if len(call.args) > 1 else None
-    keeps = call.args[2] if len(call.args) > 2 else kwargs.pop("keepdim", False)
-    if dims is None:
-        return None
+    own, dims = given.pop("self"), given.pop("dim", None)
     single = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
-    return _function(
-        f"{_atom(args[0])}.{call.target.split('.')[1]}",
-        [literal(single)],
-        ({"keepdim": True} if keeps else {}) | kwargs,
-    )
+    lead = [] if dims is None else [literal(single)]
+    return _function(f"{_atom(literal(own))}.{call.target.split('.')[1]}", lead, given)
 
 
-def _neg(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    return f"-{_atom(args[0])}"
+def _norm(call: Call, given: Arguments) -> str | None:
+    """By position, in the order of torch.nn.functional, which is not the operator's."""
+    name = call.target.split(".")[1]
+    signature = signature_of(getattr(F, name))
+    if signature is None or not set(given) - {"input"} <= set(signature.parameters):
+        return None
+    return _function(f"F.{name}", [literal(given.get(each)) for each in signature.parameters], {})
 
 
-def _squeeze(call: Call, args: list[str], kwargs: dict[str, Any]) -> str | None:
-    dims = call.args[1] if len(call.args) > 1 else kwargs.get("dim")
-    return f"{_atom(args[0])}.squeeze({'' if dims is None else literal(dims)})"
+def _neg(call: Call, given: Arguments) -> str | None:
+    return f"-{_atom(literal(given['self']))}"
 
 
 SPECIAL: Mapping[str, Special] = {
     "to": _to, "_to_copy": _to, "slice": _slice, "select": _select, "embedding": _embedding,
-    "scaled_dot_product_attention": _attention,
-    "layer_norm": _layer_norm, "gelu": _gelu, "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss, "pad": _pad,
+    "scaled_dot_product_attention": _attention, "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss,
     "index": _index, "cat": _cat, "stack": _cat, "view": _view, "reshape": _view, "expand": _view, "permute": _view,
-    "squeeze": _squeeze, "mean": _reduce, "sum": _reduce, "amax": _reduce, "amin": _reduce, "neg": _neg,
-    "cross_entropy_loss": _cross_entropy,
+    "mean": _reduce, "sum": _reduce, "amax": _reduce, "amin": _reduce, "neg": _neg,
+    "batch_norm": _norm, "instance_norm": _norm, "cross_entropy_loss": _loss,
 }  # fmt: skip
+
+FUNCTION_OF_LOSS: Mapping[str, str] = {"cross_entropy_loss": "cross_entropy"}
+"""Losses that torch.nn.functional calls otherwise."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "cudnn_enabled",
+        "cudnn_enable",
+        "implicit",
+        "non_blocking",
+        "copy",
+        "pin_memory",
+        "device",
+        "sparse",
+        "sparse_grad",
+    }
+)
+"""Arguments that change no value: which library may be asked, and where a trace wanted things to lie."""
 
 
 def _function(name: str, args: list[str], kwargs: Mapping[str, Any]) -> str:
@@ -305,7 +377,7 @@ def literal(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, str):
-        return f'"{value}"'
+        return quoted(value)
     return str(value) if str(value).startswith("torch.") else repr(value)
 
 

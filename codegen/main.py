@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from codegen.program import PipelineProgram, Program
+from codegen.text import plain, quoted
 
 _TEMPLATE = '''"""Trains {name} on {mesh_text}:  {launcher} main.py --steps 10
 
 Without --data every step gets random inputs; with it, --data FILE is read as a stream of bytes and every integer input
 is filled with consecutive pieces of it. Replace `batches` with your own data: it yields whole global batches, of which
 `step.local_batch` takes this rank's part. Needs torch only (and safetensors to read weights.safetensors).
-"""
+{optimizer_note}"""
 
 import argparse
-import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -24,9 +27,12 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-package = HERE.name
+package = "autopar_program"  # the folder may have any name
+spec = importlib.util.spec_from_file_location(package, HERE / "__init__.py", submodule_search_locations=[str(HERE)])
+sys.modules[package] = importlib.util.module_from_spec(spec)
 checkpoint = importlib.import_module(f"{{package}}.runtime.checkpoint")
+checkpoint_folder = importlib.import_module(f"{{package}}.runtime.checkpoint_folder")
+processes = importlib.import_module(f"{{package}}.runtime.processes")
 {imports}
 
 NUM_MICRO_BATCHES = {micro}
@@ -65,79 +71,167 @@ def initial_value(name):
     raise SystemExit(f"{{path}} is missing: save the program with weights, or write initial_value yourself")
 
 
-def main():
+{optimizer_function}def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=10, help="to train from where the run begins or resumes")
+    parser.add_argument("--until", type=int, help="steps in all instead, those before a resumption included")
+    {optimizer_option}
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to at the end")
+    parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to, also on SIGTERM")
+    parser.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints")
     parser.add_argument("--max-grad-norm", type=float)
     options = parser.parse_args()
-    running = int(os.environ.get("WORLD_SIZE", "1"))
+{optimizer_choice}    running = int(os.environ.get("WORLD_SIZE", "1"))
     if running != {ranks}:
         launch = f"torchrun --nproc-per-node {ranks} {{sys.argv[0]}}"
         raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device({device})
-    dist.init_process_group("nccl" if on_gpu else "gloo"{alone})
+    {join}
     mesh = {mesh}
     step = Step(
         {model},
         mesh,
-        optimizer_factory=lambda params: {optimizer},
+        optimizer_factory={optimizer},
         num_micro_batches=NUM_MICRO_BATCHES,
-        precision="{precision}",
+        precision={precision},
         max_grad_norm=options.max_grad_norm,
 {options}    )
     step.load(initial_value)
-    if options.checkpoint and options.checkpoint.exists():
-        checkpoint.load(step, options.checkpoint)
-    data = None
-    if options.data:
-        data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
-    source = batches(step.num_samples, data)
-    for _ in range(options.steps):
-        started = time.perf_counter()
-        loss = step(step.local_batch(next(source))).item()
-        if dist.get_rank() == 0:
-            print(f"step {{step.rng.step}} loss {{loss:.4f}} {{time.perf_counter() - started:.3f}} s", flush=True)
-    if options.checkpoint:
-        checkpoint.save(step, options.checkpoint)
+    is_first = dist.get_rank() == 0
+    with checkpoint_folder.locked(options.checkpoint if is_first else None):
+        checkpoint_folder.resume(options.checkpoint, lambda path: checkpoint.load(step, path), is_first)
+        train(step, options, is_first)
     dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     dist.destroy_process_group()
 
 
+def train(step, options, is_first):
+    """Ends early, with a checkpoint and exit code 143, when it is told to (SIGTERM) and has where to write one."""
+    ending = processes.Ending(step.mesh.device) if options.checkpoint else None
+    data = None
+    if options.data:
+        data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
+    source = batches(step.num_samples, data)
+    until = step.rng.step + options.steps if options.until is None else options.until
+    while step.rng.step < until:
+        started = time.perf_counter()
+        loss = step(step.local_batch(next(source))).item()
+        done = step.rng.step
+        if is_first:
+            print(f"step {{done}} loss {{loss:.4f}} {{time.perf_counter() - started:.3f}} s", flush=True)
+        is_told = ending is not None and ending.is_told()
+        is_due = options.checkpoint_every > 0 and done % options.checkpoint_every == 0
+        if options.checkpoint and (is_told or is_due or done == until):
+            checkpoint_folder.write(
+                options.checkpoint, done, lambda path: checkpoint.save(step, path), is_first, dist.barrier
+            )
+        if is_told:
+            raise SystemExit(143)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except checkpoint.CheckpointError as error:
+        raise SystemExit(f"error: {{error}}") from None
 '''
 
 
-_SINGLE_IMPORTS = '''{root} = importlib.import_module(f"{{package}}.model").{root}
+_SINGLE_IMPORTS = """{root} = importlib.import_module(f"{{package}}.model").{root}
 Mesh = importlib.import_module(f"{{package}}.runtime.mesh").Mesh
-Step = importlib.import_module(f"{{package}}.runtime.step").Step'''
+Step = importlib.import_module(f"{{package}}.runtime.step").Step"""
 
-_PIPELINE_IMPORTS = '''PIPELINE = importlib.import_module(f"{package}.pipeline").PIPELINE
+_PIPELINE_IMPORTS = """PIPELINE = importlib.import_module(f"{package}.pipeline").PIPELINE
 Step = importlib.import_module(f"{package}.runtime.step").Step
 
 INPUTS = {name: spec for stage in PIPELINE.stages for name, spec in stage.program.INPUTS.items()}
-SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())'''
+SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())"""
 
 _FUSED_IMPORT = '\nFusedAdamW = importlib.import_module(f"{package}.runtime.fused_adamw").FusedAdamW'
+_OPTIMIZERS_IMPORT = '\noptimizers = importlib.import_module(f"{package}.runtime.optimizers")'
 
-_ALONE = ", store=dist.HashStore(), rank=0, world_size=1"
+_JOIN = 'processes.join("nccl" if on_gpu else "gloo")'
+_ALONE = 'dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)'
 """One process needs no launcher to tell it where the others are."""
 
-_OPTIMIZER = "torch.optim.AdamW(params, lr=options.lr, fused=True)"
-_FUSED_OPTIMIZER = "FusedAdamW(params, lr=options.lr)"
+
+@dataclass(frozen=True, slots=True)
+class MainOptimizer:
+    """The optimiser that a saved program trains with.
+
+    lr, weight_decay: of AdamW, where nothing else is given. path: of another's factory, `module:name`. arguments:
+    keyword arguments of it, of types that `repr` writes. unnamed: what a factory is that has no path.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 1e-2
+    path: str = ""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    unnamed: str = ""
+
+    @property
+    def is_default(self) -> bool:
+        """AdamW with a rate and a decay."""
+        return not (self.path or self.unnamed)
 
 
-def emit_main(program: Program | PipelineProgram) -> str:
-    """The text of main.py."""
+_NAMED_NOTE = """
+The optimiser is the one that was compiled in, see `compiled_optimizer`; --optimizer module:factory takes another.
+"""
+_UNNAMED_NOTE = """
+The optimiser that was compiled in has no import path: replace the line in `compiled_optimizer`, or give --optimizer
+module:factory. Until then the program stops.
+"""
+_OPTIMIZER_FUNCTION = '''def compiled_optimizer():
+    """`params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer`."""
+    {line}
+
+
+'''
+_OPTIMIZER_OPTION = 'parser.add_argument("--optimizer", help="module:factory, instead of the one compiled in")'
+_OPTIMIZER_CHOICE = """    chosen = options.optimizer
+    factory = optimizers.imported(chosen) if chosen else compiled_optimizer()
+"""
+
+
+def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]:
+    """What the template takes for the optimiser."""
+    if optimizer.is_default:
+        decay = "" if optimizer.weight_decay == 1e-2 else f", weight_decay={optimizer.weight_decay!r}"
+        rate = "1e-3" if optimizer.lr == 1e-3 else repr(optimizer.lr)
+        name, fused = ("FusedAdamW", "") if is_fused else ("torch.optim.AdamW", ", fused=True")
+        return {
+            "optimizer_note": "",
+            "optimizer_function": "",
+            "optimizer_option": f'parser.add_argument("--lr", type=float, default={rate})',
+            "optimizer_choice": "",
+            "optimizer": f"lambda params: {name}(params, lr=options.lr{decay}{fused})",
+        }
+    if optimizer.path:
+        arguments = "".join(f", {name}={value!r}" for name, value in optimizer.arguments.items())
+        line = f"return optimizers.imported({optimizer.path!r}{arguments})"
+    else:
+        why = f"the optimiser that was compiled in ({optimizer.unnamed}) has no import path"
+        line = f"raise SystemExit({why + ': give --optimizer module:factory'!r})"
+    return {
+        "optimizer_note": _NAMED_NOTE if optimizer.path else _UNNAMED_NOTE,
+        "optimizer_function": _OPTIMIZER_FUNCTION.format(line=line),
+        "optimizer_option": _OPTIMIZER_OPTION,
+        "optimizer_choice": _OPTIMIZER_CHOICE,
+        "optimizer": 'factory,\n        parameters=optimizers.read_parameters(HERE / "parameters.json")',
+    }
+
+
+def emit_main(program: Program | PipelineProgram, optimizer: MainOptimizer | None = None) -> str:
+    """The text of main.py. optimizer: AdamW by default."""
+    optimizer = optimizer or MainOptimizer()
     if isinstance(program, PipelineProgram):
         return _emit(
             program,
             program.any,
+            optimizer,
             imports=_PIPELINE_IMPORTS,
             inputs="INPUTS",
             model="PIPELINE",
@@ -148,6 +242,7 @@ def emit_main(program: Program | PipelineProgram) -> str:
     return _emit(
         program,
         program,
+        optimizer,
         imports=_SINGLE_IMPORTS.format(root=root),
         inputs=f"{root}.INPUTS",
         model=root,
@@ -157,36 +252,43 @@ def emit_main(program: Program | PipelineProgram) -> str:
 
 
 def _emit(
-    whole: Program | PipelineProgram, any_program: Program, *, imports: str, options: list[str], **parts: str
+    whole: Program | PipelineProgram,
+    any_program: Program,
+    optimizer: MainOptimizer,
+    *,
+    imports: str,
+    options: list[str],
+    **parts: str,
 ) -> str:
     """any_program: one with the header's values. options: further arguments of Step."""
     if any_program.offload_optimizer:
-        options = [*options, f'offload_optimizer="{any_program.offload_optimizer}"']
+        options = [*options, f"offload_optimizer={quoted(any_program.offload_optimizer)}"]
     if any_program.offload_parameters:
         options = [*options, "offload_parameters=True"]
     if any_program.compression:
         options = [*options, f"compression={json.dumps(dict(any_program.compression))}"]
     if any_program.backend != "eager":
-        options = [*options, f'backend="{any_program.backend}"']
+        options = [*options, f"backend={quoted(any_program.backend)}"]
     if any_program.kernels:
         options = [*options, "kernels=True"]
     if any_program.fp8:
         options = [*options, "fp8=True"]
-    is_fused = any_program.has_fused_update
+    is_fused = any_program.has_fused_update and optimizer.is_default
+    imports += _FUSED_IMPORT if is_fused else "" if optimizer.is_default else _OPTIMIZERS_IMPORT
     is_alone = whole.num_ranks == 1
     return _TEMPLATE.format(
         launcher="python" if is_alone else f"torchrun --nproc-per-node {whole.num_ranks}",
         device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
-        alone=_ALONE if is_alone else "",
-        name=whole.name,
-        mesh_text=whole.mesh_text,
+        join=_ALONE if is_alone else _JOIN,
+        name=plain(whole.name),
+        mesh_text=plain(whole.mesh_text),
         ranks=whole.num_ranks,
         micro=any_program.num_micro_batches,
         batch=any_program.global_batch_size,
-        precision=any_program.precision,
+        precision=quoted(any_program.precision),
         vocabulary=any_program.vocabulary,
         options="".join(f"        {option},\n" for option in options),
-        imports=imports + (_FUSED_IMPORT if is_fused else ""),
-        optimizer=_FUSED_OPTIMIZER if is_fused else _OPTIMIZER,
+        imports=imports,
+        **_optimizer_parts(optimizer, is_fused),
         **parts,
     )

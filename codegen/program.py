@@ -89,7 +89,10 @@ Statement = Call | Reshard | LayerLoop
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A stored tensor or a batch input: global shape, dtype name ("float32"), placement text per axis (R left out)."""
+    """A stored tensor or a batch input: global shape, dtype name ("float32"), placement text per axis (R left out).
+
+    increment: what every step adds to a buffer that counts.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -98,6 +101,7 @@ class Spec:
     aliases: tuple[str, ...] = ()
     requires_grad: bool = True
     persistent: bool = True
+    increment: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class ModuleClass:
     """One generated class: parameters and buffers by (relative) name, `forward`'s arguments, body and results.
 
     dropout_base: the number of the first layer's first dropout call, or of each layer's (layer classes only).
+    written_buffers: those that a forward in training changes.
     """
 
     name: str
@@ -126,6 +131,7 @@ class ModuleClass:
     layouts: tuple[Layout, ...] = ()
     num_dropout_calls: int = 0
     dropout_base: int | tuple[int, ...] = 0
+    written_buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +156,16 @@ class Program:
     """Everything that is emitted: a whole model, or one stage of a pipeline.
 
     count_targets: statements that compute, from the batch, this rank's number of valid targets per cross-entropy; its
-    outputs are those variables. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs
-    stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it
-    receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers
-    in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
+    outputs are those variables. whole_sums: likewise statements that compute sums over the batch, which forward takes,
+    summed over the micro-batches, as `sums`. inputs: the batch's specs at the global micro-batch size. vocabulary:
+    integer inputs stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones;
+    `root.inputs` are what it receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class
+    -> (mode, how many layers in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
     offload_parameters: ZeRO-3's shards too. compression: of ZeRO's collectives, as `Step` takes it.
     backend: as `Step` takes it. kernels: runs of calls were replaced by fused ones, and the update and the gradient's
     norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
+    unused_inputs: further tensors of the batch, which nothing depends on. fixed_inputs: what in the batch is no tensor.
+    no_evaluation: why the program cannot compute what the model does in evaluation mode, if it cannot.
     """
 
     name: str
@@ -184,6 +193,11 @@ class Program:
     backend: str = "eager"
     kernels: bool = False
     fp8: bool = False
+    whole_sums: tuple[Statement, ...] = ()
+    sum_names: tuple[str, ...] = ()
+    unused_inputs: tuple[str, ...] = ()
+    fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
+    no_evaluation: str = ""
 
     @property
     def has_fused_update(self) -> bool:

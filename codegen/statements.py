@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import Call, LayerLoop, Program, Reshard, Statement, Var
+from codegen.text import plain
 
 WIDTH = 112
 """Of a statement, before it is indented."""
@@ -38,6 +39,9 @@ def _wrap(line: str) -> list[str]:
     """A line that is too long is broken inside its last outermost brackets, one level deeper."""
     if len(line) <= WIDTH or "  # " in line:
         return [line]
+    if ")" not in line:  # an index or a sum has no brackets to break inside: it gets some
+        target, is_assignment, value = line.partition(" = ")
+        return [f"{target} = (", f"    {value}", ")"] if is_assignment else [line]
     closing = line.rfind(")")
     depth, opening = 0, closing
     for opening in range(closing, -1, -1):
@@ -68,7 +72,7 @@ def source_lines(
                 lines.pop()
                 text = chained
             elif here != section and here:
-                lines.append(f"# {here}")
+                lines.append(f"# {plain(here)}")
                 section = here
             lines.append(f"{target} = {text}")
             is_single = len(statement.results) == 1 and _uses_after(position, target, body, outputs) == 1
@@ -123,7 +127,7 @@ def _names_in(statement: Statement) -> list[str]:
 def _reshard(statement: Reshard) -> str:
     kwargs = "".join(f", {key}={literal(value)}" for key, value in statement.kwargs)
     text = f"{statement.result} = {statement.axis}.{statement.method}({statement.source.name}{kwargs})"
-    return f"{text}  # {statement.comment}"
+    return f"{text}  # {plain(statement.comment)}"
 
 
 def _loop(loop: LayerLoop, is_part: bool) -> list[str]:

@@ -152,6 +152,6 @@ def _part(kind: type[Part], key: str, value: Any, builtin: Mapping[str, Part]) -
         if not isinstance(value.get("name"), str):
             raise ValueError(f"[{key}] needs a name")
         return catalog.from_table(kind, value["name"], value)
-    if value in builtin:
+    if isinstance(value, str) and value in builtin:
         return builtin[value]
     raise catalog.unknown(kind.__name__.lower(), str(value))

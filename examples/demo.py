@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
+from autopar.outputs import write_output
 from autopar.report import render_report, report_panels
 from autopar.report.render import WIDTH
 from autopar.trainer import Trainer, TrainerConfig, TrainResult
@@ -139,7 +140,7 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     for panel in report_panels(program):
         console.print(panel)
     folder = program.save(out / name)
-    (folder / "report.txt").write_text(render_report(program), encoding="utf-8")
+    write_output(out / f"{name}.txt", render_report(program))
     ranks = program.plan.num_ranks
     console.print(f"\ntraining on {ranks} processes as {program.plan.layout}")
     together = trainer.fit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import Training
+from codegen.runtime.optimizers import GlobalParameter, whole_optimizer
 from cost_models import memory
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+PROBE_ELEMENTS = 1024
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+"""`params -> optimizer` or `named_parameters -> optimizer` (codegen/runtime/optimizers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,19 @@ class DefaultAdamW:
 
 adamw: OptimizerFactory = DefaultAdamW()
 
-PROBE_ELEMENTS = 1024
 
+def training_of(
+    factory: OptimizerFactory,
+    precision: str,
+    on_gpu: bool = False,
+    parameters: Sequence[GlobalParameter] = (GlobalParameter("weight", (PROBE_ELEMENTS,)),),
+) -> Training:
+    """How the optimiser and the precision bear on memory and time; one update of small parameters is watched.
 
-def training_of(factory: OptimizerFactory, precision: str, on_gpu: bool = False) -> Training:
-    """How the optimiser and the precision bear on memory and time; one update of small parameters is watched."""
-    one = _Probe(factory, 1, on_gpu)
-    eight = _Probe(factory, 8, on_gpu)
+    parameters: the model's; the small ones are updated as most of their elements are.
+    """
+    one = _Probe(factory, parameters, 1, on_gpu)
+    eight = _Probe(factory, parameters, 8, on_gpu)
     widths = memory.precision(precision)
     return Training(
         state_bytes=one.state_bytes / PROBE_ELEMENTS,
@@ -63,11 +73,16 @@ class _Probe:
     On a GPU torch's optimisers update all parameters with one call per operation (foreach) unless told otherwise.
     """
 
-    def __init__(self, factory: OptimizerFactory, count: int, on_gpu: bool) -> None:
-        parameters = [nn.Parameter(torch.zeros(PROBE_ELEMENTS)) for _ in range(count)]
+    def __init__(self, factory: OptimizerFactory, given: Sequence[GlobalParameter], count: int, on_gpu: bool) -> None:
+        made = whole_optimizer(factory, given)
+        # Most elements are in the group with the largest parameter, which is a matrix or more if that is.
+        largest = max((n for names in made.groups for n in names), key=lambda n: made.stand_ins[n].numel())
+        dims = made.stand_ins[largest].ndim
+        shape = (32, PROBE_ELEMENTS // 32, *(1 for _ in range(dims - 2))) if dims > 1 else (PROBE_ELEMENTS,)
+        parameters = [nn.Parameter(torch.zeros(shape)) for _ in range(count)]
         for parameter in parameters:
-            parameter.grad = torch.zeros(PROBE_ELEMENTS)
-        optimizer = factory(parameters)
+            parameter.grad = torch.zeros(shape)
+        optimizer = made.replace({largest: parameters})
         for group in optimizer.param_groups:
             if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True

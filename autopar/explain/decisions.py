@@ -50,7 +50,7 @@ def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[D
             if schedule != plan.pipeline.schedule:
                 yield Decision("schedule", schedule, replace(limits, schedule=schedule, degrees=degrees))
     if limits.micro_batches is None:
-        counts = micro_batch_counts(request.global_batch_size // data_ranks, None)
+        counts = list(filter(request.splits, micro_batch_counts(request.global_batch_size // data_ranks, None)))
         degrees = {**limits.degrees}
         if not plan.pipeline.seats:
             # The count that a rank's rows allow depends on dp, which is therefore kept.

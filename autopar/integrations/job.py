@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from autopar.arguments import whole
 from autopar.errors import ConstraintError, ModelError
 from autopar.integrations.batches import random_batch
 from autopar.integrations.byte_text import ByteText
 from autopar.integrations.loading import LoadedModel, load_model
-from autopar.trainer import read_mapping
+from autopar.text_files import parse_yaml, read_mapping, shown
 
 ROWS_PER_DEVICE = 8
 DEFAULT_SEQ_LEN = 128
@@ -52,6 +52,9 @@ def load_job(
     A factory is given batch_size and seq_len where the user named them. meta: build a configuration's model without
     memory. Raises ModelError.
     """
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None:
+            whole(name, value, 1)
     is_config = spec.startswith("hf:")
     given = {} if is_config else {k: v for k, v in (("batch_size", batch), ("seq_len", seq)) if v is not None}
     loaded: LoadedModel = load_model(spec, meta=meta and is_config, **given, **options)
@@ -83,12 +86,15 @@ def parse_settings(settings: Sequence[str], what: str) -> dict[str, Any]:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise ConstraintError(f"{what} takes name=value", values=repr(setting), alternatives="tp=2")
-        found[name] = yaml.safe_load(value)
+        given, _ = parse_yaml(value, f"{what} {shown(setting)}")
+        if name in found and found[name] != given:
+            raise ConstraintError(f"{what} has two values for {name}", values=f"{found[name]!r} and {given!r}")
+        found[name] = given
     return found
 
 
 def constraints_of(settings: Sequence[str], memory: str | None, file: str | None) -> dict[str, Any]:
     """The constraints of a file, with those of the command line over them."""
-    found = read_mapping(file) if file else {}
+    found = read_mapping(file) if file is not None else {}
     found |= parse_settings(settings, "--set")
-    return found | ({"memory": memory} if memory else {})
+    return found | ({"memory": memory} if memory is not None else {})

@@ -1,4 +1,4 @@
-"""A model from its name on the command line: `module:factory` or `hf:path/to/config.json`.
+"""A model from its name on the command line: `module:factory`, `hf:path/to/config.json` or `hf:folder/with/weights`.
 
 A factory is any callable without required arguments. It returns the module, or an object with attributes `model`,
 `inputs` and `loss_fn` (such as `examples.models.Example`), or a tuple (model, inputs) or (model, inputs, loss_fn).
@@ -19,8 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError
+from autopar.text_files import shown
 
-_FORMS = ("module:factory, for example examples.models:gpt2", "hf:path/to/config.json")
+_FORMS = (
+    "module:factory, for example examples.models:gpt2",
+    "hf:path/to/config.json",
+    "hf:folder/with/config/and/weights",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,15 @@ def load_model(spec: str, *, meta: bool = False, **options: Any) -> LoadedModel:
     Random weights are seeded with 0 unless the factory seeds them itself, so every process builds the same model; the
     caller's random state is left alone. Raises ModelError.
     """
-    scheme, _, rest = spec.partition(":")
+    scheme, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
     if not scheme or not rest:
-        raise ModelError("a model is named by where it comes from", values=repr(spec), alternatives=_FORMS)
+        raise ModelError("a model is named by where it comes from", values=shown(spec), alternatives=_FORMS)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
         if meta:
             stack.enter_context(torch.device("meta"))
-        loaded = _from_config(Path(rest), options) if scheme == "hf" else _from_factory(scheme, rest, options)
+        loaded = _from_config(Path(rest), options, meta) if scheme == "hf" else _from_factory(scheme, rest, options)
     loaded.model.train()
     return loaded
 
@@ -70,7 +75,7 @@ def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any
         )
     try:
         made = factory(**options)
-    except Exception as error:  # the factory is the user's code: its error is the message
+    except (Exception, SystemExit) as error:  # the factory is the user's code: its error is the message
         raise ModelError(f"{spec} could not be called", values=f"{type(error).__name__}: {error}") from error
     loaded = _as_loaded(made)
     if loaded is None:
@@ -90,7 +95,7 @@ def _import(module_name: str) -> Any:
         sys.path.append(folder)  # last, so that a file there hides no installed module
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises when imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises when imported
         raise ModelError(
             f"module {module_name!r} could not be imported",
             values=f"{type(error).__name__}: {error}",
@@ -117,8 +122,12 @@ def _as_loaded(made: Any) -> LoadedModel | None:
     return LoadedModel(*parts)
 
 
-def _from_config(path: Path, options: Mapping[str, Any]) -> LoadedModel:
-    """A transformers model with random fp32 weights, whatever dtype its configuration was published in."""
+def _from_config(path: Path, options: Mapping[str, Any], meta: bool) -> LoadedModel:
+    """A transformers model in fp32, whatever dtype its configuration was published in.
+
+    Its weights are those of the folder that was named, where there are any; else random. meta: none at all.
+    """
+    folder = path
     path = path / "config.json" if path.is_dir() else path
     architectures = _read_architectures(path)
     try:
@@ -140,10 +149,40 @@ def _from_config(path: Path, options: Mapping[str, Any]) -> LoadedModel:
         )
     build = model_class or transformers.AutoModelForCausalLM.from_config
     config.dtype = torch.float32
+    has_weights = folder.is_dir() and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
+    if has_weights and not meta:
+        return LoadedModel(_with_weights(folder, config, model_class or transformers.AutoModelForCausalLM))
     try:
         return LoadedModel(build(config))
     except Exception as error:  # inconsistent sizes fail in the model's own constructors
         raise ModelError(f"the model of {path} could not be built", values=_first_line(error)) from error
+
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+
+
+def _with_weights(folder: Path, config: Any, model_class: Any) -> nn.Module:
+    """The model with the folder's weights, in fp32. Raises ModelError where they are not this configuration's."""
+    try:
+        model, found = model_class.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            weights_only=True,
+        )
+    except Exception as error:  # transformers raises many kinds for damaged or unlike files
+        raise ModelError(f"the weights in {folder} could not be loaded", values=_first_line(error)) from error
+    missing = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights in {folder} are not all of the model's",
+            values=f"{len(missing)} are missing or of another shape, such as {', '.join(missing[:3])}",
+            alternatives=f"hf:{folder / 'config.json'}, for random weights",
+        )
+    loaded: nn.Module = model
+    return loaded
 
 
 def _read_architectures(path: Path) -> list[str]:
@@ -158,6 +197,8 @@ def _read_architectures(path: Path) -> list[str]:
     except ValueError as error:
         raise ModelError(f"{path} is not JSON", values=str(error)) from error
     names = fields.get("architectures") if isinstance(fields, dict) else None
+    if not isinstance(names or [], list):
+        raise ModelError(f'"architectures" in {path} is not a list', values=shown(names), alternatives="[name]")
     return [str(name) for name in names or []]
 
 

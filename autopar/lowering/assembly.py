@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.errors import InternalError
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.plan import Pipeline
 from autopar.planning.request import Candidate
 from autopar.seats import first_ranks
 from codegen.async_tp import with_async_tp
+from codegen.check import check_file
 from codegen.emit import emit_model
+from codegen.evaluation import follows_training
+from codegen.expressions import expression
 from codegen.fp8 import in_fp8
 from codegen.fusion import fuse
 from codegen.overlap import overlap
 from codegen.pipeline_source import emit_pipeline
-from codegen.program import PipelineProgram, Program
+from codegen.program import Call, PipelineProgram, Program
+from codegen.schemas import EmissionError
 from cost_models.schedule import orders, orders_text, placement
 
 HOST = "host"
@@ -32,6 +37,7 @@ def program_of(
     """
     program = _lowered(candidate)
     rewrites = (
+        (True, follows_training),
         (fused, _with_kernels),
         (candidate.plan.fp8, in_fp8),
         (asynchronous, with_async_tp),
@@ -97,8 +103,38 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
 
 
 def source_of(program: Program | PipelineProgram) -> str:
-    """All generated text of the model; of a pipeline, its files one after the other."""
+    """All generated text of the model; of a pipeline, its files one after the other.
+
+    Raises InternalError for text that would fail when a rank runs it (codegen/check.py).
+    """
+    try:
+        files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
+        sources = {name: text for name, text in files.items() if name.endswith(".py")}
+        for name, text in sources.items():
+            check_file(name, text)
+    except EmissionError as error:
+        raise InternalError(
+            "autopar emitted a program that cannot run, which is an error of autopar's own and not of the model",
+            values=f"{error}{_operator_of(program, error.call)}",
+            alternatives="report it with the model and this message; other constraints may avoid the call meanwhile",
+        ) from error
     if isinstance(program, Program):
-        return emit_model(program)
-    files = emit_pipeline(program)
-    return "\n\n".join(f"# {name}\n{text}" for name, text in files.items() if name.endswith(".py"))
+        return sources["model.py"]
+    return "\n\n".join(f"# {name}\n{text}" for name, text in sources.items())
+
+
+def _operator_of(program: Program | PipelineProgram, text: str) -> str:
+    """Which operator of which module became `text`, as a clause; nothing where it is no call's."""
+    programs = [s.program for s in program.stages] if isinstance(program, PipelineProgram) else [program]
+    for cls in (cls for part in programs for cls in (*part.layers, part.root)):
+        for call in (statement for statement in cls.body if isinstance(statement, Call)):
+            if text and (text == call.target or text in _written(call)):
+                return f" ({call.target} of {cls.name}{'.' * bool(call.section)}{call.section})"
+    return ""
+
+
+def _written(call: Call) -> str:
+    try:
+        return expression(call)
+    except EmissionError as error:
+        return error.call

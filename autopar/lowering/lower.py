@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, base_name
-from autopar.lowering.lowerings import ancestors
-from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name, without_waiting
+from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name
+from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, without_waiting
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, Stored
@@ -16,6 +15,7 @@ from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local, scopes_of
 from autopar.units import bytes_text
 from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec
+from codegen.runtime.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
 """Layer class -> (mode, how many layers in a row), in the order of the layers; classes left out keep everything."""
@@ -63,7 +63,8 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What is equal for all stages. placements: how a sent tensor lies where it is made, by (stage, name)."""
+    """What is equal for all stages. unused: what no call reads, which the first stage keeps. placements: how a sent
+    tensor lies where it is made, by (stage, name)."""
 
     operators: Mapping[tuple[str, str], Operator]
     plan: Planned
@@ -71,6 +72,7 @@ class _Context:
     vocabulary: int
     defers_weights: bool = False
     offload_optimizer: str = ""
+    unused: Mapping[str, Spec] = field(default_factory=dict)
     placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
 
 
@@ -85,7 +87,8 @@ def lower(
     offload_optimizer: str = "",
 ) -> Program:
     """The program of a plan without pipelines."""
-    context = _Context(operators, plan, choices, smallest_vocabulary(graph), offload_optimizer=offload_optimizer)
+    vocabulary = smallest_vocabulary(graph)
+    context = _Context(operators, plan, choices, vocabulary, False, offload_optimizer, _unused(graph))
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
     program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
@@ -103,7 +106,8 @@ def lower_stages(
 ) -> PipelineProgram:
     """The programs of a pipeline's stages. `choices` are of the whole graph on the plan's axes, which all positions
     have."""
-    context = _Context(operators, plan, choices, smallest_vocabulary(graph), staging.defers_weights, offload_optimizer)
+    shared = smallest_vocabulary(graph), staging.defers_weights, offload_optimizer, _unused(graph)
+    context = _Context(operators, plan, choices, *shared)
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
     num_dropout_calls = 0
@@ -151,19 +155,22 @@ def _lower_stage(
     root = Lowering(shared, scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
     root.num_dropout_calls = first_dropout_call
     root.receive(kept)
-    statements = [*root.drain(), *root.run(graph.body)]
+    body, known = _before_and_in_step(stage)
+    root.known = {ref: f"{SUMS}[{number}]" for number, ref in enumerate(known)}
+    statements = [*root.drain(), *root.run(body)]
     results = _results(context, number, stage, root)
     statements += root.drain()
     inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if ("", Ref(i.name)) in choices.tensors}
-    counting = Lowering(shared, scopes[""], root.calls_per_layer)
+    counting, summing = (Lowering(shared, scopes[""], root.calls_per_layer, layouts=root.layouts) for _ in range(2))
     count_statements, counts = counting.count_targets(root.losses)
+    sum_statements, sums = summing.sums(known) if known else ([], ())
     stored = {p.name: _spec(shared, "", p) for p in graph.parameters if ("", p.name) in choices.parameters}
     buffers = {p.name for p in graph.parameters if p.is_buffer}
     cls = ModuleClass(
         *root_class,
         {name: spec for name, spec in stored.items() if name not in buffers},
-        {name: spec for name, spec in stored.items() if name in buffers},
-        tuple(inputs),
+        {name: spec for name, spec in stored.items() if name in buffers} | (dict(context.unused) if not number else {}),
+        tuple(argument(name) for name in inputs),
         tuple(without_waiting(statements) if stage.has_loss else statements),
         results,
         tuple(root.layouts),
@@ -190,13 +197,35 @@ def _lower_stage(
         recompute,
         offload,
         context.offload_optimizer,
+        whole_sums=tuple(sum_statements),
+        sum_names=sums,
     )
+
+
+def _before_and_in_step(stage: StageGraph) -> tuple[tuple[Node | LayerRun, ...], tuple[Ref, ...]]:
+    """What forward calls, and the sums over the whole batch that it is given instead of calling what makes them."""
+    graph = stage.graph
+    if graph.accumulation is None or not graph.accumulation.whole:
+        return graph.body, ()
+    whole = set(graph.accumulation.whole)
+    needed = set(stage.results) - whole
+    read: set[Ref] = set(stage.results) & whole
+    kept: list[Node | LayerRun] = []
+    for piece in reversed(graph.body):
+        if any(Ref(piece.name, index) in needed for index in range(len(piece.outputs))):
+            kept.append(piece)
+            read |= whole & set(piece.inputs)
+            needed |= set(piece.inputs) - whole
+    return tuple(reversed(kept)), tuple(ref for ref in graph.accumulation.whole if ref in read)
 
 
 def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) -> tuple[str, ...]:
     """The variables that forward returns: the loss, equal on all ranks, or what later stages receive."""
     if stage.has_loss:
-        return (root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)).name,)
+        loss, found = root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)), stage.graph.accumulation
+        if found is not None and found.loss != 1:
+            loss = root.multiply(loss, found.loss, "")
+        return (loss.name,)
     for ref, name in stage.sends:
         context.placements[number, name] = root.lies[ref]
     return tuple(root.use(ref, border_placements(root.lies[ref])).name for ref, _ in stage.sends)
@@ -290,7 +319,21 @@ def _spec(shared: Shared, scope: str, parameter: Parameter) -> Spec:
         parameter.aliases,
         parameter.meta.requires_grad,
         parameter.persistent,
+        parameter.increment,
     )
+
+
+def _unused(graph: Graph) -> dict[str, Spec]:
+    """Parameters and buffers that no call reads: they keep their values (counters count) and belong to the state."""
+    used = {graph.loss.node} | {ref.node for piece in graph.body for ref in piece.inputs}
+    for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
+        used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
+    found = {}
+    for each in (p for p in graph.parameters if p.name not in used and p.persistent):
+        is_half = not each.is_buffer and each.meta.dtype.is_floating_point and each.meta.dtype.itemsize < 4
+        dtype = "float32" if is_half else dtype_name(each.meta.dtype)
+        found[each.name] = Spec(each.meta.shape, dtype, (), 0, each.aliases, False, True, each.increment)
+    return found
 
 
 def _stored_dtype(parameter: Parameter) -> str:

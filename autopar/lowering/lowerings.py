@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autopar.costs.contractions import DEFERRABLE
-from autopar.graph import Graph, LayerRun, Node, Ref, base_name
+from autopar.graph import Graph, LayerRun, Node, Ref, ancestors, base_name
 from autopar.placement import R
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from autopar.sharding.strategies import Operator, Option
+from codegen.expressions import given
 from codegen.program import Call, Raw, Reshard, Statement, Var
 
 if TYPE_CHECKING:
@@ -31,10 +34,9 @@ def lower_call(
     if not option.axes:
         lowering = _on_one_rank(node, operator)
     name = base_name(node.op)
-    if is_plain_cross_entropy(node, operator.inputs):
-        return _cross_entropy(
-            scope, node, operator, option, lowering.axes if lowering and lowering.name == "cross_entropy" else (), call
-        )
+    if is_plain_cross_entropy(node, operator.inputs, any_dims=True):
+        axes = lowering.axes if lowering and lowering.name == "cross_entropy" else ()
+        return _cross_entropy(scope, node, operator, option, axes, _with_rows(scope, operator, call))
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
     if lowering is None:
@@ -42,32 +44,34 @@ def lower_call(
     if lowering.name == "mean":
         return replace(call, divisor=lowering.divisor)
     if lowering.name == "vocab_embedding":
-        weight, ids, *rest = call.args
-        padding = (("padding_idx", rest[0]),) if rest and rest[0] not in (None, -1) else ()
+        arguments = given(call)
+        weight, ids, row = arguments["weight"], arguments["indices"], arguments.get("padding_idx")
+        padding = (("padding_idx", row),) if row is not None else ()
         axis = Raw(scope.shared.mesh.axes[lowering.axes[0]])
         return replace(call, target="runtime.vocab_embedding", args=(ids, weight, axis), kwargs=padding)
     if lowering.name in EXCHANGES:
         return _context_attention(call, lowering.name, scope.shared.mesh.axes[lowering.axes[0]])
     layout = scope.layout(lowering.layout_shape, lowering.layout)
     if lowering.name == "arange":
-        return _arange(call, layout)
+        return _arange(call, layout, node.meta.dtype)
     number = scope.num_dropout_calls
     scope.num_dropout_calls += 1
     where: tuple[tuple[str, Any], ...] = (("call", number), ("layout", Raw(layout)))
     if not operator.starts_with_batch:
         where = (*where, ("batched", False))
     if lowering.name == "dropout":
-        return replace(call, target="self.same_dropout", args=call.args[:2], kwargs=where)
+        arguments = given(call)
+        return replace(call, target="self.same_dropout", args=(arguments["input"], arguments["p"]), kwargs=where)
     if lowering.name == "attention":
         return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
     raise AssertionError(f"no statement for lowering {lowering.name}")
 
 
 def _context_attention(call: Call, exchange: str, axis: str) -> Call:
-    """Attention over the keys of all ranks of `axis`; the plain call has all its arguments (simplify.py)."""
-    query, key, value, mask, _, is_causal = call.args
-    given = {"attn_mask": mask, "is_causal": is_causal, **dict(call.kwargs), "exchange": exchange}
-    kwargs = tuple((name, item) for name, item in given.items() if item is not None and item is not False)
+    """Attention over the keys of all ranks of `axis`."""
+    arguments = given(call)
+    query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
+    kwargs = (*arguments.items(), ("exchange", exchange))
     return replace(call, target="runtime.context_attention", args=(query, key, value, Raw(axis)), kwargs=kwargs)
 
 
@@ -124,21 +128,26 @@ def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = fro
     return not ancestors(graph, ref) & (parameters | runs | received)
 
 
-def ancestors(graph: Graph, ref: Ref) -> set[str]:
-    """Names of everything at the top level that `ref` is computed from, itself included."""
-    inputs = {piece.name: piece.inputs for piece in graph.body}
-    found: set[str] = set()
-    open_names = [ref.node]
-    while open_names:
-        name = open_names.pop()
-        if name not in found:
-            found.add(name)
-            open_names += [r.node for r in inputs.get(name, ())]
-    return found
+def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:
+    """start + step * (global position), in the call's dtype, which positions and whole numbers have anyway if int64."""
+    numbers = given(call)
+    start, step = numbers.get("start", 0), numbers.get("step", 1)
+    is_whole = dtype == torch.int64 and isinstance(start, int) and isinstance(step, int)
+    args = (start, step, Raw(layout), Raw("self.mesh"))
+    return replace(call, target="runtime.arange", args=args, kwargs=() if is_whole else (("dtype", dtype),))
 
 
-def _arange(call: Call, layout: str) -> Call:
-    """start + step * (global position), in the call's dtype."""
-    numbers = [a for a in call.args if isinstance(a, (int, float))]
-    start, step = (0, 1) if len(numbers) < 2 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
-    return replace(call, target="runtime.arange", args=(start, step, Raw(layout), Raw("self.mesh")), kwargs=call.kwargs)
+def _with_rows(scope: Lowering, operator: Operator, call: Call) -> Call:
+    """Cross-entropy of [N, C, ...] or [C] logits as that of [rows, C], which is what the run time's takes."""
+    logits, target = call.args[:2]
+    rank = len(operator.inputs[0].shape)
+    if rank == 2:
+        return call
+    rows, classes = scope.fresh_name("targets"), scope.fresh_name("logits")
+    if rank == 1:
+        scope.pending.append(Call("aten.unsqueeze.default", (logits, 0), (), (classes,), call.section))
+    else:
+        moved = Call("aten.movedim.int", (logits, 1, -1), (), (classes,), call.section)
+        scope.pending += [moved, Call("aten.flatten.using_ints", (Var(classes), 0, -2), (), (classes,), call.section)]
+    scope.pending.append(Call("aten.flatten.using_ints", (target,), (), (rows,), call.section))
+    return replace(call, args=(Var(classes), Var(rows), *call.args[2:]))

@@ -9,20 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 
-from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta, map_refs
-from autopar.lowering.lowerings import ancestors, lower_call
+from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
+from autopar.lowering.lowerings import lower_call
 from autopar.lowering.reshard_calls import reshard_call, traffic_text
 from autopar.mesh import Mesh
 from autopar.names import readable_names
-from autopar.placement import Placements
+from autopar.placement import Placements, R
 from autopar.rules.localize import local_call
 from autopar.sharding.choices import Choices
 from autopar.sharding.reshard import Step, steps
 from autopar.sharding.strategies import Operator, Scope
+from codegen.names import attribute_path
 from codegen.program import Call, LayerLoop, LayerRunSpec, Layout, Operand, Reshard, Statement, Var
+
+SUMS = "sums"
+"""What forward calls the sums over the whole batch that it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,10 @@ class Shared:
 
 @dataclass
 class Lowering:
-    """Statements of one scope, with where every tensor lies and under which name it is at hand."""
+    """Statements of one scope, with where every tensor lies and under which name it is at hand.
+
+    known: sums over the whole batch that forward is given, and what they are called there.
+    """
 
     shared: Shared
     scope: Scope
@@ -58,6 +66,7 @@ class Lowering:
     losses: list[tuple[Node, Ref, int]] = field(default_factory=list)
     layer_runs: list[LayerRunSpec] = field(default_factory=list)
     num_dropout_calls: int = 0
+    known: Mapping[Ref, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         choices, scope, graph = self.shared.choices, self.scope, self.shared.graph
@@ -99,7 +108,12 @@ class Lowering:
         return found
 
     def run(self, pieces: tuple[Node | LayerRun, ...]) -> tuple[Statement, ...]:
+        for ref, name in self.known.items():
+            where = (R,) * len(self.shared.mesh.axes)
+            self.lies[ref], self.at_hand[ref, where] = where, Var(name)
         for piece in pieces:
+            if any(Ref(piece.name, index) in self.known for index in range(len(piece.outputs))):
+                continue
             if isinstance(piece, LayerRun):
                 self.layer_run(piece)
             else:
@@ -110,6 +124,7 @@ class Lowering:
         operator = self.shared.operators[self.scope.name, node.name]
         option = self.shared.choices.operators[self.scope.name, node.name]
         arguments = [self.use(ref, where) for ref, where in zip(node.inputs, option.inputs, strict=True)]
+        arguments = [self._scaled(node, index, variable) for index, variable in enumerate(arguments)]
         local = local_call(node, operator.rule, option.axes, operator.inputs, self.shared.mesh.sizes)
         values = iter(arguments)
         args = map_refs(local.args, lambda _: next(values))
@@ -130,6 +145,22 @@ class Lowering:
             if kept is not None and kept != placements and ref in self.uses:
                 self.use(ref, kept, rename=False)
                 self.lies[ref] = kept
+
+    def _scaled(self, node: Node, index: int, variable: Var) -> Var:
+        """What a call reads, multiplied as the micro-batches' accumulation says."""
+        found = self.shared.graph.accumulation
+        scale = found.scales.get((self.scope.name, node.name, index)) if found is not None else None
+        return variable if scale is None else self.multiply(variable, scale, node.module)
+
+    def multiply(self, variable: Var, scale: Fraction, section: str) -> Var:
+        """A new variable of `scale` times the value, whose placement does not matter."""
+        words = re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
+        result = self.fresh_name(f"{words[-1]}_scaled")
+        op, number = ("div", scale.denominator) if scale.numerator == 1 else ("mul", scale.numerator)
+        exact = 1 in (scale.numerator, scale.denominator)
+        argument = number if exact else float(scale)
+        self.pending.append(Call(f"aten.{op}.Tensor", (variable, argument), (), (result,), section))
+        return Var(result)
 
     def layer_run(self, run: LayerRun) -> None:
         layer = self.shared.scopes[run.layer.name]
@@ -168,7 +199,7 @@ class Lowering:
         path = steps(current, wanted, self.shared.mesh.sizes)
         assert path is not None, f"no way from {current} to {wanted}"
         variable = self.at_hand[ref, current]
-        is_stored = variable.name.startswith("self.")
+        is_stored = variable.name.startswith(("self.", "self[", f"{SUMS}["))
         keeps_name = not is_stored and (not rename or self.uses.get(ref, 0) == 1)
         if keeps_name:
             target = variable.name
@@ -245,6 +276,16 @@ class Lowering:
             counts.append(name)
         return statements, tuple(counts)
 
+    def sums(self, refs: tuple[Ref, ...]) -> tuple[list[Statement], tuple[str, ...]]:
+        """Statements that compute these tensors, whole on every rank, from the batch alone, and their names."""
+        needed = set().union(*(ancestors(self.shared.graph, ref) for ref in refs))
+        for piece in self.shared.graph.body:
+            if piece.name in needed and isinstance(piece, Node):
+                self.node(piece)
+        where = (R,) * len(self.shared.mesh.axes)
+        names = tuple(self.use(ref, where).name for ref in refs)
+        return self.drain(), names
+
 
 def without_waiting(statements: list[Statement]) -> list[Statement]:
     """A sum over an axis that ends `statements` is read by the step alone, which waits for it (Mesh.finish)."""
@@ -253,11 +294,6 @@ def without_waiting(statements: list[Statement]) -> list[Statement]:
         comment = f"{last.comment}; the step waits for it"
         return [*statements[:-1], replace(last, kwargs=(("wait", False),), comment=comment)]
     return statements
-
-
-def attribute_path(name: str) -> str:
-    """`linears.0.weight` -> `self.linears[0].weight`."""
-    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"self.{name}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

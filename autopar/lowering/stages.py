@@ -18,16 +18,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, map_refs
+from autopar.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
 from autopar.names import RESERVED, readable_names
 from autopar.placement import Placements, R
 from autopar.sharding.strategies import scopes_of
 
 Cut = tuple[int, ...]
 """The index of each stage's first block: (0, 3, 5) are three stages."""
-
-_COSTLY_OR_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "scaled_dot_product")
-"""In names of operators: calls that are not repeated even where they need no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +77,6 @@ def blocks_of(graph: Graph) -> tuple[Block, ...]:
         for run in (piece for piece in pieces if isinstance(piece, LayerRun)):
             blocks += [Block(run.layer.name, (), run.name, i, path) for i, path in enumerate(run.instances)]
     return tuple(blocks)
-
-
-def repeated_calls(graph: Graph) -> frozenset[str]:
-    """Names of top-level calls that every stage makes for itself where it needs them: see the module's docstring."""
-    sources = {i.name for i in graph.inputs} | {p.name for p in graph.parameters if p.is_buffer}
-    found: set[str] = set()
-    for piece in graph.body:
-        if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
-            continue
-        is_plain = not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
-        if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
-            found.add(piece.name)
-    return frozenset(found)
 
 
 def stage_graphs(graph: Graph, boundaries: Cut) -> tuple[StageGraph, ...]:

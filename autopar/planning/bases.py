@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Rp, Stored
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.space import Space, build_space
+from autopar.sharding.carried import carried, covers
 from autopar.sharding.choices import Choices, axis_sources, on_axes
 from autopar.sharding.strategies import Operator, operators_of
 from search.intra_op import solve
@@ -62,8 +63,8 @@ class Base:
     """Decisions for a mesh, and what they cost per micro-batch without parameters.
 
     costed: a mesh of which one rank does the same as one of `mesh`, with decisions and rows for all its ranks.
-    solved: the decisions as they were made, on the axes `solved_axes`. storage: equal for bases that store all
-    parameters alike.
+    solved: the decisions as they were made, on the axes `solved_axes` for a graph of `solved_rows` rows with the calls
+    `operators`. price: of a byte, as they were made. storage: equal for bases that store all parameters alike.
     """
 
     mesh: Mesh
@@ -71,6 +72,9 @@ class Base:
     costed: Mesh
     solved: Choices
     solved_axes: tuple[str, ...]
+    solved_rows: int
+    operators: Mapping[tuple[str, str], Operator]
+    price: float
     storage: int
 
     @property
@@ -83,9 +87,11 @@ class Base:
         """The decisions on the mesh `costed`."""
         return self.activity.choices
 
-    def choices(self, zero: int) -> Choices:
-        """All decisions on the mesh, with a ZeRO stage wherever one is possible."""
-        placed = on_axes(self.solved, self.solved_axes, self.mesh.axes)
+    def choices(self, zero: int, rows: int) -> Choices:
+        """All decisions on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever one is
+        possible."""
+        here = carried(self.solved, self.operators, self.solved_rows, rows)
+        placed = on_axes(here, self.solved_axes, self.mesh.axes)
         return Choices(placed.operators, placed.tensors, self.parameters(zero))
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
@@ -145,20 +151,25 @@ class Bases:
         tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
         fits_dp = 2 * tp <= self.request.cluster.num_devices
         solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
-        decided = (tp, solved_with_data, self.typical_rows or rows, price)
-        choices = self.choices(*decided)
-        if choices is None:
-            return None
-        axes = named_mesh(2 if solved_with_data else 1, tp).axes
         # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
         costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp)
+        whole = rows * costed.num_data_ranks
+        graph = self.request.trace.estimate(whole)
+        decided = (tp, solved_with_data, self.typical_rows or rows, price)
+        choices = self.choices(*decided)
+        if choices is not None and not covers(choices, graph):  # a model that is another one with few rows
+            decided = (tp, has_data, rows, price)
+            choices = self.choices(*decided)
+        if choices is None:
+            return None
+        axes, solved_rows = decided_on(decided)
         key = (costed, rows, price)
         if key not in self._activity:
-            whole = rows * costed.num_data_ranks
-            placed = on_axes(choices, axes, costed.axes)
-            graph = self.request.trace.estimate(whole)
+            here = carried(choices, self.operators(solved_rows), solved_rows, whole)
+            placed = on_axes(here, axes, costed.axes)
             self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed)
-        return Base(mesh, self._activity[key], costed, choices, axes, self._storage_of(decided, axes))
+        calls, storage = self.operators(solved_rows), self._storage_of(decided, axes)
+        return Base(mesh, self._activity[key], costed, choices, axes, solved_rows, calls, price, storage)
 
     def _storage_of(self, decided: Key, axes: tuple[str, ...]) -> int:
         """A number for how the decisions store the parameters: equal where that is."""
@@ -205,11 +216,31 @@ class Bases:
             graph = self.request.trace.estimate(whole)
             self._spaces[key] = build_space(graph, self.operators(whole), self.pricer(mesh), limits, None)
             self._fastest[key] = solve(self._spaces[key].problem)
-        space, fastest = self._spaces[key], self._fastest[key]
-        if not price:
-            return decode(space, fastest.choices)
-        seconds_per_byte = price * fastest.objective / self.request.cluster.device.memory_bytes
-        return decode(space, solve(_charged(space.problem, seconds_per_byte)).choices)
+        return _at_price(self._spaces[key], self._fastest[key], price, self.request)
+
+
+def decided_anew(
+    request: Request, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, price: float
+) -> Choices:
+    """A base's decisions on a graph whose calls are not those that bases are made for. Raises InfeasibleError."""
+    limits = replace(request.constraints, zero=0 if mesh.num_data_ranks > 1 else None)
+    space = build_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits, None)
+    return _at_price(space, solve(space.problem), price, request)
+
+
+def decided_on(decided: Key) -> tuple[tuple[str, ...], int]:
+    """The axes of the mesh that decisions are made on, and the rows of the graph over all its ranks."""
+    tp, has_data, rows, _ = decided
+    mesh = named_mesh(2 if has_data else 1, tp)
+    return mesh.axes, rows * mesh.num_data_ranks
+
+
+def _at_price(space: Space, fastest: Solution, price: float, request: Request) -> Choices:
+    """The decisions that minimise seconds plus the price of their bytes."""
+    if not price:
+        return decode(space, fastest.choices)
+    seconds_per_byte = price * fastest.objective / request.cluster.device.memory_bytes
+    return decode(space, solve(_charged(space.problem, seconds_per_byte)).choices)
 
 
 def _charged(problem: Problem, seconds_per_byte: float) -> Problem:

@@ -55,7 +55,7 @@ def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
         )
     for num_positions, dp, tp in legal:
         rows = request.global_batch_size // dp
-        for count in micro_batch_counts(rows, limits.micro_batches):
+        for count in filter(request.splits, micro_batch_counts(rows, limits.micro_batches)):
             stages = (0,) if dp == 1 else (0, 2, 3) if count == 1 else (0, 1, 2, 3)
             pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
             for zero in pinned:

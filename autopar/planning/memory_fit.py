@@ -2,13 +2,14 @@
 
 The closed form of memory by which a pipeline is cut (`search.inter_op`) is less than what the prediction counts where
 several things are alive at once that it takes one by one. A solution that so exceeds the memory of a rank is solved
-again with as much less, until it fits.
+again with as much less, until it fits; where that comes to nothing, the leanest pipeline is the last that is tried.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.costs.block_costs import Mode
 from autopar.costs.memory_bound import least_seconds
@@ -16,7 +17,16 @@ from autopar.planning.stage_points import Holding
 from search.inter_op import solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
 
+WithLimits = Callable[[Mapping[str, float]], PipelineProblem]
+"""A problem with limits of memory by submesh."""
+
+Held = Callable[[PipelineSolution], Mapping[str, float]]
+"""Bytes on the fullest rank of every submesh that is used, as the prediction will count them."""
+
 MAX_ROUNDS = 8
+
+NOTHING = 1.0
+"""Bytes: less than any stage needs."""
 
 ROUNDING = 1e-6
 """Share of the memory by which a bound is loosened."""
@@ -42,9 +52,16 @@ def least_recompute(
     return least_seconds(classes, room_bytes)
 
 
+def least_kept(
+    blocks: Iterable[tuple[int, Iterable[Mode]]], holding: Holding, positions: Sequence[tuple[int, int]]
+) -> float:
+    """Bytes that all blocks keep at least, each in the mode and on the position where that is least."""
+    return sum(count * min(holding.least(positions, mode) for mode in modes) for count, modes in blocks)
+
+
 def solve_in_rounds(
-    problem: Callable[[Mapping[str, float]], PipelineProblem],
-    held: Callable[[PipelineSolution], Mapping[str, float]],
+    problem: WithLimits,
+    held: Held,
     memory_bytes: Mapping[str, float],
     cutoff: float = math.inf,
 ) -> PipelineSolution:
@@ -55,10 +72,47 @@ def solve_in_rounds(
     faster.
     """
     limits = dict(memory_bytes)
-    for _ in range(MAX_ROUNDS):
-        solution = solve_pipeline(problem(limits), cutoff=cutoff, diagnose=False)
+    for number in range(MAX_ROUNDS):
+        try:
+            solution = solve_pipeline(problem(limits), cutoff=cutoff, diagnose=False)
+        except PipelineInfeasibleError:
+            if not number:
+                raise
+            break
         excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in held(solution).items()}
         if max(excess.values()) <= 0:
             return solution
         limits |= {name: limits[name] - max(lacking, 0.0) for name, lacking in excess.items()}
-    raise PipelineInfeasibleError(())
+    lean = leanest(problem, held, *memory_bytes) if len(memory_bytes) == 1 and cutoff == math.inf else None
+    if lean is None or lean.num_bytes > next(iter(memory_bytes.values())):
+        raise PipelineInfeasibleError(())
+    return lean.solution
+
+
+@dataclass(frozen=True, slots=True)
+class Lean:
+    """The pipeline that keeps least by the closed form. least_bytes: of a rank, below which there is none;
+    num_bytes: with which it is found, as the prediction counts."""
+
+    least_bytes: float
+    num_bytes: float
+    solution: PipelineSolution
+
+
+def leanest(
+    problem: WithLimits,
+    held: Held,
+    submesh: str,
+) -> Lean | None:
+    """Of a problem with one submesh; None where no cut uses its devices, whatever the memory."""
+    try:
+        solve_pipeline(problem({submesh: NOTHING}))
+    except PipelineInfeasibleError as error:
+        if math.isnan(error.smallest_excess):
+            return None
+        least = NOTHING + error.smallest_excess
+    else:
+        least = NOTHING
+    enough = least * (1 + 1e-9)
+    solution = solve_pipeline(problem({submesh: enough}))
+    return Lean(least, max(enough, *held(solution).values()), solution)

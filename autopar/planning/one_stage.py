@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.costs.block_costs import chain
 from autopar.costs.cost_table import block_costs
 from autopar.costs.price import Pricer
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.errors import ConstraintError
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -25,14 +25,11 @@ from autopar.planning.request import Candidate, Request, decode, divisors, opera
 from autopar.planning.space import build_space
 from autopar.sharding.choices import Choices, compress
 from autopar.sharding.strategies import Operator, operators_of
-from autopar.units import bytes_text
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits
 from search.problem import Solution
 
 MAX_TRANSIENT_ROUNDS = 4
-BUDGET_ROUNDS = 6
-"""Halvings in looking for the smallest sufficient budget: to 2 % of the way from the budget that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,11 @@ class Failure:
     mesh: Mesh
     num_micro_batches: int
     kinds: Mapping[str, float]
+
+    @property
+    def least_bytes(self) -> float:
+        """What the leanest decisions keep: no others need less."""
+        return self.num_bytes - self.kinds.get("transient", 0.0)
 
     @property
     def where(self) -> str:
@@ -126,7 +128,7 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
                 alternatives=", ".join(map(str, divisors(rows))),
             )
         return [pinned]
-    return [n for n in divisors(rows) if n & (n - 1) == 0]
+    return [n for n in divisors(rows) if n & (n - 1) == 0 and request.splits(n)]
 
 
 def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_seconds: float) -> Candidate | None:
@@ -229,48 +231,10 @@ def _candidate(
     return Candidate(plan, graph, operators, choices, solution)
 
 
-def nothing_fits(request: Request, failures: list[Failure], others: tuple[Failure, ...] = ()) -> InfeasibleError:
-    """The error with the plan that needs the least, by kind. others: plans of other kinds that do not fit."""
-    tight = [_tightened(min(failures, key=lambda failure: failure.num_bytes), request)] if failures else []
-    if not tight and not others:
-        return InfeasibleError("no plan exists under these constraints")
-    smallest = min([*tight, *others], key=lambda failure: failure.num_bytes)
-    if smallest.num_bytes == math.inf:
-        return InfeasibleError("no plan exists under these constraints", values="; ".join(f.where for f in failures))
-    needed = math.ceil(smallest.num_bytes)
-    kinds = sorted(smallest.kinds.items(), key=lambda pair: -pair[1])
-    error = InfeasibleError(
-        "no plan fits the memory of one rank",
-        values={
-            "memory per rank": bytes_text(request.constraints.memory_bytes or request.cluster.device.memory_bytes),
-            "smallest that was found to do": f"{bytes_text(smallest.num_bytes)} ({smallest.where})",
-            "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
-        },
-        alternatives=[
-            f"a budget of {needed} bytes per rank (memory={needed})",
-            "more devices, a smaller batch or sequence, or bf16 precision",
-        ],
-    )
-    error.needed_bytes = needed
-    return error
-
-
-def _tightened(failure: Failure, request: Request) -> Failure:
-    """A smaller budget that is enough, with its plan's bytes by kind.
-
-    The plan that keeps the least is not the smallest: transients count too, and they depend on the plan.
-    """
-    if failure.num_bytes == math.inf:
-        return failure
-    mesh, count, low = failure.mesh, failure.num_micro_batches, usable_bytes(request)
-    graph = request.trace(request.global_batch_size // count)
-    operators, pricer = operators_of(graph), pricer_for(request, mesh, count)
-    for _ in range(BUDGET_ROUNDS):
-        middle = math.ceil((low + failure.num_bytes) / 2)
-        trial = replace(request, constraints=replace(request.constraints, memory_bytes=middle))
-        found = _solve(graph, operators, pricer, trial, count)
-        if isinstance(found, Candidate):
-            failure = replace(failure, num_bytes=middle, kinds=found.plan.prediction.num_bytes)
-        else:
-            low = middle
-    return failure
+def at_budget(request: Request, failure: Failure, num_bytes: float) -> Plan | None:
+    """The plan on a failure's mesh with its number of micro-batches that fits `num_bytes` per rank."""
+    mesh, count = failure.mesh, failure.num_micro_batches
+    limited = replace(request, constraints=replace(request.constraints, memory_bytes=int(num_bytes)))
+    graph, operators = operators_at(request, request.global_batch_size // count)
+    found = _solve(graph, operators, pricer_for(request, mesh, count), limited, count)
+    return found.plan if isinstance(found, Candidate) else None

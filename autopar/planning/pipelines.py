@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,12 +28,12 @@ from autopar.placement import Stored
 from autopar.plan import StagePlan
 from autopar.planning.bases import Base, Bases
 from autopar.planning.layouts import Layout, layouts
-from autopar.planning.memory_fit import least_recompute, solve_in_rounds
+from autopar.planning.memory_fit import Held, WithLimits, least_kept, least_recompute, solve_in_rounds
 from autopar.planning.one_stage import Failure
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of, stretched
 from autopar.sharding.strategies import scopes_of
-from search.inter_op import NothingBelowCutoffError, solve_pipeline
+from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import (
     PipelineInfeasibleError,
     PipelineProblem,
@@ -68,17 +68,23 @@ class Found:
     costs: Mapping[str, BlockCost]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pipelines:
     """What a search found: the best of each (positions, mesh) that was solved, fastest first.
 
-    skipped: (lower bound in seconds, positions, mesh) of the others. smallest: what came nearest to fitting, where
-    nothing fits.
+    skipped: (lower bound in seconds, positions, mesh) of the others.
     """
 
     found: tuple[Found, ...]
     skipped: tuple[tuple[float, int, Mesh], ...]
-    smallest: tuple[Failure, ...]
+    search: PipelineSearch
+
+    @cached_property
+    def smallest(self) -> tuple[Failure, ...]:
+        """The pipeline that needs the least memory, where nothing fits."""
+        from autopar.planning.smallest import smallest_pipeline
+
+        return () if self.found else smallest_pipeline(self.search)
 
 
 @dataclass
@@ -125,8 +131,6 @@ class PipelineSearch:
         for queue in queues.values():
             heapq.heapify(queue)
         found: dict[tuple[int, str], Found] = {}
-        missing: list[tuple[float, int, Layout, str]] = []
-        too_large: list[tuple[int, Layout, str]] = []
         best = math.inf
         turn = 0
         while heads := [queue for queue in queues.values() if queue and queue[0][0] < best]:
@@ -134,18 +138,13 @@ class PipelineSearch:
             _, number, layout, schedule, is_tight = heapq.heappop(queue)
             if not is_tight:
                 bound = self.tightened(layout, schedule)
-                if bound == math.inf:
-                    too_large.append((number, layout, schedule))
-                elif bound < best:
+                if bound < best:
                     heapq.heappush(queue, (bound, number, layout, schedule, True))
                 continue
             turn += 1
             try:
                 solved = self.solve(layout, schedule, usable_bytes(self.request), best)
-            except PipelineInfeasibleError as error:
-                missing.append((error.smallest_excess, number, layout, schedule))
-                continue
-            except NothingBelowCutoffError:
+            except (PipelineInfeasibleError, NothingBelowCutoffError):
                 continue
             best = min(best, solved.objective)
             key = (layout.num_positions, str(layout.mesh))
@@ -154,13 +153,10 @@ class PipelineSearch:
         left: dict[tuple[int, str], tuple[float, int, Mesh]] = {}
         for bound, _, layout, _, _ in sorted(itertools.chain(*queues.values()), key=lambda each: each[:2]):
             left.setdefault((layout.num_positions, str(layout.mesh)), (bound, layout.num_positions, layout.mesh))
-        if not found:
-            missing += self._excesses(too_large)
-        smallest = () if found else self._smallest(sorted(m for m in missing if not math.isnan(m[0])))
         return Pipelines(
             tuple(sorted(found.values(), key=lambda f: (f.objective, f.layout.key, f.schedule))),
             tuple(skipped for key, skipped in left.items() if key not in found),
-            smallest,
+            self,
         )
 
     def _bounded(self) -> Iterator[Bounded]:
@@ -178,14 +174,6 @@ class PipelineSearch:
         if self.request.constraints.schedule is None and layout.num_micro_batches == 1:
             return ("1f1b",)
         return self.schedules
-
-    def _excesses(self, too_large: list[tuple[int, Layout, str]]) -> Iterator[tuple[float, int, Layout, str]]:
-        """What layouts that fit in no way lack at least."""
-        for number, layout, schedule in too_large:
-            try:
-                self.solve(layout, schedule, usable_bytes(self.request))
-            except PipelineInfeasibleError as error:
-                yield error.smallest_excess, number, layout, schedule
 
     def tightened(self, layout: Layout, schedule: str) -> float:
         """`bound` with the recomputation and the transfers that any cut has; inf where the memory is too small."""
@@ -221,13 +209,25 @@ class PipelineSearch:
 
     def least_recompute(self, layout: Layout, schedule: str) -> float:
         """Seconds per micro-batch that recomputation takes at least; inf where the layout does not fit."""
-        base = self.base(layout)
-        assert base is not None
-        p, stored = layout.num_positions, self.stored(layout)
-        fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
-        blocks = ((count, self.modes(base.costs[name]).values()) for name, count in self.counts.items())
+        p = layout.num_positions
+        blocks, fixed = self._kept_of_blocks(layout)
         holding = HOLDING[schedule](layout.num_micro_batches)
         return least_recompute(blocks, holding, [(p, i) for i in range(p)], p * usable_bytes(self.request), fixed)
+
+    def least_bytes(self, layout: Layout, schedule: str) -> float:
+        """Of the fullest rank: no cut of this layout needs less."""
+        p = layout.num_positions
+        blocks, fixed = self._kept_of_blocks(layout)
+        holding = HOLDING[schedule](layout.num_micro_batches)
+        return (fixed + least_kept(blocks, holding, [(p, i) for i in range(p)])) / p
+
+    def _kept_of_blocks(self, layout: Layout) -> tuple[list[tuple[int, Iterable[Mode]]], float]:
+        """How often each block stands in the model with the modes it may run in, and the bytes of all that stay."""
+        base = self.base(layout)
+        assert base is not None
+        stored = self.stored(layout)
+        fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
+        return [(count, self.modes(base.costs[name]).values()) for name, count in self.counts.items()], fixed
 
     def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
         """The modes of a block that the constraints and the device leave."""
@@ -280,29 +280,17 @@ class PipelineSearch:
         NothingBelowCutoffError where none is faster."""
         base, costs, name = self.base(layout), self.costs(layout), str(layout.mesh)
         assert base is not None
-        solution = solve_in_rounds(
-            lambda limits: self.problem(layout, schedule, costs, limits[name]),
-            lambda solution: {name: self._peak_bytes(layout, schedule, costs, solution)},
-            {name: memory_bytes},
-            cutoff,
-        )
+        problem, held = self.fitting(layout, schedule)
+        solution = solve_in_rounds(problem, held, {name: memory_bytes}, cutoff)
         return Found(solution.objective, layout, schedule, solution, base, costs)
 
-    def _smallest(self, missing: list[tuple[float, int, Layout, str]]) -> tuple[Failure, ...]:
-        """The plan that lacks the least, with its bytes by kind."""
-        if not missing:
-            return ()
-        excess, _, layout, schedule = missing[0]
-        usable = usable_bytes(self.request)
-        costs = self.costs(layout)
-        solution = solve_pipeline(self.problem(layout, schedule, costs, (usable + excess) * (1 + 1e-9)))
-        axes, sizes = layout.mesh.axes, layout.mesh.sizes
-        if layout.num_positions > 1:
-            axes, sizes = ("pp", *axes), (layout.num_positions, *sizes)
-        kinds = max(self.position_bytes(layout, schedule, costs, solution), key=lambda k: sum(k.values()))
-        reserved = (self.request.constraints.memory_bytes or self.request.cluster.device.memory_bytes) - usable
-        needed = sum(kinds.values()) + reserved
-        return (Failure(needed, Mesh(axes, sizes), layout.num_micro_batches, kinds | {"workspace": reserved}),)
+    def fitting(self, layout: Layout, schedule: str) -> tuple[WithLimits, Held]:
+        """What `memory_fit` asks of a layout: its problem, and what a solution of it holds."""
+        costs, name = self.costs(layout), str(layout.mesh)
+        return (
+            lambda limits: self.problem(layout, schedule, costs, limits[name]),
+            lambda solution: {name: self._peak_bytes(layout, schedule, costs, solution)},
+        )
 
     def _peak_bytes(
         self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution

@@ -7,8 +7,9 @@ the others are kept as runner-ups.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.rates import is_cpu
@@ -18,10 +19,11 @@ from autopar.plan import Plan, layout_text
 from autopar.planning.bases import Bases
 from autopar.planning.candidates import candidate_of, unequal_candidate
 from autopar.planning.chunked import refined
-from autopar.planning.one_stage import OneStage, meshes, nothing_fits, search_one_stage
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.one_stage import OneStage, meshes, search_one_stage
+from autopar.planning.pipelines import Found, PipelineSearch
 from autopar.planning.predict import predict
 from autopar.planning.request import Candidate, Request, divisors, pricer_for, unequal_of
+from autopar.planning.smallest import nothing_fits
 from autopar.planning.stage_points import HOLDING
 from autopar.planning.unequal.search import UnequalSearch
 from autopar.sharding.choices import Choices
@@ -78,14 +80,15 @@ def search_plans(
         search = PipelineSearch(request, shared if isinstance(shared, Bases) else None)
     except ConstraintError:
         # No equal positions make the cluster's number of devices.
-        uneven = tuple(_unequal(request, math.inf)) if exact_devices else ()
-        if not uneven:
+        unlike = _unequal(request) if exact_devices else None
+        uneven = unlike.run() if unlike is not None else None
+        if uneven is None:
             raise
-        return SearchResult(uneven, (), ())
+        return SearchResult((unequal_candidate(uneven, request),), (), ())
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
-    solved = (*pipelines.found[:MOST_CANDIDATES], *chunked[:MOST_CHUNKED])
-    found = [candidate_of(each, request) for each in solved]
+    found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
+    found += itertools.islice(_fitting(chunked, request), MOST_CHUNKED)
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     try:
         one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
@@ -95,9 +98,11 @@ def search_plans(
         one = OneStage((), (), ())
     found += one.candidates
     known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
-    found += _unequal(request, min(known, default=math.inf)) if exact_devices else ()
+    unlike = _unequal(request) if exact_devices else None
+    better = unlike.run(min(known, default=math.inf) * (1 - UNEQUAL_GAIN)) if unlike is not None else None
+    found += [unequal_candidate(better, request)] if better is not None else []
     if not found:
-        raise nothing_fits(request, list(one.failures), pipelines.smallest)
+        raise nothing_fits(request, list(one.failures), pipelines.smallest, unlike)
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
     found = _distinct(found)
     _refuse_idle(found[0], request)
@@ -106,6 +111,13 @@ def search_plans(
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
+
+
+def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
+    """The plans of solved layouts, but for those that need more on the graph of their micro-batch than on the one that
+    they were priced on."""
+    candidates = (candidate_of(each, request) for each in solved)
+    return (c for c in candidates if c.plan.prediction.peak_bytes <= request.capacity_bytes())
 
 
 def _search_mixed(search: UnequalSearch) -> SearchResult:
@@ -137,17 +149,15 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
     )
 
 
-def _unequal(request: Request, fastest: float) -> Iterator[Candidate]:
-    """A pipeline whose positions have meshes of several sizes, where that is faster; on few GPUs only."""
+def _unequal(request: Request) -> UnequalSearch | None:
+    """The search over positions with meshes of several sizes, where there may be such; on few GPUs only."""
     limits = request.constraints
     is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
     devices = request.cluster.num_devices
     is_small = not is_cpu(request.cluster) and devices <= UNEQUAL_DEVICES and not math.log2(devices).is_integer()
     if not is_open or not is_small or limits.degrees.get("pp") == 1:
-        return
-    found = UnequalSearch(request).run(fastest * (1 - UNEQUAL_GAIN))
-    if found is not None:
-        yield unequal_candidate(found, request)
+        return None
+    return UnequalSearch(request)
 
 
 def _one_stage(request: Request, found: list[Candidate], fastest: float, exact_devices: int) -> OneStage:

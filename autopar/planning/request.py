@@ -19,6 +19,7 @@ from autopar.planning.space import Space
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, operators_of
 from autopar.tracing.rebatch import BatchedTrace
+from codegen.runtime.optimizer_probe import Needs
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION, workspace_bytes
 from cost_models.mixed import AnyCluster, MixedCluster
@@ -45,7 +46,8 @@ class Request:
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
     of them, the first. kernels: whether the program will have fused kernels, which then are what is priced. fp8:
     whether its linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step,
-    0 for all of `whole`.
+    0 for all of `whole`. needs: what the optimiser's update must see whole; `constraints` have it. no_evaluation: why a
+    program of the model cannot evaluate, if it cannot.
     """
 
     trace: BatchedTrace
@@ -58,6 +60,8 @@ class Request:
     kernels: bool = False
     fp8: bool = False
     num_waiting: int = 0
+    needs: Needs = Needs()
+    no_evaluation: str = ""
 
     @property
     def whole(self) -> AnyCluster:
@@ -71,6 +75,10 @@ class Request:
         Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter.
         """
         return not is_cpu(self.whole.groups[0])
+
+    def splits(self, count: int) -> bool:
+        """Whether the batch may be cut into `count` micro-batches (sharding/micro_batches.py)."""
+        return self.trace.whole_batch_reason(count) is None
 
     def of_group(self, group: int) -> Request:
         """The same for one of the cluster's groups of equal nodes."""

@@ -15,7 +15,6 @@ its input's placements, so the class decides its own boundary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +26,11 @@ from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.saved import saved_tensors
 from autopar.graph import Graph, LayerRun, Ref, TensorMeta
-from autopar.mesh import DATA_AXES, Mesh
-from autopar.placement import Placement, Placements, R, Rp, S, Stored, divides
+from autopar.mesh import Mesh
+from autopar.placement import Placements, R, Stored
+from autopar.sharding.offers import Offers
 from autopar.sharding.reshard import steps
-from autopar.sharding.strategies import Operator, Option, Scope, options_of, placement_choices, scopes_of
+from autopar.sharding.strategies import Operator, Option, Scope, options_of
 from search.problem import Budget, Edge, Problem, Variable
 
 Key = tuple[str, str, str, int]
@@ -92,11 +92,10 @@ class _Builder:
     index: dict[Key, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scopes = {scope.name: scope for scope in scopes_of(self.graph)}
-        self.runs = [piece for piece in self.graph.body if isinstance(piece, LayerRun)]
         mesh = self.pricer.mesh
         self.options = {k: self.constraints.offered(op, options_of(op, mesh), mesh) for k, op in self.operators.items()}
-        self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
+        self.offers = Offers(self.graph, self.options, mesh)
+        self.scopes, self.runs, self.uses = self.offers.scopes, self.offers.runs, self.offers.uses
         self.overlaps = Overlaps(self.graph, self.operators, self.pricer)
         self.stored_names = frozenset(p.name for p in self.graph.parameters)
 
@@ -106,11 +105,11 @@ class _Builder:
         """Parameters, inputs and operators of the top level, then of each layer class."""
         for item in self.graph.inputs:
             if Ref(item.name) in self.uses[""]:
-                self._add_tensor("", Ref(item.name), item.meta, self._input_choices(item.meta, item.batch_dim))
+                self._add_tensor("", Ref(item.name), item.meta, self.offers.batch_input(item.meta, item.batch_dim))
         for scope in self.scopes.values():
             if scope.layer:
                 for formal, meta in scope.layer.inputs:
-                    self._add_tensor(scope.name, Ref(formal), meta, self._offered(scope, Ref(formal), ()))
+                    self._add_tensor(scope.name, Ref(formal), meta, self.offers.tensor(scope, Ref(formal)))
             names = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else self.graph.parameters)}
             used = [(name, meta) for name, meta in names.items() if Ref(name) in self.uses[scope.name]]
             unit_bytes = sum(meta.num_bytes for _, meta in used if meta.requires_grad)
@@ -147,7 +146,7 @@ class _Builder:
                 ref = Ref(node.name, position)
                 if len(self.uses[scope.name].get(ref, ())) > 1:
                     produced = tuple(o.outputs[position] for o in options)
-                    self._add_tensor(scope.name, ref, meta, self._offered(scope, ref, produced))
+                    self._add_tensor(scope.name, ref, meta, self.offers.tensor(scope, ref, produced))
 
     def _loss_seconds(self, scope: Scope, name: str, option: Option) -> float:
         """The loss ends replicated."""
@@ -163,7 +162,7 @@ class _Builder:
 
     def _add_parameter(self, scope: Scope, name: str, meta: TensorMeta, unit_bytes: float) -> None:
         pricer, options = self.pricer, []
-        for placements in self._parameter_placements(scope, Ref(name), meta):
+        for placements in self.offers.parameter(scope, Ref(name), meta):
             for zero in self._zero_stages(meta, placements):
                 options.append(Stored(placements, zero))
         options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
@@ -181,9 +180,7 @@ class _Builder:
 
     def _zero_stages(self, meta: TensorMeta, placements: Placements) -> tuple[int, ...]:
         """Stages open to one parameter: its gradient must be partial over dp."""
-        mesh = self.pricer.mesh
-        can_shard = "dp" in mesh.axes and meta.requires_grad and placements[mesh.axes.index("dp")] == Rp
-        return self._stages() if can_shard else (0,)
+        return self._stages() if self.offers.can_shard(meta, placements) else (0,)
 
     def _stages(self) -> tuple[int, ...]:
         """Stages open to a scope. With one micro-batch stage 1 is never better than 2, which costs the same."""
@@ -193,59 +190,7 @@ class _Builder:
             return (self.constraints.zero,)
         return (0, 2, 3) if self.pricer.training.num_micro_batches == 1 else (0, 1, 2, 3)
 
-    def _parameter_placements(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
-        """What the consumers ask for; where one wants a partial sum (a bias), also R."""
-        per_axis: list[list[Placement]] = []
-        wanted = self._wanted(scope, ref)
-        for axis in range(len(self.pricer.mesh.axes)):
-            seen = {placements[axis] for placements in wanted}
-            if any(p.kind == "P" for p in seen):
-                seen.add(R)
-            kept = sorted(p for p in seen if p.kind != "P") or [R]
-            per_axis.append(kept)
-        return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.pricer.mesh.sizes))
-
-    def _input_choices(self, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
-        """A batch tensor can be cut anywhere for free: dp along the batch, other axes along any other dim."""
-        per_axis = []
-        for axis in self.pricer.mesh.axes:
-            dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]
-            per_axis.append([R, *(S(d) for d in dims if d is not None)])
-        return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.pricer.mesh.sizes))
-
-    def _wanted(self, scope: Scope, ref: Ref) -> set[Placements]:
-        """Input placements that some option of some user of `ref` has, through layer borders."""
-        found: set[Placements] = set()
-        for kind, name, position in self.uses[scope.name].get(ref, ()):
-            if kind == "operator":
-                found |= {option.inputs[position] for option in self.options[scope.name, name]}
-            elif kind == "run":
-                run = next(r for r in self.runs if r.name == name)
-                found |= self._wanted(self.scopes[run.layer.name], Ref(run.layer.inputs[position][0]))
-        return found
-
-    def _offered(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...]) -> tuple[Placements, ...]:
-        offered = self._wanted(scope, ref) | set(produced)
-        offered |= {(R,) * len(self.pricer.mesh.axes)} if not offered else set()
-        return placement_choices(scope.metas[ref], sorted(offered), self.pricer.mesh)
-
     # --- edges ------------------------------------------------------------------------------------------------
-
-    def _uses_in(self, scope: Scope) -> dict[Ref, list[tuple[str, str, int]]]:
-        """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
-        found: dict[Ref, list[tuple[str, str, int]]] = {}
-        for node in scope.nodes:
-            for position, ref in enumerate(node.inputs):
-                found.setdefault(ref, []).append(("operator", node.name, position))
-        if scope.layer:
-            for position, ref in enumerate(scope.layer.outputs):
-                found.setdefault(ref, []).append(("output", scope.name, position))
-            return found
-        for run in self.runs:
-            for position, ref in enumerate(run.args):
-                found.setdefault(ref, []).append(("run", run.name, position))
-        found.setdefault(self.graph.loss, []).append(("loss", "", 0))
-        return found
 
     def add_edges(self) -> None:
         """Producer to kept tensor, and kept tensor to each use."""

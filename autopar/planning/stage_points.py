@@ -107,6 +107,6 @@ def pipeline_of(solution: PipelineSolution, num_positions: int, schedule: str, o
             if any(mode != "none" for mode, _ in ordered):
                 modes[block] = tuple(ordered)
         stages.append(StagePlan(choice.first, choice.last + 1, modes))
-    if num_positions == 1 and not any(stage.recompute for stage in stages):
-        return Pipeline(offload=offload)
+    if num_positions == 1 and not offload and not any(stage.recompute for stage in stages):
+        return Pipeline()
     return Pipeline(num_positions, schedule if num_positions > 1 else "", tuple(stages), offload)

@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autopar.errors import ClusterError
 from autopar.profiling.cases import Level
+from autopar.scratch import temporary_folder
 
 START = """
 import resource, sys
@@ -46,10 +46,11 @@ def run_processes(
     """
     if num_processes < 1:
         raise ClusterError("measuring needs at least one process", values={"num_processes": num_processes})
-    with tempfile.TemporaryDirectory(prefix="autopar-measure-") as folder:
-        task = {"size": num_processes, "folder": folder, "out": str(out.absolute()), "level": level, "on_gpu": on_gpu}
+    with temporary_folder() as folder:
+        where = {"folder": str(folder), "out": str(out.absolute()), "parent": os.getpid()}
+        task = {"size": num_processes, **where, "level": level, "on_gpu": on_gpu}
         commands = [_command({**task, "rank": rank}) for rank in range(num_processes)]
-        _run_all(commands, Path(folder), timeout_seconds, watch)
+        _run_all(commands, folder, timeout_seconds, watch)
 
 
 def _command(task: Mapping[str, object]) -> list[str]:

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, OutputError
+from autopar.outputs import require_writable, write_output
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
 from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share
@@ -63,18 +64,23 @@ def profile(
     like: Cluster | None = None,
     console: Console | None = None,
     limit_seconds: float = LIMIT_SECONDS,
+    force: bool = False,
 ) -> Profile | None:
     """Measures and writes `out` and its raw samples beside it; under torchrun on all ranks together.
 
     processes: that share this machine, each with a GPU of its own or one torch thread (default: as many as there are
     GPUs, or 4). level: "quick" for fewer shapes and rounds. fresh: forget what an earlier run measured. like: nominal
     figures of the GPU and its links, for those that are not known by name. limit_seconds: after which what was measured
-    has to do, if that is every case once (not under torchrun). Returns None on ranks other than the first.
+    has to do, if that is every case once (not under torchrun). force: write over files that are not autopar's. Returns
+    None on ranks other than the first.
 
-    Raises ClusterError for unknown GPUs, counts that do not fit, and processes that fail.
+    Raises ClusterError for unknown GPUs, counts that do not fit, and processes that fail, OutputError for files that
+    are not autopar's to write over.
     """
     out = Path(out)
     raw = raw_path(out)
+    if os.environ.get("RANK", "0") == "0":
+        _require_outputs(out, raw, force)
     console = console or Console(highlight=False)
     on_gpu = torch.cuda.is_available()
     is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -90,8 +96,21 @@ def profile(
         count = processes or (base.num_devices if base is not None else DEFAULT_CPU_PROCESSES)
         samples = measure_locally(count, raw, level, on_gpu, console, limit_seconds)
     found = fitted(samples, base)
-    out.write_text(found.to_toml(), encoding="utf-8")
+    write_output(out, found.to_toml(), force)
     return found
+
+
+def _require_outputs(out: Path, raw: Path, force: bool) -> None:
+    """Raises OutputError unless all that a profile writes is new or autopar's own."""
+    require_writable(out, force)
+    is_ours = force or not raw.exists() or raw.stat().st_size == 0 or Samples.is_ours(raw)
+    failures = failures_path(raw)
+    if not is_ours or (failures.exists() and not (force or raw.exists())):
+        raise OutputError(
+            "the samples of a profile go beside it, where another's file is",
+            values=str(failures if is_ours else raw),
+            alternatives=["another file", "--force (in Python force=True), to overwrite it"],
+        )
 
 
 def measure_locally(

@@ -139,6 +139,13 @@ class Samples:
         return kept
 
     @staticmethod
+    def is_ours(path: Path) -> bool:
+        """Whether a file begins as those that `open` writes, of whatever version, even if it was cut off."""
+        start = b'{"format":'
+        with path.open("rb") as file:
+            return start.startswith(file.read(len(start)))
+
+    @staticmethod
     def read(path: Path) -> Samples | None:
         """What the file holds up to its last whole line; None if there is no file of this format."""
         try:

@@ -27,6 +27,7 @@ from autopar.profiling.machine import available_cores, device_name, driver_versi
 from autopar.profiling.samples import Provenance, Sample, Samples
 from autopar.profiling.transfers import remove_file, transfer
 from codegen.runtime.heap import keep_freed_memory
+from codegen.runtime.processes import end_with_parent
 
 STRETCH_SECONDS = {"brief": 0.1, "quick": 0.2, "full": 0.3}
 """How long collectives and copies are repeated in one round."""
@@ -35,8 +36,10 @@ Progress = Callable[[int, int, str], None]
 
 
 def main(argument: str, process_bytes: int) -> None:
-    """Does the task (JSON) that `processes.py` wrote: rank, size, folder, out, level, num_local, on_gpu."""
+    """Does the task (JSON) that `processes.py` wrote: rank, size, parent, folder, out, level, num_local,
+    on_gpu."""
     task = json.loads(argument)
+    end_with_parent(task["parent"])
     torch.set_num_threads(1)
     device = torch.device("cuda", task["rank"]) if task["on_gpu"] else torch.device("cpu")
     if task["on_gpu"]:

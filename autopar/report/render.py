@@ -25,6 +25,7 @@ from autopar.report.traffic import Transfer, context_rows, parameter_traffic, re
 from autopar.sharding.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
+from codegen.runtime.optimizers import parameters_of
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
@@ -155,7 +156,10 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
         rows += reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
     best, on_cpu = compiled.best, is_cpu(compiled.cluster.groups[0])
     rows += context_rows(scope, best.operators, best.choices, plan.mesh, on_cpu, plan.num_micro_batches)
-    training = replace(training_of(compiled.optimizer, plan.precision), compression=plan.compression)
+    training = replace(
+        training_of(compiled.optimizer, plan.precision, parameters=parameters_of(compiled.model)),
+        compression=plan.compression,
+    )
     rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
     if not rows:
         return Text(f"  {_scope_title(scope)}: nothing is sent\n")

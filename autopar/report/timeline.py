@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.costs.stage_costs import Simulated
 from autopar.errors import PlanError
+from autopar.outputs import write_output
 from autopar.planning.predict import simulate_plan
 from autopar.planning.request import pricer_for, unequal_of
 from autopar.simulate.timeline import StepEvent, events_of
@@ -55,15 +56,14 @@ def _rows(event: StepEvent, number: int) -> Iterator[dict[str, Any]]:
         yield {"ph": phase, **common, "cat": event.stream, "id": number, "ts": moment * 1e6, "args": args}
 
 
-def write_timeline(compiled: CompiledProgram, path: str | Path) -> Path:
-    """Write the trace as JSON; returns the path. Raises PlanError where it cannot be written."""
-    return write_trace(simulation_of(compiled), path)
+def write_timeline(compiled: CompiledProgram, path: str | Path, force: bool = False) -> Path:
+    """Write the trace as JSON; returns the path. Raises OutputError where it cannot be written.
+
+    force: also over a file that autopar did not write.
+    """
+    return write_trace(simulation_of(compiled), path, force)
 
 
-def write_trace(simulated: Simulated, path: str | Path) -> Path:
+def write_trace(simulated: Simulated, path: str | Path, force: bool = False) -> Path:
     """`write_timeline` of a simulated step."""
-    try:
-        Path(path).write_text(json.dumps(trace_of(simulated)), encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write the timeline {path}", values=str(error)) from None
-    return Path(path)
+    return write_output(path, json.dumps(trace_of(simulated)), force)

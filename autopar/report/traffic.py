@@ -10,7 +10,6 @@ from autopar.costs.coding import wire_of
 from autopar.costs.context import context_call
 from autopar.costs.rates import Training
 from autopar.graph import Graph, LayerRun, Node, Ref
-from autopar.lowering.scope_lowering import attribute_path
 from autopar.mesh import Mesh
 from autopar.names import readable_names
 from autopar.placement import Placement, S
@@ -18,6 +17,7 @@ from autopar.report.dims import DimNames
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local
 from autopar.units import bytes_text
+from codegen.names import attribute_path
 from codegen.program import Call, ModuleClass, Reshard
 
 

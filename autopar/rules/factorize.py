@@ -27,6 +27,8 @@ def view_factors(source: Shape, target: Shape) -> ViewFactors:
     the minor end. What remains in the middle (such as 3 x 4 seen as 4 x 3) has no common loop and is blocked.
 
     Sharding any common factor is right: its rank owns the same elements on both sides, in the same local order.
+    A factor is named by the source and the target dim that have it, which no other factor has both of: the name is the
+    same whatever the sizes of other dims are, so that a decision made for one batch size means the same for another.
     Raises ValueError if the element counts differ.
     """
     if math.prod(source) != math.prod(target):
@@ -53,17 +55,16 @@ class _Work:
     sizes: dict[str, int] = field(default_factory=dict)
     blocked: set[str] = field(default_factory=set)
 
-    def new(self, size: int) -> str:
-        name = f"v{len(self.sizes)}"
+    def new(self, name: str, size: int) -> str:
         self.sizes[name] = size
         return name
 
 
 def _opaque(work: _Work, source: Shape, target: Shape) -> ViewFactors:
     """Empty tensors: nothing to shard."""
-    for dims, shape in ((work.source, source), (work.target, target)):
-        for dim, size in zip(dims, shape, strict=True):
-            dim.append(work.new(size))
+    for side, dims, shape in (("from", work.source, source), ("to", work.target, target)):
+        for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            dim.append(work.new(f"{side}{index}", size))
     return ViewFactors(
         tuple(tuple(f) for f in work.source), tuple(tuple(f) for f in work.target), work.sizes, frozenset(work.sizes)
     )
@@ -98,14 +99,14 @@ def _match(work: _Work, source: Shape, target: Shape, left: Sequence[int], right
     rest_right = {j: target[j] for j in right}
     major = _peel(work, rest_left, rest_right, list(left), list(right))
     minor = _peel(work, rest_left, rest_right, list(reversed(left)), list(reversed(right)))
-    for side, rest, found, heads, tails in (
-        (work.source, rest_left, left, major[0], minor[0]),
-        (work.target, rest_right, right, major[1], minor[1]),
+    for name, side, rest, found, heads, tails in (
+        ("from", work.source, rest_left, left, major[0], minor[0]),
+        ("to", work.target, rest_right, right, major[1], minor[1]),
     ):
         for dim in found:
             side[dim] += heads.get(dim, [])
             if rest[dim] > 1:
-                opaque = work.new(rest[dim])
+                opaque = work.new(f"{name}{dim}", rest[dim])
                 work.blocked.add(opaque)
                 side[dim].append(opaque)
             side[dim] += reversed(tails.get(dim, []))
@@ -126,7 +127,7 @@ def _peel(
         size = math.gcd(rest_left[i], rest_right[j])
         if size == 1:
             return found_left, found_right
-        factor = work.new(size)
+        factor = work.new(f"v{i}to{j}", size)
         found_left.setdefault(i, []).append(factor)
         found_right.setdefault(j, []).append(factor)
         rest_left[i] //= size

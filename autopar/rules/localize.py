@@ -19,6 +19,7 @@ from autopar.rules.shape import slice_bounds, squeezed_dims
 
 Shape = tuple[int, ...]
 
+
 @dataclass(frozen=True, slots=True)
 class LoweringCall:
     """A lowering with its parameters.

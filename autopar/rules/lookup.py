@@ -23,12 +23,18 @@ def embedding(call: Call) -> Rule:
     )
 
 
-def gather(call: Call) -> Rule:
+def gather(call: Call) -> Rule | None:
     """out[..., j, ...] = self[..., index[..., j, ...], ...]: the searched dim of self is blocked, j is free.
 
-    Dims that index covers only in part are blocked.
+    Dims that index covers only in part are blocked. None for take_along_dim of flattened or broadcast tensors.
     """
-    x, index = call.tensor("self"), call.tensor("index")
+    x, index = call.tensor("self"), call.tensor("indices" if call.packet == "take_along_dim" else "index")
+    if call.get("dim") is None or index.shape != call.outputs[0].shape or len(x.shape) != len(index.shape):
+        return None
+    if call.packet == "take_along_dim" and any(
+        a != b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d != call["dim"] % len(x.shape)
+    ):
+        return None
     dim = normal_dim(call["dim"], max(len(x.shape), 1))
     names = [f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(names, index.shape, strict=True))

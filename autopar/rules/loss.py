@@ -76,17 +76,18 @@ def nll(call: Call) -> Rule:
     reduction: int = call["reduction"]
     blocked = {"c", *(names if reduction == MEAN else ())}
     out = [[f] for f in names] if reduction == NONE else []
-    return make_rule(
-        call, [groups[i] for i in range(len(groups))], [out], sizes, blocked=blocked, linear=("self",)
-    )
+    return make_rule(call, [groups[i] for i in range(len(groups))], [out], sizes, blocked=blocked, linear=("self",))
 
 
-def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta]) -> bool:
-    """Class-number targets, no class weights, [N, C] logits, averaged or summed: what the run time's own does."""
+def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta], any_dims: bool = False) -> bool:
+    """Class-number targets, no class weights, [N, C] logits, averaged or summed: what the run time's own does.
+
+    any_dims: [N, C, ...] and [C] too, which it does once their classes are the last of two dims.
+    """
     if base_name(node.op) != "cross_entropy_loss":
         return False
     arguments = cross_entropy_arguments(node)
-    by_class = not inputs[1].dtype.is_floating_point and len(inputs[0].shape) == 2
+    by_class = not inputs[1].dtype.is_floating_point and (any_dims or len(inputs[0].shape) == 2)
     return by_class and arguments["weight"] is None and arguments["reduction"] in (MEAN, SUM)
 
 

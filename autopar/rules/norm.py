@@ -17,9 +17,7 @@ def trailing_norm(call: Call) -> Rule:
         value = call.get(name)
         if isinstance(value, Operand):
             groups[value.index] = [[f] for f in names[num_lead:]]
-    return make_rule(
-        call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=names[num_lead:]
-    )
+    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=names[num_lead:])
 
 
 def batch_norm(call: Call) -> Rule:
@@ -52,9 +50,7 @@ def group_norm(call: Call) -> Rule:
         value = call.get(name)
         if isinstance(value, Operand):
             groups[value.index] = [["g", "c"]]
-    return make_rule(
-        call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked={"c", *space}
-    )
+    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked={"c", *space})
 
 
 def along_dim(call: Call) -> Rule:
@@ -78,7 +74,16 @@ TABLE = {
     "aten.group_norm": group_norm,
     **{
         f"aten.{name}": along_dim
-        for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort",
-                     "argsort", "logcumsumexp")
+        for name in (
+            "softmax",
+            "_softmax",
+            "log_softmax",
+            "_log_softmax",
+            "cumsum",
+            "cumprod",
+            "sort",
+            "argsort",
+            "logcumsumexp",
+        )
     },
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor
 from autopar.graph import Node, TensorMeta
 from autopar.placement import P, Placement, Placements, Rp, S, divides
 from autopar.rules.call import Call
-from autopar.rules.execute import COMMUNICATING, count_targets, run_local, run_whole
+from autopar.rules.execute import COMMUNICATING, Tensors, call_op, count_targets, run_local, run_whole
 from autopar.rules.localize import REWRITES, LoweringCall, combines, local_call, tensor_placements
 from autopar.rules.rule import AxisOption, Rule, axis_options, canonical
 from autopar.rules.samples import sample_inputs
 from autopar.rules.simulate import (
     Coordinate,
+    SimulatedMesh,
     Sizes,
     assembled,
     conjugate,
@@ -56,6 +57,22 @@ class ProofReport:
     skipped: tuple[str, ...]
 
 
+Ranks = Callable[[Tensors, SimulatedMesh], Tensors]
+"""What one rank computes of its parts of the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One option of a call as something to run. together: the ranks communicate."""
+
+    run: Ranks
+    together: bool
+
+
+Prepare = Callable[[Node, Rule, tuple[AxisOption, ...], tuple[TensorMeta, ...], Sizes], Prepared]
+"""How a call under one option per axis is made runnable: as the proof does, or through a program that is emitted."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
     """One call with its values, whole results and whole gradients."""
@@ -70,6 +87,7 @@ class _Case:
     in_grads: tuple[Tensor | None, ...]
     num_targets: Tensor | None
     generator: torch.Generator
+    prepare: Prepare | None = None
 
     @property
     def tolerance(self) -> float:
@@ -99,6 +117,23 @@ def prove_rule(
     skipped = tuple(f"{factor} of size {rule.sizes[factor]}" for factor in rule.shardable if factor not in seen)
     missed = tuple(dict.fromkeys(_missed(case, seed))) if search_missed else ()
     return ProofReport(node.op, checked, tuple(wrong), missed, skipped)
+
+
+def check_options(
+    node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare, axis_size: int = 2, seed: int = 0
+) -> tuple[int, tuple[str, ...]]:
+    """How many options one axis has, and what is wrong with each that `prepare` makes something else of than torch."""
+    case = replace(_make_case(node, inputs, rule, seed), prepare=prepare)
+    options = axis_options(rule, axis_size, inputs, case.node.outputs)
+    faults = ((option, _fault(case, (option,), (axis_size,))) for option in options)
+    return len(options), tuple(f"{_option_text(option)}: {fault}" for option, fault in faults if fault)
+
+
+def torch_alone(node: Node, inputs: tuple[TensorMeta, ...], seed: int = 0) -> None:
+    """Raises what torch raises for the call on whole tensors, forward or backward."""
+    leaves = _leaves(sample_inputs(node, inputs, torch.Generator().manual_seed(seed)), inputs)
+    outputs = call_op(node.op, node.args, node.kwargs, leaves)
+    _gradients(outputs, tuple(torch.ones_like(out) if out.requires_grad else None for out in outputs), leaves)
 
 
 def _make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int) -> _Case:
@@ -141,9 +176,7 @@ def _gradients(
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
         return tuple(torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves)
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-    )
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
     result: list[Tensor | None] = []
     for leaf in leaves:
         grad = next(found) if leaf.requires_grad else None
@@ -184,7 +217,11 @@ def _fault(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | 
     """What is wrong with these options, one per axis; None if they are right."""
     places_in, places_out = tensor_placements(options)
     try:
-        local = local_call(case.node, case.rule, options, case.inputs, sizes)
+        prepared = (
+            case.prepare(case.node, case.rule, options, case.inputs, sizes)
+            if case.prepare
+            else _local(case, options, sizes)
+        )
         parts = [
             distribute(value, places, sizes, case.generator)
             for value, places in zip(case.values, places_in, strict=True)
@@ -194,15 +231,20 @@ def _fault(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | 
         grads = _gradient_parts(case, places_out, sizes)
 
         def work(rank: Coordinate) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-            outputs = run_local(local, case.call, leaves[rank], mesh_of[rank], case.num_targets)
+            outputs = prepared.run(leaves[rank], mesh_of[rank])
             own_grads = tuple(None if grad is None else grad[rank] for grad in grads)
             return outputs, _gradients(outputs, own_grads, leaves[rank])
 
-        together = local.lowering is not None and local.lowering.name in COMMUNICATING
-        results = run_ranks(list(mesh_of), work, together)
+        results = run_ranks(list(mesh_of), work, prepared.together)
         return _compare(case, results, places_in, places_out, sizes)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _local(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Prepared:
+    local = local_call(case.node, case.rule, options, case.inputs, sizes)
+    together = local.lowering is not None and local.lowering.name in COMMUNICATING
+    return Prepared(lambda values, mesh: run_local(local, case.call, values, mesh, case.num_targets), together)
 
 
 def _gradient_parts(

@@ -6,8 +6,25 @@ from autopar.rules.call import Call, Operand, broadcast_groups, make_rule, norma
 from autopar.rules.rule import Lowering, Rule
 
 SUMS = ("sum", "mean", "nansum")
-BLOCKED = ("amax", "amin", "max", "min", "logsumexp", "prod", "var", "std", "norm", "any", "all", "argmax", "argmin",
-           "linalg_vector_norm", "median", "var_mean", "std_mean")
+BLOCKED = (
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "logsumexp",
+    "prod",
+    "var",
+    "std",
+    "norm",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+    "linalg_vector_norm",
+    "median",
+    "var_mean",
+    "std_mean",
+)
 
 
 def reduction(call: Call) -> Rule | None:
@@ -53,9 +70,7 @@ def topk(call: Call) -> Rule:
     sizes = dict(zip(names, x.shape, strict=True)) | {"k": call["k"]}
     dim = normal_dim(call["dim"], len(names))
     out = [["k"] if i == dim else [f] for i, f in enumerate(names)]
-    return make_rule(
-        call, [[[f] for f in names]], [out for _ in call.outputs], sizes, blocked={"k", names[dim]}
-    )
+    return make_rule(call, [[[f] for f in names]], [out for _ in call.outputs], sizes, blocked={"k", names[dim]})
 
 
 def pointwise_loss(call: Call) -> Rule:
@@ -71,8 +86,17 @@ def pointwise_loss(call: Call) -> Rule:
     return make_rule(call, inputs, [out], sizes, lowerings=lowerings)
 
 
-LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-          "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss")
+LOSSES = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+    "poisson_nll_loss",
+)
 
 TABLE = {
     **{f"aten.{name}": reduction for name in (*SUMS, *BLOCKED)},

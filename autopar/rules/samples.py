@@ -60,7 +60,8 @@ def _integers(call: Call, name: str, meta: TensorMeta, generator: torch.Generato
         ignore = torch.rand(meta.shape, generator=generator) < 0.2
         ignore[0] = torch.rand(meta.shape[1:], generator=generator) < 0.7
         value[ignore] = ignored
-        value.view(-1)[-1] = 0
+    if name == "target" and isinstance(ignored, int):
+        value.view(-1)[-1] = 1 if ignored == 0 else 0  # a mean over no target at all is no number
     return value.to(meta.dtype)
 
 

@@ -129,8 +129,8 @@ class SimulatedAxis:
     board: _Board
     group: None = None
 
-    def sum_over(self, x: Tensor) -> Tensor:
-        """The sum over the axis' ranks; no gradient."""
+    def sum_over(self, x: Tensor, wait: bool = True) -> Tensor:
+        """The sum over the axis' ranks; no gradient. It is there on return, whether or not it is waited for."""
         return torch.stack(self.board.exchange(self.rank, x)).sum(0)
 
     def max_over(self, x: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.graph import Graph, LayerRun, Ref
 from autopar.mesh import DATA_AXES, Mesh
-from autopar.placement import Placements, R, Stored, divides
-from autopar.plan import Plan, ScopePlan, labels_text, placements_text
+from autopar.placement import Placements, Stored
+from autopar.plan import Plan, ScopePlan, labels_text
+from autopar.sharding.offers import Offers
 from autopar.sharding.reshard import steps
 from autopar.sharding.strategies import Operator, Option, Scope, is_joint, options_of, scopes_of
+from autopar.sharding.validate import check_scopes, ref_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +134,12 @@ def compress(
 def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Choices:
     """A plan's decisions in full, validated against the graph. Raises PlanError."""
     deriver = Deriver(graph, operators, plan.mesh)
+    check_scopes(graph, Offers(graph, deriver.options, plan.mesh), plan)
     chosen: dict[tuple[str, str], Option] = {}
     tensors: dict[tuple[str, Ref], Placements] = {}
     parameters: dict[tuple[str, str], Stored] = {}
     for scope in deriver.order():
-        if scope.name not in plan.scopes:
-            raise PlanError(
-                f"the plan has no decisions for layer class {scope.name!r}", values=", ".join(plan.scopes) or "none"
-            )
         decided = plan.scopes[scope.name]
-        _check_names(graph, scope, decided, plan)
-        _check_shapes(scope, decided, plan)
         deriver.place_inputs(scope, decided)
         parameters |= {(scope.name, n): s for n, s in decided.parameters.items()}
         tensors |= {(scope.name, Ref(n)): p for n, p in decided.inputs.items()}
@@ -188,51 +185,6 @@ def _find(options: tuple[Option, ...], labels: tuple[str, ...], scope: Scope, na
     )
 
 
-def _check_names(graph: Graph, scope: Scope, decided: ScopePlan, plan: Plan) -> None:
-    known = {node.name for node in scope.nodes}
-    for kind, entries in (("calls", decided.calls), ("tensors", decided.tensors)):
-        for name in entries:
-            if name.partition("[")[0] not in known:
-                where = plan.place(scope.name, kind, name)
-                raise PlanError(f"{where}: the model has no call named {name!r}", alternatives=", ".join(sorted(known)))
-    used = {ref.node for node in scope.nodes for ref in node.inputs}
-    used |= (
-        {ref.node for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args}
-        if not scope.layer
-        else set()
-    )
-    stored = scope.layer.parameters if scope.layer else graph.parameters
-    missing = [p.name for p in stored if p.name in used and p.name not in decided.parameters]
-    missing += [name for name, _ in (scope.layer.inputs if scope.layer else ()) if name not in decided.inputs]
-    if missing:
-        raise PlanError(f"{plan.place(scope.name)} leaves out {', '.join(missing)}")
-
-
-def _check_shapes(scope: Scope, decided: ScopePlan, plan: Plan) -> None:
-    mesh = plan.mesh
-    entries = [("parameters", n, s.placements) for n, s in decided.parameters.items()]
-    entries += [("inputs", n, p) for n, p in decided.inputs.items()]
-    for kind, name, placements in entries:
-        meta = scope.metas.get(Ref(name))
-        if meta is None:
-            raise PlanError(f"{plan.place(scope.name, kind, name)} is not in the model")
-        if any(p.is_shard and p.dim >= len(meta.shape) for p in placements) or not divides(
-            meta.shape, placements, mesh.sizes
-        ):
-            raise PlanError(
-                f"{plan.place(scope.name, kind, name)} cannot be cut into equal parts",
-                values={"placements": placements_text(placements, mesh), "shape": meta.shape, "mesh": str(mesh)},
-            )
-    for name, stored in decided.parameters.items():
-        on_dp = stored.placements[mesh.axes.index("dp")] if "dp" in mesh.axes else R
-        if stored.zero and on_dp.kind != "Rp":
-            raise PlanError(
-                f"{plan.place(scope.name, 'parameters', name)} has zero={stored.zero} but is not Rp on dp",
-                values=placements_text(stored.placements, mesh),
-                alternatives="zero=0, or dp=Rp",
-            )
-
-
 def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
     """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
     each, and an axis that is left out has one rank."""
@@ -256,7 +208,3 @@ def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) ->
 def axis_sources(axes: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
     """For each wanted axis, the position in `axes` of the one whose decisions it takes."""
     return [axes.index(axis if axis in axes else "dp" if axis in DATA_AXES else axis) for axis in wanted]
-
-
-def ref_name(ref: Ref) -> str:
-    return ref.node if ref.index == 0 else f"{ref.node}[{ref.index}]"

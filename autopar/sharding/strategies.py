@@ -110,7 +110,7 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
     """
     twins = operators_of(twin) if twin is not None else {}
     scopes = scopes_of(graph)
-    rules = {(s.name, n.name): _rule(n, s.metas) for s in scopes for n in s.nodes}
+    rules = {(s.name, n.name): rule_or_blank(n, s.metas) for s in scopes for n in s.nodes}
     batch = _follow_batch(graph, scopes, rules)
     sections = _follow_sections(graph, scopes, rules)
     found = {}
@@ -148,7 +148,7 @@ def _starts_with_batch(rule: Rule, batch: tuple[str, int] | None) -> bool:
     return placement is not None and placement.dim == 0 and placement.sections == 1
 
 
-def _rule(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bool]:
+def rule_or_blank(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bool]:
     """The node's rule; an unknown operator gets one without factors, which only replication satisfies."""
     inputs = tuple(metas[ref] for ref in node.inputs)
     rule = rule_for(node, inputs)
@@ -181,7 +181,9 @@ def is_joint(operator: Operator, option: Option) -> bool:
 
 
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
-    """Options of one axis by its role. A data axis that can shard the batch does not replicate."""
+    """Options of one axis by its role. A data axis that can shard the batch does nothing else: what costs the same on
+    two data-parallel ranks as on many is what shards (see planning/bases.py), and a partial weight with the whole batch
+    is not."""
     batch = operator.batch
     sections = dict(operator.sections)
     if batch and batch[1] > 1:
@@ -192,7 +194,7 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     if axis not in DATA_AXES:
         return [option for option, b in zip(options, is_batch, strict=True) if not b]
     if any(option.label == batch_label for option in options):
-        return [option for option in options if option.label in (batch_label, "P")]
+        return [option for option in options if option.label == batch_label]
     return [option for option in options if option.label in ("R", "Rp", "P")]
 
 
@@ -231,7 +233,7 @@ def _follow_batch(
                 rule = rules[scope.name, node.name][0]
                 for ref, dims in zip(node.inputs, rule.inputs, strict=True):
                     for mark in marks.get((scope.name, ref), ()):
-                        factor = _factor_of(rule, dims, mark)
+                        factor = factor_of(rule, dims, mark)
                         if factor is not None and factor[0] not in rule.blocked:
                             found.setdefault((scope.name, node.name), factor)
                 batch = found.get((scope.name, node.name))
@@ -245,7 +247,7 @@ def _follow_batch(
     return found
 
 
-def _factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:
+def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:
     """The factor and its sections that put shard `mark` on a tensor with `dims`."""
     if mark.dim >= len(dims):
         return None
@@ -289,7 +291,7 @@ def _mark_sections(
     wanted: set[tuple[str, int]] = {(factor, 1) for factor in rule.shardable}
     for ref, dims in tensors:
         for mark in marks.get((scope, ref), ()):
-            pair = _factor_of(rule, dims, mark)
+            pair = factor_of(rule, dims, mark)
             if pair and pair[0] in rule.shardable:
                 wanted.add(pair)
     counts = found.setdefault((scope, node.name), {})

@@ -63,11 +63,14 @@ class StrategyPrediction(Prediction):
         """The simulated step (simulate/timeline.py); the last event ends with it."""
         return events_of(self.simulated)
 
-    def write_timeline(self, path: str | Path) -> Path:
-        """Write the step as a trace for Perfetto or chrome://tracing. Raises PlanError where it cannot be written."""
+    def write_timeline(self, path: str | Path, force: bool = False) -> Path:
+        """Write the step as a trace for Perfetto or chrome://tracing; force: also over a file that is not autopar's.
+
+        Raises OutputError where it cannot be written.
+        """
         from autopar.report.timeline import write_trace
 
-        return write_trace(self.simulated, path)
+        return write_trace(self.simulated, path, force)
 
     def what_if(
         self,

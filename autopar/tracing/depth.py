@@ -87,8 +87,9 @@ def fingerprint(module: nn.Module) -> Any:
         for name, t in (*module._parameters.items(), *module._buffers.items())
         if t is not None
     )
+    hooks = tuple(_plain(tuple(table.values())) for table in (module._forward_hooks, module._forward_pre_hooks))
     children = tuple((name, fingerprint(child)) for name, child in module.named_children())
-    return (type(module), attributes, tensors, children)
+    return (type(module), module.training, attributes, tensors, hooks, children)
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name, map_refs
+from autopar.tracing.effects import at, overload_of, refused_random
 from autopar.tracing.fx_import import FlatGraph
 
 _COPY = "aten.copy_.default"
@@ -35,9 +36,11 @@ class _Functionaliser:
         self.views: dict[Ref, Node] = {}  # in order of creation
         self.last_use: dict[Ref, int] = {ref: i for i, node in enumerate(flat.nodes) for ref in node.inputs}
         self.last_use[flat.loss] = len(flat.nodes)
+        self.written: dict[str, Node] = {}  # buffer -> the last call that writes to it
 
     def run(self) -> None:
         for position, node in enumerate(self.flat.nodes):
+            self.check_kind(node)
             functional = functional_name(node.op)
             if functional is not None:
                 self.write(position, node, functional)
@@ -47,6 +50,9 @@ class _Functionaliser:
                 self.views |= {Ref(node.name, index): node for index in range(len(node.outputs))}
         self.flat.nodes = self.nodes
         self.flat.loss = self.now(self.flat.loss)
+        for name, write in self.written.items():
+            counter = replace(self.flat.parameters[name], increment=self.increment(name, write))
+            self.flat.parameters[name] = counter
 
     def now(self, ref: Ref) -> Ref:
         return self.current.get(ref, ref)
@@ -58,8 +64,7 @@ class _Functionaliser:
         written: Ref = node.args[0]
         chain = self.chain(written)
         root = chain[-1]
-        if root.node in self.flat.parameters:
-            self.flat.notes.append(f"the model writes to {root.node} in forward; the update is not kept")
+        self.check_target(node, root)
         value = self.copied(node, written) if functional == _COPY else replace(self.updated(node), op=functional)
         self.nodes.append(value)
         self.current[written] = self.current[Ref(node.name)] = Ref(value.name)
@@ -68,6 +73,66 @@ class _Functionaliser:
         family = [ref for ref in self.views if self.chain(ref)[-1] == root and ref.node != node.name]
         if any(self.last_use.get(ref, -1) > position for ref in (root, *family) if ref != written):
             self.spread(node, chain, [ref for ref in family if ref not in chain])
+
+    def check_kind(self, node: Node) -> None:
+        """Raises TraceError for a write that no functional call can stand for."""
+        overload = overload_of(node.op)
+        if overload is None or not overload._schema.is_mutable:
+            return
+        if torch.Tag.nondeterministic_seeded in overload.tags:
+            raise refused_random(node.op, at(self.flat, node))
+        if functional_name(node.op) is None:
+            raise TraceError(
+                "forward calls an operator that writes into its operands",
+                values=f"{node.op}{at(self.flat, node)}",
+                alternatives="write it out of place in the model (without out=)",
+            )
+
+    def check_target(self, node: Node, root: Ref) -> None:
+        """Raises TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
+        target = self.flat.parameters.get(root.node)
+        if target is not None and root.node not in self.flat.constants:
+            if not target.is_buffer:
+                raise TraceError(
+                    "forward changes a parameter in place, which no step of the program would keep",
+                    values=f"{root.node}: {node.op}{at(self.flat, node)}",
+                    alternatives=[
+                        "change it in the training loop, or compute the changed value from the parameter in forward",
+                        "torch.nn.utils.parametrize for a constrained parameter, max_norm=None for an embedding",
+                    ],
+                )
+            self.written[root.node] = node
+        elif not node.meta.requires_grad and any(self.metas[self.now(r)].requires_grad for r in (node.args[0], root)):
+            raise TraceError(
+                "forward writes, without gradients, to a tensor that gradients flow through",
+                values=f"{node.op}{at(self.flat, node)}",
+                alternatives="write it out of place in the model",
+            )
+
+    def increment(self, name: str, write: Node) -> int | float:
+        """What forward adds to a buffer. Raises TraceError where it does anything else to it."""
+        made = {node.name: node for node in self.nodes}
+        total: int | float = 0
+        ref, count = self.now(Ref(name)), 0
+        while ref != Ref(name):
+            node = made[ref.node]
+            sign = {"add": 1, "sub": -1}.get(base_name(node.op), 0)
+            is_number = len(node.args) == 2 and type(node.args[1]) in (int, float)
+            if not sign or not is_number or node.kwargs:
+                break
+            total, count, ref = total + sign * node.args[1], count + 1, node.args[0]
+        is_exact = count == 1 or (count > 1 and not self.flat.parameters[name].meta.dtype.is_floating_point)
+        if ref == Ref(name) and is_exact:
+            return total
+        raise TraceError(
+            "forward updates a buffer with values that a parallel plan does not compute as one process does",
+            values=f"{name}: {write.op}{at(self.flat, write)}",
+            alternatives=[
+                "a counter: adding a constant number in place (self.count += 1), which is kept",
+                "return the statistic and update the buffer in the training loop",
+                "batch norm, whose running statistics are kept",
+            ],
+        )
 
     def chain(self, ref: Ref) -> list[Ref]:
         """The tensor, what it is a view of, what that is a view of, and so on."""

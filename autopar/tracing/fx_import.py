@@ -7,15 +7,17 @@ for `no_grad` regions are inlined with their outputs detached, and tied paramete
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import TraceError
 from autopar.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, refs_in
+from autopar.tracing.user_line import user_line
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
 _DETACHED_OPS = ("aten.detach.default",)
@@ -24,7 +26,10 @@ _ROOT = "model."
 
 @dataclass(slots=True)
 class FlatGraph:
-    """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it."""
+    """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
+
+    lines: node -> the stack of the user's code that called it, as Python prints one.
+    """
 
     parameters: dict[str, Parameter]
     inputs: dict[str, TensorMeta]
@@ -33,6 +38,7 @@ class FlatGraph:
     classes: dict[str, str]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> FlatGraph:
         """One that passes may rewrite while this stays."""
@@ -44,6 +50,7 @@ class FlatGraph:
             dict(self.classes),
             dict(self.constants),
             list(self.notes),
+            dict(self.lines),
         )
 
     def meta(self, ref: Ref) -> TensorMeta:
@@ -58,18 +65,19 @@ class FlatGraph:
         return found
 
 
-def import_program(program: torch.export.ExportedProgram, module: nn.Module) -> FlatGraph:
-    """Convert the exported graph of `module` (autopar.tracing.trace._LossModule)."""
-    return _Importer(program, module).run()
+def import_program(program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str]) -> FlatGraph:
+    """Convert the exported graph of `module` (autopar.tracing.trace._LossModule). names: of the batch, in its order."""
+    return _Importer(program, module, names).run()
 
 
 class _Importer:
-    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str]) -> None:
         self.program = program
         self.module = module
         self.flat = FlatGraph(_parameters(module), {}, [], Ref(""), _class_names(module))
         self.values: dict[torch.fx.Node, Any] = {}
         self.names: set[str] = set()
+        self.batch = iter(names)
         self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
 
     def run(self) -> FlatGraph:
@@ -90,15 +98,30 @@ class _Importer:
         return self.flat
 
     def _input(self, node: torch.fx.Node) -> Any:
+        """The batch's own name for it: torch.export changes names that are no plain identifiers."""
         value = node.meta.get("val")
+        name = next(self.batch)
         if not isinstance(value, torch.Tensor):
             return value
-        self.flat.inputs[node.name] = _meta(value)
-        self.names.add(node.name)
-        return Ref(node.name)
+        if name in self.flat.parameters:
+            raise TraceError(
+                "an input of the batch has the name of one of the model's own parameters or buffers",
+                values=name,
+                alternatives="another name for the argument of forward, or for the parameter",
+            )
+        self.flat.inputs[name] = _meta(value)
+        self.names.add(name)
+        return Ref(name)
 
     def _constant(self, node: torch.fx.Node, target: str) -> Ref:
         value = self.program.constants[target]
+        if isinstance(value, FakeTensor) and node.users:
+            line = user_line(next(iter(node.users)).meta.get("stack_trace"))
+            raise TraceError(
+                "forward uses the .data of a tensor, which a traced graph takes for a constant",
+                values=line or f"a tensor of shape {tuple(value.shape)}",
+                alternatives="detach() to read it; change parameters and buffers in the training loop",
+            )
         name = _root(target)
         self.flat.constants[name] = value.detach().clone()
         self.flat.parameters[name] = Parameter(name, _meta(value), is_buffer=True, persistent=False)
@@ -134,6 +157,12 @@ class _Importer:
                     alternatives='remove it and pass precision="bf16" to autopar.compile',
                 )
             return self._inline(body, args, no_grad)
+        if name.startswith("_has_compatible_shallow_copy_type"):
+            raise TraceError(
+                "forward assigns to the .data of a tensor, which the program would not keep",
+                values=user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward",
+                alternatives="change parameters and buffers in the training loop",
+            )
         if not isinstance(target, torch._ops.OpOverload):
             raise TraceError(
                 "an operator that autopar cannot carry over",
@@ -161,8 +190,9 @@ class _Importer:
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        outputs = tuple(_meta(v, grads and v.dtype.is_floating_point) for v in tensors)
+        outputs = tuple(_static(v, grads and v.dtype.is_floating_point, node) for v in tensors)
         name = self._unique(node.name)
+        self.flat.lines[name] = node.meta.get("stack_trace") or ""
         self.flat.nodes.append(Node(name, op, args, kwargs, outputs, _module_path(node)))
         self._known |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
         self._follow_memory(name, op, args, outputs)
@@ -205,6 +235,19 @@ class _Importer:
 def _meta(value: torch.Tensor, requires_grad: bool | None = None) -> TensorMeta:
     needs = value.requires_grad if requires_grad is None else requires_grad
     return TensorMeta(tuple(int(s) for s in value.shape), value.dtype, needs)
+
+
+def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> TensorMeta:
+    """Raises TraceError, naming the user's line, for a shape that depends on values."""
+    if any(not isinstance(size, int) and not size.node.is_constant() for size in value.shape):
+        line = user_line(node.meta.get("stack_trace"))
+        raise TraceError(
+            "the shape of a result depends on values",
+            values=f"{node.target}" + (f" at {line}" if line else ""),
+            alternatives="torch.where, or a product with the mask, in place of indexing by one (nonzero, unique and "
+            "masked_select too)",
+        )
+    return _meta(value, requires_grad)
 
 
 def _root(name: str) -> str:

@@ -7,6 +7,7 @@ names and shapes relative to the layer, and the same wiring; and when each is fe
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from typing import Any
 
 from autopar.errors import TraceError
 from autopar.graph import Graph, Input, LayerClass, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs, refs_in
-from autopar.tracing.depth import Truncation
+from autopar.tracing.depth import KEPT_BLOCKS, Truncation
 from autopar.tracing.fx_import import FlatGraph
+from codegen.names import class_name
 
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\..*)?$")
+_NUMBER = re.compile(r"(?<=.)(_\d+)+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def fold_layers(flat: FlatGraph, inputs: tuple[Input, ...], cuts: tuple[Truncati
     body, renamed = _fold(pieces, flat, metas)
     whole, parameters = _extend(body, flat, cuts)
     loss = renamed.get(flat.loss, flat.loss)
-    return Graph(flat.classes[""], inputs, parameters, whole, loss, batch_size, tuple(flat.notes))
+    return Graph(class_name(flat.classes[""]), inputs, parameters, whole, loss, batch_size, tuple(flat.notes))
 
 
 def layer_path(module: str) -> str:
@@ -91,7 +94,7 @@ def _segment(
             return ("node", position[ref.node], ref.index)
         relative = _relative(path, ref, flat)
         if relative is not None:
-            return ("parameter", relative, metas[ref])
+            return ("parameter", relative, metas[ref], flat.parameters[ref.node].increment)
         return ("input", args.setdefault(ref, len(args)), metas[ref])
 
     body = tuple((n.op, map_refs(n.args, canonical), map_refs(n.kwargs, canonical), n.outputs) for n in nodes)
@@ -135,6 +138,7 @@ def _fold(
             body += [_rename(node, renamed) for node in first.nodes]
         else:
             taken = {piece.name for piece in body} | {node.name for node in flat.nodes}
+            taken |= flat.inputs.keys() | flat.parameters.keys()
             layer_run = _layer_run(run, flat, metas, classes, renamed, taken)
             body.append(layer_run)
             renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(run[-1].outputs)}
@@ -192,10 +196,10 @@ def _layer_run(
     first, second = run[0], run[1]
     carried = _wiring(first, second) or ()
     if first.key not in classes:
-        taken = {layer.name for layer in classes.values()}
+        taken = {layer.name for layer in classes.values()} | {class_name(flat.classes[""])}
         classes[first.key] = _layer_class(first, carried, flat, metas, taken)
     args = tuple(renamed.get(ref, ref) for ref in first.args)
-    wish = first.prefix.replace(".", "_")
+    wish = "".join(char if f"_{char}".isidentifier() else "_" for char in first.prefix)
     name, count = wish, 2
     while name in taken_names:
         name, count = f"{wish}_{count}", count + 1
@@ -209,12 +213,16 @@ def _layer_class(
     metas: dict[Ref, TensorMeta],
     taken: set[str],
 ) -> LayerClass:
-    """Body with local names: formal inputs are called after their producers, carried ones `hidden`."""
+    """Body with local names: formal inputs are called after their producers, carried ones `hidden`.
+
+    Torch's numbers (`cos_1`) are left out: they count calls of the whole model in the order of the trace, and a forward
+    that iterates over a set has another order in another process.
+    """
     carried_inputs = {index for index, _ in carried}
     own = {node.name for node in segment.nodes}
     formal: dict[Ref, Ref] = {}
     for index, ref in enumerate(segment.args):
-        wish = "hidden" if index in carried_inputs else ref.node.rpartition(".")[2]
+        wish = "hidden" if index in carried_inputs else _NUMBER.sub("", ref.node.rpartition(".")[2])
         name, count = wish, 1
         while name in own or Ref(name) in formal.values():
             name, count = f"{wish}_{count}", count + 1
@@ -236,10 +244,7 @@ def _layer_class(
         )
         for node in segment.nodes
     )
-    wish = flat.classes.get(segment.path, "Layer")
-    name, count = wish, 2
-    while name in taken:
-        name, count = f"{wish}{count}", count + 1
+    name = class_name(flat.classes.get(segment.path, "Layer"), taken)
     inputs = tuple((formal[ref].node, metas[ref]) for ref in segment.args)
     return LayerClass(name, inputs, parameters, nodes, segment.outputs)
 
@@ -272,12 +277,28 @@ def _extend(
     for cut in cuts:
         if f"{cut.path}.{cut.num_blocks - 1}" not in runs:
             raise TraceError("blocks that look alike trace differently", values=cut.path)
-    return tuple(extended), _all_parameters(tuple(extended), flat)
+    return tuple(extended), _all_parameters(tuple(extended), flat, cuts)
 
 
-def _all_parameters(body: tuple[Node | LayerRun, ...], flat: FlatGraph) -> tuple[Parameter, ...]:
-    """Parameters that the body uses, layers' instances included, then the unused ones of the traced model."""
+def _in_block(parameter: Parameter, own: str, other: str) -> Parameter | None:
+    """A block's parameter as another block has it; None for one that is tied to what lies elsewhere."""
+    if not all(alias.startswith(own) for alias in parameter.aliases):
+        return None
+    aliases = tuple(other + alias.removeprefix(own) for alias in parameter.aliases)
+    return replace(parameter, name=other + parameter.name.removeprefix(own), aliases=aliases)
+
+
+def _all_parameters(
+    body: tuple[Node | LayerRun, ...], flat: FlatGraph, cuts: tuple[Truncation, ...]
+) -> tuple[Parameter, ...]:
+    """Parameters of the traced model, used or not, and of the layers' instances that were cut from it."""
     found = dict(flat.parameters)
+    for cut in cuts:
+        last = cut.first + KEPT_BLOCKS - 1
+        own = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{last}.")]
+        for parameter, index in itertools.product(own, range(last + 1, cut.num_blocks)):
+            moved = _in_block(parameter, f"{cut.path}.{last}.", f"{cut.path}.{index}.")
+            found |= {} if moved is None else {moved.name: moved}
     for piece in body:
         if isinstance(piece, LayerRun):
             for path in piece.instances:

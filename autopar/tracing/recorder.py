@@ -28,6 +28,19 @@ Forward = Callable[[nn.Module], Tensor]
 _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by value; larger ones count as unequal
 
 
+class _Itself:
+    """Equal to what stands for the same tensor object only."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
 class Source(tuple[Any, ...]):
     """Stands for a tensor among an operator's recorded arguments: where it comes from, as the running block sees it."""
 
@@ -152,7 +165,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def meet(self, tensor: Tensor) -> Origin:
         """A tensor that no operator made, as `torch.tensor(0.5)` in forward or an attribute: equal if its bytes are."""
         meta = _meta(tensor)
-        identity: Any = object()
+        identity: Any = _Itself(tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_meta and tensor.nbytes <= _MAX_CONSTANT:
             with _disable_current_modes():
                 numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -196,6 +209,12 @@ class Record:
 
     outside: list[Any]
     runs: Mapping[str, Run]
+    recorder: _Recorder
+
+    def name_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Where a tensor that the forward made or met comes from, as sources say it; None if it did neither."""
+        origin = self.recorder.origins.get(id(tensor))
+        return origin.name if origin is not None else None
 
 
 def record(
@@ -227,7 +246,7 @@ def record(
     ):
         loss = forward(model)
     recorder.outside.append(("loss", recorder.source(loss)))
-    return Record(recorder.outside, recorder.runs)
+    return Record(recorder.outside, recorder.runs, recorder)
 
 
 def _watch(block: nn.Module, recorder: _Recorder, run: Run, position: int) -> None:

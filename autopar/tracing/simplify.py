@@ -13,8 +13,11 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.graph import Node, Ref, map_refs
+from autopar.tracing.effects import refuse_effects, refuse_untrained
 from autopar.tracing.functional import functionalise
 from autopar.tracing.fx_import import FlatGraph
+from autopar.tracing.gradients import settle_gradients
+from autopar.tracing.losses import split_means
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
 _SDPA = "aten.scaled_dot_product_attention.default"
@@ -35,6 +38,11 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     functionalise(flat)
     drop_identities(flat)
     eliminate_dead(flat)
+    refuse_effects(flat)
+    refuse_untrained(flat)
+    settle_gradients(flat)
+    eliminate_dead(flat)
+    split_means(flat)
     constants = evaluate_constants(flat)
     fold_iota_index(flat, constants)
     fold_causal_masks(flat, constants)

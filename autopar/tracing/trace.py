@@ -12,7 +12,6 @@ import copy
 import inspect
 import io
 import itertools
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.utils._pytree import tree_leaves
 
-from autopar.errors import TraceError
+from autopar.errors import ModelError, TraceError
 from autopar.graph import Graph, Input
 from autopar.integrations.masks import plain_masks
 from autopar.tracing import fakes
+from autopar.tracing.admission import check_model, where
 from autopar.tracing.depth import Dropped, Truncation, dropped_blocks, equal_runs, shorten
 from autopar.tracing.depth_check import verified
 from autopar.tracing.fakes import Results
@@ -35,8 +36,11 @@ from autopar.tracing.layers import fold_layers
 from autopar.tracing.other_rows import with_rows_of
 from autopar.tracing.rebatch import LEAST_ROWS
 from autopar.tracing.recorder import Record, record
+from autopar.tracing.repeats import check_repeats
 from autopar.tracing.simplify import simplify
 from autopar.tracing.uncollected import uncollected
+from autopar.tracing.user_line import raised_at
+from codegen.names import is_plain_name
 
 Batch = Mapping[str, Any]
 
@@ -48,6 +52,7 @@ class Cuts(tuple[Truncation, ...]):
     """
 
     first: _First | None = None
+    is_repeatable: bool = False  # forward was seen to do the same each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ def trace(
     may be (`find_cuts`); () traces the whole model.
     Raises TraceError with torch's reason and the user's line.
     """
+    check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
@@ -115,15 +121,23 @@ def _flat_graph(
     def recorded(given: dict[str, Any]) -> Record:
         return record(short(), (), given, lambda candidate: _loss(candidate, loss_fn, given), results)
 
+    results = Results(fake)
+    if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
+        check_repeats(
+            short(),
+            (loss_fn,),
+            lambda candidate: record(candidate, (), batch, lambda each: _loss(each, loss_fn, batch), results),
+        )
+        if isinstance(cuts, Cuts):
+            cuts.is_repeatable = True
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
-        results = Results(fake)
         before = {name: _fake_input(value, fake, 0, None, None) for name, value in first.batch.items()}
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             return with_rows_of(first.flat, recorded(before), recorded(batch), batch)
     module = _LossModule(short(), loss_fn, tuple(batch))
-    flat = import_program(_export(module, batch), module)
+    flat = import_program(_export(module, batch), module, batch)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(flat.copy(), batch, param_dtype)
@@ -132,13 +146,17 @@ def _flat_graph(
 
 @uncollected()
 def find_cuts(
-    model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Batch,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> Cuts:
     """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size.
 
     Traces that are given the same object share an export where they can.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
     fake_batch = {name: _fake_input(value, fake, 0, None, None) for name, value in batch.items()}
     return Cuts(_sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake))
@@ -190,7 +208,7 @@ class _LossModule(nn.Module):
         output = self.model(*positional, **keyword)
         if self.loss_fn is None:
             return _loss_of(output)
-        return self.loss_fn(output, *(batch[name] for name in loss_names))
+        return _scalar(self.loss_fn(output, *(batch[name] for name in loss_names)), "loss_fn")
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -201,13 +219,24 @@ def _loss_of(output: Any) -> torch.Tensor:
         loss = next((item for item in output if isinstance(item, torch.Tensor) and item.dim() == 0), None)
     if loss is None:
         loss = output
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        raise TraceError(
-            "the model returns no scalar loss",
-            values=f"it returned {type(output).__name__}",
-            alternatives="pass labels in example_inputs so that the model computes its loss, or pass loss_fn=",
-        )
-    return loss
+    return _scalar(loss, "the model")
+
+
+def _scalar(loss: Any, author: str) -> torch.Tensor:
+    """`loss` as a tensor of no dims. Raises TraceError unless it is one number that can be differentiated."""
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.numel() == 1:
+        return loss.reshape(())
+    what = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
+    raise TraceError(
+        f"{author} returns no scalar loss",
+        values=f"it returned {what}",
+        alternatives=[
+            "a floating-point tensor of one element, such as loss.mean()",
+            "labels in example_inputs so that the model computes its loss, or loss_fn=",
+        ],
+    )
 
 
 def _model_arguments(model: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -250,7 +279,7 @@ def name_inputs(
 ) -> dict[str, Any]:
     """The batch by name. A tuple's items get forward's parameter names, then `target`, `target1` ... for loss_fn."""
     if isinstance(example_inputs, Mapping):
-        return dict(example_inputs)
+        return _checked(dict(example_inputs))
     items = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     names, has_args, _ = _parameters_of(model)
     num_targets = _num_targets(loss_fn)
@@ -271,7 +300,32 @@ def name_inputs(
         )
     model_names = [names[i] if i < len(names) else f"arg{i - len(names)}" for i in range(num_model)]
     target_names = ["target" if i == 0 else f"target{i}" for i in range(num_targets)]
-    return dict(zip(model_names + target_names, items, strict=True))
+    return _checked(dict(zip(model_names + target_names, items, strict=True)))
+
+
+def _checked(batch: dict[str, Any]) -> dict[str, Any]:
+    """Raises TraceError for names that no argument can have, and for tensors that are no plain items of the batch."""
+    for name, value in batch.items():
+        if not isinstance(name, str) or not is_plain_name(name) or name.startswith("__") or name == "self":
+            raise TraceError(
+                "an input of the batch has a name that no argument of forward can have",
+                values=repr(name),
+                alternatives="a Python identifier that is neither a keyword nor self",
+            )
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise TraceError(
+                "an input of the batch is not a dense tensor",
+                values=f"{name}: {value.layout}",
+                alternatives=f"{name}.to_dense()",
+            )
+        leaves = [] if isinstance(value, torch.Tensor) else tree_leaves(value)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise TraceError(
+                "an input of the batch holds tensors inside a container",
+                values=f"{name}: {type(value).__name__} of {len(leaves)}",
+                alternatives="every tensor under a name of its own, as arguments of forward",
+            )
+    return batch
 
 
 def split_names(
@@ -296,6 +350,12 @@ def common_batch(tensors: Mapping[str, torch.Tensor]) -> int:
             "example_inputs has no tensor with a batch dim",
             values=f"inputs {sorted(tensors)}",
             alternatives="pass the batch as a dict or tuple of tensors whose dim 0 is the batch",
+        )
+    if sizes[0] == 0:
+        raise TraceError(
+            "the batch of example_inputs is empty",
+            values=", ".join(f"{name}: {tuple(value.shape)}" for name, value in tensors.items()),
+            alternatives="at least one row",
         )
     return int(sizes[0])
 
@@ -337,11 +397,36 @@ def skeleton_of(
     for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
         if id(buffer) not in memo:
             memo[id(buffer)] = fakes.empty(fake, tuple(buffer.shape), buffer.dtype)
-    skeleton = copy.deepcopy(model, memo)
+    skeleton = _copied(model, memo)
     config = getattr(skeleton, "config", None)
     if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
-    return skeleton.train()
+    # A model in training mode as a whole may keep parts in evaluation mode on purpose (frozen batch norm).
+    return skeleton if model.training else skeleton.train()
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy. Raises ModelError that names the attribute which has none."""
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever an attribute's class raises
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception as cause:
+                    if name in ("_modules", "_parameters", "_buffers"):
+                        continue
+                    raise ModelError(
+                        "the model cannot be copied, which tracing does so that the model itself stays as it is",
+                        values=f"{name} of {where(path)}, a {type(value).__name__}: {str(cause).splitlines()[0]}",
+                        alternatives=[
+                            "keep it out of the module, or give its class __deepcopy__ (locks, files, modules)",
+                            "for tensors computed from parameters: torch.nn.utils.parametrizations in place of "
+                            "torch.nn.utils.weight_norm, or prune.remove",
+                        ],
+                    ) from error
+        raise ModelError("the model cannot be copied", values=f"{type(error).__name__}: {error}") from error
 
 
 def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
@@ -354,12 +439,33 @@ def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     except TraceError:
         raise
     except Exception as error:  # torch.export raises many kinds; each becomes one readable error
-        raise TraceError(
+        raise _untraceable(error) from error
+
+
+_BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
+
+
+def _untraceable(error: Exception) -> TraceError:
+    """Forward's own error, or why torch could not trace it, with the user's line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = raised_at(error.__traceback__)
+    what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
+    if any(word in type(error).__name__ for word in _BY_VALUE):
+        return TraceError(
             "torch.export could not trace the model",
-            values=_reason(error),
+            values=what,
             alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
             "or wrap it in torch.library.custom_op",
-        ) from error
+        )
+    return TraceError(
+        "the model or its loss fails on the example inputs",
+        values=what,
+        alternatives=[
+            "what runs in one process: try loss_fn(model(*inputs), *targets) on the same example inputs",
+            "for what only tracing cannot do (numpy, Python's control of values): torch operators, or "
+            "torch.library.custom_op",
+        ],
+    )
 
 
 @contextlib.contextmanager
@@ -370,26 +476,44 @@ def _traceable(batch: Batch) -> Iterator[None]:
         yield
 
 
-def _reason(error: Exception) -> str:
-    """Torch's first sentence and the last line of user code in the traceback."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = ("/torch/", "/autopar/trace", "/contextlib", "/unittest/")
-    users = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
-    where = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
-    return f"{type(error).__name__}: {first}{where}"
-
-
 @contextlib.contextmanager
 def refuse_custom_backward() -> Iterator[None]:
-    """Non-strict export drops the backward of a custom autograd.Function silently; refuse it instead."""
+    """What a trace of forward drops silently is refused: backward of a custom autograd.Function, hooks, gradients."""
+
+    registered = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
+            return registered(cls, *args, **kwargs)
         raise TraceError(
             "the model calls a custom autograd.Function, whose backward torch.export would drop",
             values=f"{cls.__module__}.{cls.__qualname__}",
             alternatives="register it with torch.library.custom_op and register_autograd",
         )
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise TraceError(
+                f"forward calls {name}, of which a traced graph shows nothing",
+                alternatives=[
+                    "call it in the training loop",
+                    "compute what it does with torch operators, or in a torch.library.custom_op with register_autograd",
+                ],
+            )
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        for owner, name, label in _DROPPED_CALLS:
+            stack.enter_context(mock.patch.object(owner, name, refused(label)))
         yield
+
+
+_DROPPED_CALLS = (
+    (torch.Tensor, "register_hook", "Tensor.register_hook"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "Tensor.register_post_accumulate_grad_hook"),
+    (torch.Tensor, "backward", "Tensor.backward"),
+    (torch.autograd, "backward", "torch.autograd.backward"),
+    (torch.autograd, "grad", "torch.autograd.grad"),
+)

@@ -98,7 +98,14 @@ def dropout_add_reference(
 
 
 def dropout_add(
-    x: torch.Tensor, residual: torch.Tensor, p: float, *, key: int, grid: IndexGrid, row_offset: int = 0
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    p: float,
+    *,
+    key: int,
+    grid: IndexGrid,
+    row_offset: int = 0,
+    training: bool = True,
 ) -> torch.Tensor:
     """`dropout(x) + residual`: x is zero with probability p, else x / (1 - p); differentiable once in x and residual.
 
@@ -108,6 +115,7 @@ def dropout_add(
         key: of the runtime's `dropout_key`, one per call site and step.
         grid: where x lies in the whole tensor, such as the runtime's `layout.grid(mesh, device)`.
         row_offset: added to every index, as `layout.row_offset(batch_offset)` gives it for a micro-batch.
+        training: False drops nothing.
 
     Returns:
         In the inputs' shape and dtype, contiguous on the Triton path.
@@ -121,7 +129,7 @@ def dropout_add(
     num_rows, num_cols = grid.rows.numel(), grid.columns.numel()
     if num_rows * num_cols != x.numel():
         raise ValueError(f"x has shape {tuple(x.shape)}, the grid {num_rows} rows of {num_cols} elements")
-    if p == 0.0:
+    if p == 0.0 or not training:
         return x + residual
     if p == 1.0:
         return x * 0.0 + residual

@@ -47,8 +47,10 @@ def parse_lines(schedule: Sequence[str]) -> Lines:
 def _parse(word: str, position: int) -> Action:
     match = _FORM.fullmatch(word)
     if match is None:
-        raise ValueError(f"position {position}: {word!r} is not an action; write F, B, I or W, the stage, '.' and the "
-                         "micro-batch, as in F0.3")
+        raise ValueError(
+            f"position {position}: {word!r} is not an action; write F, B, I or W, the stage, '.' and the "
+            "micro-batch, as in F0.3"
+        )
     return Action(match[1], int(match[2]), int(match[3]))
 
 

@@ -1,15 +1,15 @@
 """Sharded checkpoints that load under any mesh, ZeRO stage and number of ranks.
 
-torch.distributed.checkpoint (DCP) files hold every tensor under the user's own name with its global shape: parameters
-(`model.embed.weight`), buffers, and the optimiser's state (`optimizer.model.embed.weight.exp_avg`). A rank
-writes and reads the boxes of the global tensor that it stores; DCP writes replicated boxes once and finds the overlaps
-on loading. A flat slice of a sharded parameter is a handful of boxes (`pieces_of`). The planners at the end are the
-only code that knows DCP's extension points; they were run with torch 2.13.
+The files (`checkpoint_files.py`) hold every tensor under the user's own name with its global shape: parameters
+(`model.embed.weight`), buffers, and the optimiser's state (`optimizer.model.embed.weight.exp_avg`). A rank writes and
+reads the boxes of the global tensor that it stores: a flat slice of a sharded parameter is a handful (`pieces_of`).
+
+Hyperparameters are the optimiser factory's: a new learning rate counts when training is resumed. What training itself
+changed in the optimiser's groups, such as a schedule its rate, continues where the factory says what it said before.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import shutil
@@ -20,130 +20,235 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from . import checkpoint_files as files
+from .checkpoint_files import CheckpointError, Gather, Manifest, Piece
+from .checkpoint_files import DamagedError as DamagedError
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Param, runs
 from .step import Step
 
-_OPTIMIZER = "optimizer."
-_NON_PERSISTENT = "non-persistent."
-_GROUPS = "optimizer groups"
-_PROGRESS = "progress"
+OPTIMIZER = "optimizer."
+NON_PERSISTENT = "non-persistent."
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the global tensor `name` that this rank stores: `value` (a view of the stored memory) at `offsets`."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    value: Tensor
-
-
-def save(step: Step, directory: str | Path) -> None:
+def save(
+    step: Step,
+    directory: str | Path,
+    *,
+    others: Mapping[str, Tensor] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> None:
     """Write parameters, buffers, optimiser state, step counter, data position and seed. Collective.
 
     The folder is complete or absent: it is written beside its place and renamed, after an older one has been moved
-    aside; a crash between the two leaves the older one where `load` finds it.
+    aside; a crash between the two leaves the older one where `load` finds it. others: whole tensors of the user's model
+    that the program may lack, such as parameters that take no part; where it does, they are written as they are. notes:
+    texts for the manifest. Raises CheckpointError on all ranks, also where the place is taken by what is no checkpoint,
+    and FloatingPointError, and writes nothing, where a parameter is inf or nan.
     """
+    step.require_finite()
     final = Path(directory)
-    fresh, old = final.with_name(f".{final.name}.partial"), _moved_aside(final)
-    if step.mesh.everyone.rank == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
-    _wait(step)
-    _write(step, fresh)
-    _wait(step)
-    if step.mesh.everyone.rank == 0:
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        fresh.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    _wait(step)
+    fresh = final.with_name(f".{final.name}.partial")
+    rank, gather = step.mesh.everyone.rank, _gather(step)
+    files.in_unison(gather, lambda: _make_way(final, fresh) if rank == 0 else None)
+    pieces, numbers = files.in_unison(gather, lambda: _held(step))
+    named = set().union(*gather(_names(step)))
+    if rank == 0:
+        further = {name: value for name, value in (others or {}).items() if name not in named}
+        pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
+    record = {
+        "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed},
+        "optimizer": files.optimizer_record(step.optimizer, step.settings),
+        "numbers": dict(itertools.chain(*(each.items() for each in gather(numbers)))),
+        "notes": dict(notes or {}),
+    }
+    files.write(fresh, pieces, record, rank, gather)
+    files.in_unison(gather, lambda: _put(fresh, final) if rank == 0 else None)
+
+
+def check(step: Step) -> None:
+    """Raises CheckpointError if the optimiser's state, as it is after a step, could not be saved."""
+    _held(step)
+
+
+def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | None = None) -> None:
+    """Continue from what `save` wrote, under this step's own mesh, ZeRO stage and precision. Collective.
+
+    others: as in `save`; the checkpoint may have these names too. Every file is looked through before anything is
+    changed. Raises on all ranks CheckpointError if names or shapes differ from the program's, in either direction, or
+    the optimiser is another, and DamagedError for a checkpoint that is not as it was written.
+    """
+    directory = Path(directory)
+    if not directory.exists() and _moved_aside(directory).exists():
+        directory = _moved_aside(directory)
+    everyone, gather = step.mesh.everyone, _gather(step)
+    manifest = files.in_unison(gather, lambda: files.read_manifest(directory))
+    files.in_unison(gather, lambda: files.require_intact(directory, manifest, everyone.rank, everyone.size))
+    _require_same_names(manifest, set().union(*gather(_names(step))), set(others or {}))
+    files.in_unison(gather, lambda: _require_same_shapes(step, manifest))
+    files.in_unison(gather, lambda: files.require_same_optimizer(step.optimizer, manifest.record))
+    pieces, states = files.in_unison(gather, lambda: _wanted(step, manifest))
+    files.in_unison(gather, lambda: files.fill(directory, manifest, pieces))
+    step.optimizer.state.clear()
+    for parameter, state in states:
+        step.optimizer.state[parameter] = state
+    files.continue_settings(step.optimizer, step.settings, manifest.record)
+    _place_scalars(step)
+    progress = manifest.record["progress"]
+    step.rng.step, step.num_samples, step.rng.seed = progress["step"], progress["num_samples"], progress["seed"]
+    for part in step.parts:
+        part.zero.publish()
+
+
+def _gather(step: Step) -> Gather:
+    everyone = step.mesh.everyone
+
+    def gather(value: Any) -> list[Any]:
+        if everyone.size == 1:
+            return [value]
+        found: list[Any] = [None] * everyone.size
+        dist.all_gather_object(found, value, everyone.group)
+        return found
+
+    return gather
 
 
 def _moved_aside(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.old")
 
 
-def _wait(step: Step) -> None:
-    if step.mesh.everyone.size > 1:
-        dist.barrier(step.mesh.everyone.group)
+def _make_way(final: Path, fresh: Path) -> None:
+    if (final.exists() or final.is_symlink()) and not files.holds_only_a_checkpoint(final):
+        raise CheckpointError(
+            f"{final} is there already and is no checkpoint, or holds other files; name another folder"
+        )
+    shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _write(step: Step, directory: Path) -> None:
+def _put(fresh: Path, final: Path) -> None:
+    old = _moved_aside(final)
+    if final.exists():
+        if old.exists():
+            files.remove(old)
+        final.rename(old)
+    files.move(fresh, final)
+    if old.exists() and files.holds_only_a_checkpoint(old):
+        files.remove(old)
+
+
+def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
+    """What this rank stores, and the numbers in its optimiser's state by name. Raises CheckpointError."""
     pieces = list(_model_pieces(step, with_copies=False))
-    plain: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for entry, parameter in _optimized(step, with_copies=False):
         for key, value in step.optimizer.state.get(parameter, {}).items():
-            name = f"{_OPTIMIZER}{entry.slot.name}.{key}"
-            if not isinstance(value, Tensor):
-                raise ValueError(f"optimiser state {name} is no tensor but {type(value).__name__}; it cannot be saved")
-            if _is_scalar(key, value, entry):
-                plain[name] = value
+            name = f"{OPTIMIZER}{entry.slot.name}.{key}"
+            if isinstance(value, (bool, int, float, type(None))):
+                numbers[name] = value
+            elif not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"optimiser state {name} is no tensor but {type(value).__name__}; it cannot be saved"
+                )
+            elif _is_scalar(key, value, entry) or _is_of_the_whole(value.shape, parameter, entry):
+                pieces.append(Piece(name, tuple(value.shape), (0,) * value.ndim, value))
             elif value.numel() == entry.hi - entry.lo:
                 pieces += pieces_of(name, entry.slot.spec, step.mesh, value.view(-1), entry.lo)
             else:
-                raise ValueError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in step.optimizer.param_groups]
-    plain[_GROUPS] = groups
-    plain[_PROGRESS] = {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed}
-    state_dict_saver.save(plain, checkpoint_id=directory, planner=_PieceSaver(pieces))
+                raise CheckpointError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
+    return pieces, numbers
 
 
-def load(step: Step, directory: str | Path) -> None:
-    """Continue from what `save` wrote, under this step's own mesh, ZeRO stage and precision. Collective.
-
-    Raises KeyError if the checkpoint lacks a tensor of the model, ValueError if one has another shape.
-    """
-    directory = Path(directory)
-    if not directory.exists() and _moved_aside(directory).exists():
-        directory = _moved_aside(directory)
-    metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
-    pieces = list(_model_pieces(step, with_copies=True))
-    plain: dict[str, Any] = {_GROUPS: None, _PROGRESS: None}
-    copies: list[tuple[Tensor, Tensor]] = []
-    step.optimizer.state.clear()
-    saved = _saved_optimizer_state(metadata)
+def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.Parameter, dict[str, Any]]]]:
+    """What this rank reads, and the optimiser's state that it goes into."""
+    pieces = [_under_stored_name(piece, step, manifest) for piece in _model_pieces(step, with_copies=True)]
+    pieces = [piece for piece in pieces if not piece.name.startswith(NON_PERSISTENT) or _fits(piece, manifest)]
+    saved: dict[str, dict[str, Any]] = {}
+    for full in (*manifest.tensors, *manifest.record["numbers"]):
+        if full.startswith(OPTIMIZER):
+            name, key = full.removeprefix(OPTIMIZER).rsplit(".", 1)
+            saved.setdefault(name, {})[key] = full
+    states = []
     for entry, parameter in _optimized(step, with_copies=True):
-        state: dict[str, Tensor] = {}
-        for key, stored in saved.get(entry.slot.name, {}).items():
-            name = f"{_OPTIMIZER}{entry.slot.name}.{key}"
-            if key != "step" and tuple(stored.size) == entry.slot.spec.shape:
-                state[key] = torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
-                pieces += pieces_of(name, entry.slot.spec, step.mesh, state[key].view(-1), entry.lo)
+        state: dict[str, Any] = {}
+        for key, full in saved.get(_stored_name(entry, manifest), {}).items():
+            stored = manifest.tensors.get(full)
+            if stored is None:
+                state[key] = manifest.record["numbers"][full]
+            elif key != "step" and stored.shape == entry.slot.spec.shape:
+                state[key] = torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+                pieces += pieces_of(full, entry.slot.spec, step.mesh, state[key].view(-1), entry.lo)
+            elif key == "step" or stored.shape == ():
+                state[key] = torch.zeros(stored.shape, dtype=stored.dtype)
+                pieces.append(Piece(full, stored.shape, (0,) * len(stored.shape), state[key]))
+            elif _is_of_the_whole(stored.shape, parameter, entry):
+                state[key] = torch.zeros(stored.shape, dtype=stored.dtype, device=parameter.device)
+                pieces.append(Piece(full, stored.shape, (0,) * len(stored.shape), state[key]))
             else:
-                # Changed in place by the reader.
-                state[key] = torch.zeros(stored.size, dtype=stored.properties.dtype)
-                if plain.setdefault(name, state[key]) is not state[key]:
-                    copies.append((plain[name], state[key]))
+                raise CheckpointError(f"optimiser state {full} of shape {stored.shape} is not elementwise")
         if state:
-            step.optimizer.state[parameter] = state
-    _check(pieces, metadata)
-    loader = _PieceLoader(pieces)
-    state_dict_loader.load(plain, checkpoint_id=directory, planner=loader)
-    for read, copy in (*loader.copies, *copies):
-        copy.copy_(read)
-    for group, values in zip(step.optimizer.param_groups, plain[_GROUPS], strict=True):
-        group.update(values)
-    _place_scalars(step)
-    progress = plain[_PROGRESS]
-    step.rng.step, step.num_samples, step.rng.seed = progress["step"], progress["num_samples"], progress["seed"]
+            states.append((parameter, state))
+    return pieces, states
+
+
+def _names(step: Step) -> set[str]:
+    """All names of this rank's parameters and buffers. Tensors without elements are in no checkpoint."""
+    found = set()
     for part in step.parts:
-        part.zero.publish()
+        for _, entry in part.entries():
+            found |= {entry.slot.name, *entry.slot.aliases, *part.tied.aliases.get(entry.slot.name, ())}
+        found |= {each for name, spec, _ in part.model.buffer_slots() for each in (name, *spec.aliases)}
+    return found
+
+
+def _required(step: Step) -> Iterator[tuple[tuple[str, ...], Param]]:
+    for part in step.parts:
+        for _, entry in part.entries():
+            slot = entry.slot
+            yield (slot.name, *slot.aliases, *part.tied.aliases.get(slot.name, ())), slot.spec
+        for name, spec, _ in part.model.buffer_slots():
+            if spec.persistent:
+                yield (name, *spec.aliases), spec
+
+
+def _require_same_names(manifest: Manifest, known: set[str], others: set[str]) -> None:
+    """Of what the program lacks; what the checkpoint lacks each rank knows for itself."""
+    stored = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
+    if strange := sorted(stored - known - others):
+        some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
+        raise CheckpointError(f"the checkpoint is of another model: the program has no {some}")
+
+
+def _require_same_shapes(step: Step, manifest: Manifest) -> None:
+    for names, spec in _required(step):
+        held = [name for name in names if name in manifest.tensors]
+        if not held and torch.Size(spec.shape).numel():
+            raise CheckpointError(f"the checkpoint has no {names[0]}")
+        for name in held:
+            files.require_shape(name, manifest.tensors[name], spec.shape)
+
+
+def _stored_name(entry: Entry, manifest: Manifest) -> str:
+    """A tied parameter may have been saved under another of its names."""
+    names = (entry.slot.name, *entry.slot.aliases)
+    return next((name for name in names if name in manifest.tensors), names[0])
+
+
+def _under_stored_name(piece: Piece, step: Step, manifest: Manifest) -> Piece:
+    if piece.name in manifest.tensors or piece.name.startswith(NON_PERSISTENT):
+        return piece
+    for names, _ in _required(step):
+        if piece.name in names:
+            name = next((each for each in names if each in manifest.tensors), piece.name)
+            return Piece(name, piece.global_shape, piece.offsets, piece.value)
+    return piece
+
+
+def _fits(piece: Piece, manifest: Manifest) -> bool:
+    """Whether a buffer outside of the state dict is there: a model may make its own, of another length."""
+    stored = manifest.tensors.get(piece.name)
+    return stored is not None and stored.shape == piece.global_shape
 
 
 def pieces_of(name: str, spec: Param, mesh: Mesh, values: Tensor, start: int = 0) -> list[Piece]:
@@ -205,7 +310,7 @@ def _model_pieces(step: Step, with_copies: bool) -> Iterator[Piece]:
     for part in step.parts:
         for name, spec, value in part.model.buffer_slots():
             # Those outside the state dict too, so that a checkpoint is all that a run needs to continue.
-            saved_name = name if spec.persistent else _NON_PERSISTENT + name
+            saved_name = name if spec.persistent else NON_PERSISTENT + name
             if with_copies or name not in part.tied.copies:
                 yield from pieces_of(saved_name, spec, step.mesh, value.view(-1))
 
@@ -225,13 +330,9 @@ def _is_scalar(key: str, value: Tensor, entry: Entry) -> bool:
     return key == "step" or (value.ndim == 0 and entry.slot.spec.shape != ())
 
 
-def _saved_optimizer_state(metadata: Mapping[str, Any]) -> dict[str, dict[str, TensorStorageMetadata]]:
-    found: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for full, stored in metadata.items():
-        if full.startswith(_OPTIMIZER) and isinstance(stored, TensorStorageMetadata):
-            name, key = full.removeprefix(_OPTIMIZER).rsplit(".", 1)
-            found.setdefault(name, {})[key] = stored
-    return found
+def _is_of_the_whole(shape: tuple[int, ...], parameter: nn.Parameter, entry: Entry) -> bool:
+    """Whether state is of a parameter that is stored whole, and not of its elements (Adafactor's of rows, columns)."""
+    return tuple(parameter.shape) == entry.slot.spec.shape != tuple(shape)
 
 
 def _place_scalars(step: Step) -> None:
@@ -241,82 +342,4 @@ def _place_scalars(step: Step) -> None:
             for parameter in group["params"]:
                 state = step.optimizer.state.get(parameter, {})
                 for key, value in state.items():
-                    state[key] = value.to(parameter.device)
-
-
-def _check(pieces: list[Piece], metadata: Mapping[str, Any]) -> None:
-    for piece in pieces:
-        stored = metadata.get(piece.name)
-        if stored is None:
-            raise KeyError(f"the checkpoint has no {piece.name}")
-        if tuple(stored.size) != piece.global_shape:
-            raise ValueError(
-                f"{piece.name} has shape {tuple(stored.size)} in the checkpoint, {piece.global_shape} in the program"
-            )
-
-
-def _keyed(pieces: list[Piece]) -> dict[tuple[str, tuple[int, ...]], Piece]:
-    """One of each; tied stages on one rank have equal ones."""
-    found: dict[tuple[str, tuple[int, ...]], Piece] = {}
-    for piece in pieces:
-        found.setdefault((piece.name, piece.offsets), piece)
-    return found
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.value.shape)
-
-
-class _PieceSaver(DefaultSavePlanner):
-    """Writes pieces besides what DCP understands by itself."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = _keyed(pieces)
-
-    def create_local_plan(self) -> SavePlan:
-        items = [
-            WriteItem(
-                index=MetadataIndex(piece.name, piece.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(piece),
-                    properties=TensorProperties.create_from_tensor(piece.value),
-                    size=torch.Size(piece.global_shape),
-                ),
-            )
-            for piece in self._pieces.values()
-        ]
-        plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self._pieces.get((index.fqn, tuple(index.offset or ())))
-        return super().lookup_object(index) if found is None else found.value
-
-
-class _PieceLoader(DefaultLoadPlanner):
-    """Reads pieces in place besides what DCP understands by itself.
-
-    copies: (what is read, what must be set to it).
-    """
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = _keyed(pieces)
-        read = ((self._pieces[piece.name, piece.offsets].value, piece.value) for piece in pieces)
-        self.copies = [(first, value) for first, value in read if first is not value]
-
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        assert self.metadata is not None
-        for name, pieces in itertools.groupby(self._pieces.values(), key=lambda piece: piece.name):
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            plan.items.extend(create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in pieces]))
-        return plan
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found = self._pieces.get((index.fqn, tuple(index.offset or ())))
-        return super().lookup_tensor(index) if found is None else found.value
+                    state[key] = value.to(parameter.device) if isinstance(value, Tensor) else value

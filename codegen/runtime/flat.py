@@ -155,7 +155,7 @@ class Bucket:
             entries.append(Entry(slot, shape, start, numel, lo, hi, replicas, used, stored))
             start += numel
             for owner, attribute in slot.places:
-                owner.register_parameter(attribute, used)
+                owner._parameters[attribute] = used
         return tuple(entries)
 
     def _allocate_gradients(self, whole: bool) -> None:

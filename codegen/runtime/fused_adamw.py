@@ -181,6 +181,8 @@ class _Shard:
         master, copy = self.lines[0], self.lines[-1]
         found: list[tuple[_Key, _Row]] = []
         for parameter, (lo, numel) in self._places.items():
+            if parameter not in groups:
+                continue  # the factory left it out
             count = float(state.get(parameter, {}).get("step", 0.0))
             key = (groups[parameter], count, master.dtype, None if copy is None else copy.dtype)
             row = _Row(self, lo, lo + numel, (parameter,))

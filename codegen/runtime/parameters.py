@@ -30,7 +30,7 @@ class Param:
     on all ranks, gradients are partial sums), "S(dim)" or "S(dim/sections)" (sharded).
     zero: 0 stores it whole; 1 shards the optimiser state over `zero_axis`; 2 the accumulated gradients too; 3 the
     parameter itself too, gathered for use. aliases: further names of the same tensor (tied weights). persistent:
-    whether a buffer belongs to the state dict.
+    whether a buffer belongs to the state dict. increment: what every step adds to a buffer that counts forwards.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +41,7 @@ class Param:
     dtype: torch.dtype
     requires_grad: bool
     persistent: bool
+    increment: float
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Param:
         dtype: str = "float32",
         requires_grad: bool = True,
         persistent: bool = True,
+        increment: float = 0,
         **placements: str,
     ) -> None:
         kept = {axis: text for axis, text in placements.items() if text != "R"}
@@ -60,7 +62,8 @@ class Param:
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
         if zero and requires_grad and kept.get(zero_axis) != "Rp":
             raise ValueError(f"ZeRO shards over an Rp axis only, {zero_axis} has {kept.get(zero_axis, 'R')}")
-        values = (tuple(shape), kept, zero, zero_axis, tuple(aliases), getattr(torch, dtype), requires_grad, persistent)
+        about = (getattr(torch, dtype), requires_grad, persistent, increment)
+        values = (tuple(shape), kept, zero, zero_axis, tuple(aliases), *about)
         for name, value in zip(Param.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -79,7 +82,7 @@ class Param:
 
 
 def parse_placement(text: str) -> tuple[str, int, int]:
-    """"S(1/3)" -> ("S", 1, 3), "Rp" -> ("Rp", -1, 1). ValueError with the legal forms."""
+    """ "S(1/3)" -> ("S", 1, 3), "Rp" -> ("Rp", -1, 1). ValueError with the legal forms."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise ValueError(f"not a placement: {text!r}; write R, Rp, P, S(dim) or S(dim/sections)")
@@ -161,8 +164,16 @@ class Slot:
 class Container(nn.Module):
     """A module on the way to a parameter; `self.linears[0]` is the child called "0"."""
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return self.get_submodule(str(index))
+    def __getitem__(self, name: int | str) -> Any:
+        return _held(self, str(name))
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """The child, parameter or buffer of that name, which need not be an identifier or free of our own names."""
+    for table in (module._modules, module._parameters, module._buffers):
+        if name in table:
+            return table[name]
+    raise KeyError(f"{type(module).__name__} holds no {name!r}")
 
 
 class Module(nn.Module):
@@ -171,9 +182,12 @@ class Module(nn.Module):
     Parameters are declared, not created: `ZeroUnits` (made by `Step`) allocates them and puts them in place, so that
     `self.self_attn.q_proj.weight` is the tensor that this rank computes with. Names are the user's own.
 
-    PARAMETERS, BUFFERS: name (relative to the instance's path) -> Param. LAYERS (root only): class -> the paths of its
-    instances in order of use. INPUTS (root only): what `forward` takes besides num_targets, with the global shape of
-    one micro-batch.
+    PARAMETERS, BUFFERS: name (relative to the instance's path) -> Param. WRITTEN_BUFFERS: names of those that a forward
+    in training changes. LAYERS (root only): class -> the paths of its instances in order of use. INPUTS (root only):
+    what `forward` takes besides num_targets and sums, with the global shape of one micro-batch. UNUSED_INPUTS,
+    FIXED_INPUTS (root only): what else a batch may hold, tensors that nothing depends on, and values that are no
+    tensors and that the program was made with. NO_EVALUATION (root only): why there is no evaluation mode, if there is
+    none.
     RECOMPUTE, OFFLOAD (root only): class -> for each of its instances what becomes its attribute `recompute` ("none",
     "selective", "full"; `recompute.py`) and `offload_activations` (`offload.py`); none where a class is absent.
     RECEIVES, SENDS (root of a pipeline's stage only): tensors of earlier stages that `forward` takes, and the ones for
@@ -185,8 +199,12 @@ class Module(nn.Module):
 
     PARAMETERS: ClassVar[Mapping[str, Param]] = {}
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
+    WRITTEN_BUFFERS: ClassVar[tuple[str, ...]] = ()
     LAYERS: ClassVar[Mapping[type[Module], tuple[str, ...]]] = {}
     INPUTS: ClassVar[Mapping[str, Param]] = {}
+    UNUSED_INPUTS: ClassVar[tuple[str, ...]] = ()
+    FIXED_INPUTS: ClassVar[Mapping[str, Any]] = {}
+    NO_EVALUATION: ClassVar[str] = ""
     RECEIVES: ClassVar[Mapping[str, Param]] = {}
     SENDS: ClassVar[Mapping[str, Param]] = {}
     FIRST_LAYER: ClassVar[Mapping[type[Module], int]] = {}
@@ -215,11 +233,22 @@ class Module(nn.Module):
         for name, spec in self.BUFFERS.items():
             owner, attribute = self._place(name)
             value = torch.empty(spec.local_shape(mesh), dtype=spec.dtype, device=mesh.device)
-            owner.register_buffer(attribute, value, persistent=spec.persistent)
+            owner._buffers[attribute] = value
         for name, spec in self.PARAMETERS.items():
             for each in (name, *spec.aliases):
                 owner, attribute = self._place(each)
-                owner.register_parameter(attribute, None)
+                owner._parameters[attribute] = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute of ours stays one beside a child that a user calls alike."""
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, name: int | str) -> Any:
+        """What a user's name holds that is no attribute: `self[0]`, `self["mesh"]`."""
+        return _held(self, str(name))
 
     def choose_memory(
         self, modes: Mapping[type[Module], tuple[Mode, ...]], offload: Mapping[type[Module], tuple[bool, ...]]
@@ -247,14 +276,22 @@ class Module(nn.Module):
 
         batched: dim 0 is the batch, or starts with it; else every micro-batch draws the same mask.
         """
+        if not self.training:
+            return x
         offset = self._rows_before(layout) if batched else 0
         return dropout(x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=offset)
 
     def dropout_mask(self, *, call: int, layout: Layout, batched: bool = True) -> dict[str, Any]:
-        """Where the mask of `same_dropout` starts, for a fused kernel that draws it itself (kernels/dropout_add.py)."""
+        """Where the mask of `same_dropout` starts, for a fused kernel that draws it itself (kernels/dropout_add.py),
+        and whether there is one."""
         offset = self._rows_before(layout) if batched else 0
         grid = layout.grid(self.mesh, self.mesh.device)
-        return {"key": self.dropout_key(call), "grid": grid, "row_offset": layout.row_offset(offset)}
+        return {
+            "key": self.dropout_key(call),
+            "grid": grid,
+            "row_offset": layout.row_offset(offset),
+            "training": self.training,
+        }
 
     def dropout_attention(
         self,
@@ -277,7 +314,7 @@ class Module(nn.Module):
             k,
             v,
             attn_mask,
-            dropout_p,
+            dropout_p if self.training else 0.0,
             is_causal,
             scale,
             enable_gqa,
@@ -297,6 +334,18 @@ class Module(nn.Module):
         A class that overrides it takes their means over the micro-batches as `num_targets` in `forward`.
         """
         raise NotImplementedError
+
+    def whole_sums(self, **inputs: Tensor) -> list[Tensor]:
+        """Sums over the global micro-batch that depend on the batch alone; generated where forward needs them whole.
+
+        A class that overrides it takes their sums over the micro-batches as `sums` in `forward`.
+        """
+        raise NotImplementedError
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether `forward` takes sums."""
+        return type(self).whole_sums is not Module.whole_sums
 
     @property
     def counts_targets(self) -> bool:
@@ -321,12 +370,17 @@ class Module(nn.Module):
             prefix = f"{module.path}." if module.path else ""
             for name, spec in module.BUFFERS.items():
                 owner, attribute = module._place(name)
-                yield prefix + name, spec, owner.get_buffer(attribute)
+                yield prefix + name, spec, _held(owner, attribute)
+
+    def written_buffers(self) -> list[Tensor]:
+        """This instance's own buffers that its forward in training changes."""
+        places = (self._place(name) for name in self.WRITTEN_BUFFERS)
+        return [_held(owner, attribute) for owner, attribute in places]
 
     def _add_layer(self, cls: type[Module], path: str, index: int) -> Module:
         owner, attribute = self._place(path)
         layer = cls(self.mesh, self.rng, path, index)
-        owner.register_module(attribute, layer)
+        owner._modules[attribute] = layer
         return layer
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
@@ -334,8 +388,6 @@ class Module(nn.Module):
         owner: nn.Module = self
         *parents, attribute = name.split(".")
         for parent in parents:
-            if parent not in owner._modules:
-                # Raises KeyError if the name is one of this class' own attributes.
-                owner.register_module(parent, Container())
-            owner = owner.get_submodule(parent)
+            # Not by register_module, which refuses names that are attributes of ours: those are read by subscript.
+            owner = owner._modules.setdefault(parent, Container()) or owner
         return owner, attribute

@@ -12,6 +12,7 @@ from torch import Tensor
 from .flat import Bucket, Entry
 from .host_memory import HostMemory
 from .mesh import Mesh
+from .names import argument
 from .parameters import Module, Param, Slot, shard, unshard
 from .zero import ZeroUnits
 
@@ -22,7 +23,7 @@ Source = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Whole tensors under original names: a state dict, or a function that makes one at a time."""
 
 Batches = tuple[list[dict[str, Tensor]], dict[str, list[Tensor]]]
-"""The inputs of each micro-batch, and num_targets where the program takes it."""
+"""The inputs of each micro-batch, and num_targets and sums where the program takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Part:
         self.precision = precision
         self.num_micro_batches = num_micro_batches
         self.zero = ZeroUnits(model, self.mesh, precision, num_micro_batches, host, self.tied.aliases, compression)
+        self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
 
     # The batch --------------------------------------------------------------------------------------------------------
@@ -72,11 +74,11 @@ class Part:
         """This rank's part of a whole global batch, as far as the module takes it."""
         parts = {}
         for name, spec in self.model.INPUTS.items():
-            whole = batch[name].to(self.mesh.device)
+            whole = batch[name]  # cut where it lies: the device needs room for its part only
             is_split = whole.ndim > 0 and whole.shape[0] == spec.shape[0] * self.num_micro_batches
             micro = whole.chunk(self.num_micro_batches) if is_split else (whole,)
             shards = [shard(each, spec, self.mesh) for each in micro]
-            parts[name] = torch.cat(shards) if is_split else shards[0]
+            parts[name] = (torch.cat(shards) if is_split else shards[0]).to(self.mesh.device)
         return parts
 
     def prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
@@ -86,15 +88,22 @@ class Part:
         for name, spec in self.model.INPUTS.items():
             parts = self._micro_batches(name, spec, local_batch)
             for inputs, part in zip(batches, parts, strict=True):
-                inputs[name] = part
+                inputs[argument(name)] = part
+        given: dict[str, list[Tensor]] = {}
+        if self.model.takes_sums:
+            with torch.no_grad():
+                sums = [self.model.whole_sums(**inputs) for inputs in batches]
+            self.mesh.finish()
+            given["sums"] = [sum(each[1:], each[0]) for each in zip(*sums, strict=True)]
         if not self.model.counts_targets:
-            return batches, {}
+            return batches, given
         with torch.no_grad():
             counts = [self.model.count_targets(**inputs) for inputs in batches]
         if count == 1:
-            return batches, {"num_targets": _Counts(counts[0], self.mesh)}
+            return batches, given | {"num_targets": _Counts(counts[0], self.mesh)}
         self.mesh.finish()
-        return batches, {"num_targets": [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]}
+        given["num_targets"] = [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]
+        return batches, given
 
     def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if name not in local_batch:
@@ -114,11 +123,21 @@ class Part:
             f"micro-batch and {count} micro-batches (dim 0 {count} times as long), global {spec.shape}"
         )
 
+    def count_forward(self) -> None:
+        """Buffers that count forwards go on by one: a step is one forward of the whole batch."""
+        for value, increment in self._counters:
+            value.add_(increment)
+
     # State ------------------------------------------------------------------------------------------------------------
 
     def entries(self) -> list[tuple[Bucket, Entry]]:
         """All parameters, in the order of their buckets."""
         return [(bucket, entry) for bucket in self.zero.buckets for entry in bucket.entries]
+
+    def written_buffers(self) -> list[Tensor]:
+        """This rank's parts of the buffers that a forward in training changes."""
+        written = [value for module in self.model.units() for value in module.written_buffers()]
+        return written + [value for value, _ in self._counters]
 
     def trainable(self) -> list[Bucket]:
         """Buckets with gradients, without the copies of what an earlier stage counts."""
@@ -130,7 +149,7 @@ class Part:
         places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
         for slot in self.model.slots():
             bucket, entry = places[slot.name]
-            whole = _find(source, self._names(slot), slot.spec)
+            whole = _find(source, self.names(slot), slot.spec)
             bucket.store(entry, shard(whole, slot.spec, self.mesh))
         for name, spec, value in self.model.buffer_slots():
             value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
@@ -141,11 +160,11 @@ class Part:
         for bucket in self._read_buckets(what):
             for entry in bucket.entries:
                 slot = entry.slot
-                names = self._names(slot) if what == "state" else (slot.name,)
+                names = self.names(slot) if what == "state" else (slot.name,)
                 found.append(Whole(names, slot.spec.shape, bucket.master_dtype))
         if what == "state":
             persistent = [(name, spec) for name, spec, _ in self.model.buffer_slots() if spec.persistent]
-            found += [Whole((name,), spec.shape, spec.dtype) for name, spec in persistent]
+            found += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec in persistent]
         return found
 
     def read(self, what: Literal["gradients", "state"]) -> Iterator[Tensor]:
@@ -165,7 +184,7 @@ class Part:
         buckets = self.zero.buckets
         return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
 
-    def _names(self, slot: Slot) -> tuple[str, ...]:
+    def names(self, slot: Slot) -> tuple[str, ...]:
         """All names of a parameter, its own first."""
         return tuple(dict.fromkeys((slot.name, *slot.aliases, *self.tied.aliases.get(slot.name, ()))))
 

@@ -12,6 +12,7 @@ tensor that backward needs. This is torch.utils.checkpoint, non-reentrant:
   One started with wait=False is finished by `Mesh.finish` like the first.
 - Random numbers: dropout masks are functions of counters. The micro-batch is that of the first run, whatever runs by
   then; the optimiser step cannot have changed.
+- Buffers that a forward writes (running statistics) are written by the first run alone.
 - Operators inside autograd functions (kernels launched directly are invisible to the policy) always run again.
 """
 
@@ -52,6 +53,7 @@ class Layer(Protocol):
     recompute: Mode
     offload_activations: bool
 
+    def written_buffers(self) -> list[torch.Tensor]: ...
     @property
     def rng(self) -> Rng: ...
     @property
@@ -82,14 +84,21 @@ def run(layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _checkpointed(layer: Layer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rng, micro_batch, names = layer.rng, layer.rng.micro_batch, tuple(kwargs)
 
+    buffers, num_runs = layer.written_buffers(), 0
+
     def body(*values: Any) -> Any:
+        nonlocal num_runs
+        num_runs += 1
         count = len(values) - len(names)
         # Of a pipeline's schedule another micro-batch may have set it meanwhile.
         current, rng.micro_batch = rng.micro_batch, micro_batch
+        kept = [buffer.clone() for buffer in buffers] if num_runs > 1 else []
         try:
             return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
         finally:
             rng.micro_batch = current
+            for buffer, value in zip(buffers, kept, strict=False):
+                buffer.data.copy_(value)  # not a change that backward, which keeps a reference, may see
 
     # Positional, since only such tensors are saved as autograd saves tensors, and so can be offloaded.
     values = (*args, *kwargs.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from . import collectives, compiled_layers, symmetric_memory
+from .batch import BatchCheck
+from .checkpoint_files import settings_of
 from .compiled_layers import CompiledLayers
 from .flat import Bucket, Entry
+from .guard import Guard, NonFinite
 from .host_memory import HostMemory
 from .host_optimizer import HostOptimizer
 from .mesh import Mesh
 from .offload import Offload
+from .optimizer_probe import check_stored, needs_of
+from .optimizers import Factory, GlobalParameter, whole_optimizer
 from .parameters import Module, RngState
 from .part import Batches, Part, Source, mean_loss
-from .pipeline import Pipeline
+from .pipeline import Pipeline, Stage
 from .pipeline_course import PipelineCourse
 from .zero import ZeroUnits
 
@@ -97,11 +102,14 @@ class Step:
     """A program made runnable on this rank: `loss = step(local_batch)` trains one step.
 
     program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh; it needs a `schedule`, one line
-    of actions per position (`actions.py`). optimizer_factory: takes the list of stored parameters (per original
-    parameter one tensor: all of this rank's part, or under ZeRO a flat slice of it; fp32 for half-precision models) and
-    returns a torch optimiser whose update is elementwise. precision: "bf16" computes in bf16 with fp32 masters and fp32
-    gradient reduction. max_grad_norm: clips by the global norm (inf: only computes it). All ranks must make the same
-    calls.
+    of actions per position (`actions.py`). optimizer_factory: takes a list of tensors that answer as the whole
+    parameters of the model do (or of (name, tensor), see `optimizers.call`) and returns a torch optimiser of some of
+    them; what it leaves out is not trained. What this rank stores then takes their places (fp32 for half-precision
+    models). parameters: the model's trainable parameters in its own order, where that matters to the factory; by
+    default as the program has them. tries_optimizer: find out whether its update is elementwise where this rank stores
+    parts of parameters, which else the caller has done. Raises OptimizerError for a factory that cannot be honoured.
+    precision: "bf16" computes in bf16 with fp32 masters and fp32 gradient reduction. max_grad_norm: clips by the global
+    norm (inf: only computes it). All ranks must make the same calls.
     offload_optimizer: "host" keeps the optimiser's state and the masters in host memory and updates there,
     "nvme:/a/folder" keeps them in files (`host_memory.py`). offload_parameters: with it, the shards of ZeRO-3 live
     there only. `offload.traffic` counts the bytes of a step.
@@ -113,6 +121,8 @@ class Step:
     kernels: where they can run, the gradient's norm is one launch (`gradient_norm.py`), and so is the update of a
     `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     fp8: the program multiplies in e4m3 (`fp8.py`). Raises RuntimeError for a device that does not.
+    non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
+    "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host.
     """
 
     def __init__(
@@ -120,7 +130,9 @@ class Step:
         program: type[Module] | Pipeline,
         mesh: Mesh,
         *,
-        optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer_factory: Factory,
+        parameters: Sequence[GlobalParameter] = (),
+        tries_optimizer: bool = True,
         num_micro_batches: int = 1,
         schedule: Sequence[str] = (),
         precision: Literal["fp32", "bf16"] = "fp32",
@@ -132,6 +144,7 @@ class Step:
         backend: Literal["eager", "inductor", "async-tp"] = "eager",
         kernels: bool = False,
         fp8: bool = False,
+        non_finite: NonFinite = "skip",
     ) -> None:
         compiled_layers.require(backend, mesh.device)
         if backend == "async-tp":
@@ -183,20 +196,49 @@ class Step:
                 module.offload = self.offload
             part = Part(model, precision, num_micro_batches, host, compression=coding)
             self._course = Accumulation(part, mesh, self.rng)
+        roots = [stage.program for stage in program.stages] if isinstance(program, Pipeline) else [program]
+        self._batch = BatchCheck(roots, (part.model for part in self.parts), mesh, num_micro_batches)
         self._compiled = None
         if backend == "inductor":
             self._compiled = CompiledLayers(part.model for part in self.parts)
-        trained = [e.stored for _, e in self.entries() if e.stored is not None and e.stored.requires_grad]
-        # A rank may have nothing to train, but torch's optimisers want a parameter.
-        self.optimizer = optimizer_factory(trained or [nn.Parameter(torch.zeros(0, device=mesh.device))])
+        parameters = parameters or tuple(_declared(program))
+        device = "cpu" if host is not None else mesh.device
+        self.optimizer = self._make_optimizer(optimizer_factory, parameters, device)
+        self.settings = settings_of(self.optimizer)
+        if tries_optimizer and mesh.everyone.size > 1:
+            check_stored(needs_of(optimizer_factory, parameters), self._stored_whole(), isinstance(program, Pipeline))
         self.host_optimizer = HostOptimizer(self.optimizer, self.buckets, host) if host is not None else None
         self._norm: GradientNorm | None = None
         self._fused: FusedAdamW | None = None
         if kernels:
             self._use_kernels()
         self.num_samples = 0
+        self.guard = Guard(non_finite, [value for part in self.parts for value in part.written_buffers()])
         self.grad_norm: Tensor | None = None
-        """Global gradient norm of the last step before clipping (0-dim), where max_grad_norm is given."""
+        """Global gradient norm of the last step before clipping (0-dim), unless max_grad_norm is None and non_finite
+        "ignore"."""
+
+    def _make_optimizer(
+        self, factory: Factory, parameters: Sequence[GlobalParameter], device: torch.device | str
+    ) -> torch.optim.Optimizer:
+        """The factory's optimiser with this rank's tensors in their places; of tied stages' copies all."""
+        stored: dict[str, list[nn.Parameter]] = {}
+        for part in self.parts:
+            for _, entry in part.entries():
+                if entry.stored is not None and entry.stored.requires_grad:
+                    for name in part.names(entry.slot):
+                        stored.setdefault(name, []).append(entry.stored)
+        return whole_optimizer(factory, parameters, device).replace(stored)
+
+    def _stored_whole(self) -> dict[str, bool]:
+        """Whether this rank stores a parameter whole, for each of which it stores anything, under all names."""
+        return {
+            name: entry.stored.shape == entry.slot.spec.shape
+            for part in self.parts
+            for _, entry in part.entries()
+            if entry.stored is not None
+            for name in part.names(entry.slot)
+        }
 
     def _use_kernels(self) -> None:
         # Imported here, since only programs with kernels have them beside them.
@@ -245,16 +287,38 @@ class Step:
         """
         loss = self.forward_backward(local_batch)
         self.update()
-        return loss
+        return loss if self.guard.loss is None else self.guard.loss
 
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """All micro-batches forward and backward, gradients reduced; no update. Returns the global mean loss."""
+        """All micro-batches forward and backward, gradients reduced; no update. Returns the global mean loss.
+
+        Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
+        """
+        self._batch.local(local_batch, self.rng.step)
         self.offload.traffic.reset()
+        self.guard.before_forward()
         with self._running(is_training=True):
-            return self._course.train(local_batch)
+            loss = self._course.train(local_batch)
+        for part in self._course.parts:
+            part.count_forward()
+        self.guard.after_backward(loss)
+        return loss
 
     def update(self) -> None:
-        """Clip, let the optimiser step, bring the new parameters to all ranks."""
+        """Clip, let the optimiser step, bring the new parameters to all ranks.
+
+        A step that `non_finite` makes skip changes neither parameters nor the optimiser's state nor buffers, on any
+        rank, but counts: the next one reads on in the data. Raises FloatingPointError where training is to stop.
+        """
+        if self.max_grad_norm is not None or self.guard.is_on:
+            self.grad_norm = self._global_norm()
+        if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):
+            self._apply()
+        self.rng.step += 1
+        self.num_samples += self.num_micro_batches * self.rng.micro_batch_rows
+
+    def _apply(self) -> None:
+        """Clip by `grad_norm` and update."""
         clip_factor = None if self.max_grad_norm is None else self._clip_factor(self.max_grad_norm)
         if self._fused is not None:
             self._fused.clip_factor = clip_factor
@@ -267,18 +331,25 @@ class Step:
         else:
             self.optimizer.step()
             self._publish(is_copied=self._fused is not None)
-        self.rng.step += 1
-        self.num_samples += self.num_micro_batches * self.rng.micro_batch_rows
 
     @torch.no_grad()
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients."""
+        """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients.
+
+        Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode, and says why.
+        """
+        reasons = [part.model.NO_EVALUATION for part in self.parts if part.model.NO_EVALUATION]
+        if reasons:
+            raise RuntimeError(f"this program has no evaluation mode: {reasons[0]}")
+        self._batch.local(local_batch, self.rng.step)
+        rng = (self.rng.micro_batch, self.rng.micro_batch_rows)
         for part in self.parts:
             part.model.eval()
         try:
             with self._running(is_training=False):
                 return self._course.evaluate(local_batch)
         finally:
+            self.rng.micro_batch, self.rng.micro_batch_rows = rng
             for part in self.parts:
                 part.model.train()
 
@@ -291,7 +362,8 @@ class Step:
             self.host_optimizer.host.close()
 
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a whole global batch (equal on all ranks), on the mesh's device."""
+        """This rank's part of a whole global batch (equal on all ranks), on the mesh's device. Raises BatchError."""
+        self._batch.whole(batch, self.rng.step)
         return {name: value for part in self.parts for name, value in part.local_batch(batch).items()}
 
     def _prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
@@ -302,8 +374,8 @@ class Step:
         for part in self.parts:
             part.zero.publish(is_copied)
 
-    def _clip_factor(self, max_norm: float) -> Tensor | None:
-        """What all gradients are to be multiplied by (0-dim); sets `grad_norm`."""
+    def _global_norm(self) -> Tensor:
+        """Of all gradients, equal on all ranks (0-dim)."""
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         if self._norm is not None:
             total = total + self._norm.squared()
@@ -312,7 +384,11 @@ class Step:
                 total = total + bucket.squared_norm()
         if self.mesh.everyone.size > 1:
             collectives.all_reduce(total, self.mesh.everyone.group)
-        self.grad_norm = total.sqrt()
+        return total.sqrt()
+
+    def _clip_factor(self, max_norm: float) -> Tensor | None:
+        """What all gradients are to be multiplied by (0-dim)."""
+        assert self.grad_norm is not None
         # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
         return (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if max_norm < float("inf") else None
 
@@ -328,6 +404,17 @@ class Step:
         for part in self.parts:
             part.load(source)
         self._publish()
+
+    def require_finite(self) -> None:
+        """Raises FloatingPointError on all ranks if a parameter is inf or nan on one. Collective."""
+        spoiled = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        for bucket in self.buckets:
+            if bucket.master.is_floating_point() and bucket.master.numel():
+                spoiled += (~torch.isfinite(torch.linalg.vector_norm(bucket.master, float("inf")))).to(spoiled)
+        if self.mesh.everyone.size > 1:
+            collectives.all_reduce(spoiled, self.mesh.everyone.group)
+        if spoiled.item():
+            raise FloatingPointError("some parameters are inf or nan")
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank stores and the optimiser updates, by original name (of tied stages' copies the first)."""
@@ -351,9 +438,25 @@ class Step:
         Collective. rank0_only: other ranks get an empty dict; rank 0's is in host memory, moved one at a time.
         """
         state: dict[str, Tensor] = {}
+        for names, whole in self.whole_tensors(rank0_only=rank0_only):
+            value = whole.cpu() if rank0_only else whole
+            # Never a view of what training changes.
+            state.update(dict.fromkeys(names, value.clone()))
+        return state
+
+    def whole_tensors(self, *, rank0_only: bool = False) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """(all names, tensor) of what `full_state_dict` has, one at a time; it may change with the next step.
+
+        Collective: every rank must exhaust it. rank0_only: other ranks get none.
+        """
         for names, whole in self._course.read("state", rank0_only):
             if self.mesh.everyone.rank == 0 or not rank0_only:
-                value = whole.cpu() if rank0_only else whole
-                # Never a view of what training changes.
-                state.update(dict.fromkeys(names, value.clone()))
-        return state
+                yield names, whole
+
+
+def _declared(program: type[Module] | Pipeline) -> Iterator[GlobalParameter]:
+    """The trainable parameters that a program declares, each once."""
+    stages = program.stages if isinstance(program, Pipeline) else (Stage(program, 0),)
+    found = {name: spec for stage in stages for name, spec, _ in stage.parameters() if spec.requires_grad}
+    for name, spec in found.items():
+        yield GlobalParameter(name, spec.shape, str(spec.dtype).removeprefix("torch."))

@@ -349,6 +349,7 @@ def test_predicted_peaks_with_a_fused_head_are_close_to_measured_ones(name, cons
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plans_on_gpus_are_priced_with_kernels() -> None:
     example = EXAMPLES["llama"]()
     found = {

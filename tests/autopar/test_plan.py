@@ -150,7 +150,10 @@ def with_layer(**changes: dict[str, Any]) -> Plan:
             {"parameters": {"self_attn.q_proj.weight": Stored((R, S(2)))}},
             ["cannot be cut", "q_proj", "tp=S(2)", "(512, 512)"],
         ),
-        ({"parameters": {"self_attn.q_proj.weight": Stored((R, S(0)), 3)}}, ["zero=3", "not Rp on dp"]),
+        (
+            {"parameters": {"self_attn.q_proj.weight": Stored((R, S(0)), 3)}},
+            ["q_proj", "cannot lie so", "dp=R tp=S(0)", "dp=Rp tp=S(0)"],
+        ),
         ({"parameters": {"self_attn.r_proj.weight": Stored((R, R))}}, ["r_proj", "not in the model"]),
     ],
 )

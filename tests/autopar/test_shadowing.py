@@ -32,7 +32,7 @@ else:
 def run_in(folder: Path, first: str = "") -> str:
     """Output of the check under a Python started in `folder`, whose path comes before the project's."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(first=first)], cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT.format(first=first)], cwd=folder, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

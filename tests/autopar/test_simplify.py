@@ -70,9 +70,7 @@ class Attends(nn.Module):
         self.mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            t.view(BATCH, SEQ, HEADS, WIDTH // HEADS).transpose(1, 2) for t in self.qkv(x).split(WIDTH, dim=-1)
-        )
+        q, k, v = (t.view(BATCH, SEQ, HEADS, WIDTH // HEADS).transpose(1, 2) for t in self.qkv(x).split(WIDTH, dim=-1))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask()).square().mean()
 
 

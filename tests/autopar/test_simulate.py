@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -396,19 +395,3 @@ def test_the_command_line_prints_the_prediction_by_kind(tmp_path: Path) -> None:
     assert max(row["ts"] + row.get("dur", 0.0) for row in rows if "ts" in row) / 1e6 == pytest.approx(step, rel=1e-3)
     failed = CliRunner().invoke(app, [*words, "--check"])
     assert failed.exit_code == 2 and "does not fit" in failed.output
-
-
-@pytest.mark.slow
-def test_a_strategy_of_a_traced_175b_model_takes_less_than_50_ms() -> None:
-    from benchmarks.planning import CASES, build
-
-    model, batch = build(CASES["gpt-3-175b"])
-    gpt3 = Predictor(model, example_inputs=batch)
-    strategy = {"pp": 8, "dp": 16, "tp": 8, "zero": 1, "micro_batches": 96, "recompute": "full"}
-    gpt3.predict("128x8 a100-80g", strategy, framework="megatron-2021")
-    spent = []
-    for zero in (0, 1, 2, 1, 0):
-        started = time.perf_counter()
-        gpt3.predict("128x8 a100-80g", strategy | {"zero": zero}, framework="megatron-2021")
-        spent.append(time.perf_counter() - started)
-    assert sorted(spent)[2] < 0.05

@@ -141,17 +141,27 @@ def test_other_number_of_processes_than_planned() -> None:
         run_ranks(fit_under_launcher, ("4 cpu",), 2)
 
 
+def save_little(folder: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    progress = {"step": 1, "num_samples": 1, "seed": 0}
+    checkpoints.save_plain(model, torch.optim.SGD(model.parameters()), progress, folder)
+
+
 def test_only_complete_checkpoints_count_and_two_are_kept(tmp_path: Path) -> None:
     assert checkpoints.latest(tmp_path / "nothing") is None
     for step in (1, 2, 10):
-        checkpoints.write(tmp_path, step, lambda folder: folder.mkdir(), True, lambda: None)
+        checkpoints.write(tmp_path, step, save_little, True, lambda: None)
     (tmp_path / ".step-00000011.partial").mkdir()
+    (tmp_path / "step-00000012").mkdir()
+    (tmp_path / "step-00000012" / "rank00000-00000.safetensors").touch()
     assert checkpoints.latest(tmp_path) == tmp_path / "step-00000010"
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] != ".") == ["step-00000002", "step-00000010"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] != ".") == [
+        "step-00000002", "step-00000010", "step-00000012"
+    ]  # fmt: skip
 
 
 def test_failing_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    checkpoints.write(tmp_path, 1, lambda folder: folder.mkdir(), True, lambda: None)
+    checkpoints.write(tmp_path, 1, save_little, True, lambda: None)
 
     def half(folder: Path) -> None:
         folder.mkdir()

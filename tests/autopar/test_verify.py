@@ -12,7 +12,7 @@ import torch
 import autopar
 from autopar.costs.price import Pricer
 from autopar.launch import RankError, run_ranks
-from autopar.verify import relative_error, verify_program
+from autopar.verify import relative_error, sgd_with_momentum, verify_program
 from examples.models import EXAMPLES
 
 pytestmark = pytest.mark.distributed
@@ -109,6 +109,52 @@ def test_a_wrong_program_is_caught():
     assert wrong.source != compiled.source
     report = verify_program(wrong, example.inputs)
     assert report.loss > 0.5 and report.largest_gradient > 0.5
+
+
+class NotFinite(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).log()
+
+
+def does_not_train(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def still(output, target):
+    return torch.nn.functional.mse_loss(output, target) + 1e9
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "loss_fn", "reason"),
+    [
+        (NotFinite, None, torch.nn.functional.mse_loss, "a loss is not finite"),
+        (torch.nn.Linear, does_not_train, torch.nn.functional.mse_loss, "the reference did not train"),
+        (torch.nn.Linear, None, still, "loss does not move"),
+    ],
+)
+def test_a_comparison_that_proves_nothing_fails(model, optimizer, loss_fn, reason):
+    inputs = (torch.randn(8, 4), torch.randn(8, 3))
+    report = autopar.verify(model(4, 3), "1 cpu", example_inputs=inputs, loss_fn=loss_fn, optimizer=optimizer)
+    assert not report.ok() and reason in str(report)
+
+
+def test_buffers_are_compared():
+    """Statistics that the program does not update are seen, though loss, gradients and parameters are equal."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    inputs = (torch.randn(8, 4), torch.randn(8, 4))
+    options = {"example_inputs": inputs, "loss_fn": torch.nn.functional.mse_loss}
+    options["optimizer"] = sgd_with_momentum
+    compiled = autopar.compile(model, "1 cpu", **options)
+    report = verify_program(compiled, inputs)
+    assert report.ok(), report
+    assert report.buffers.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    source = compiled.source
+    for name in ("running_mean", "running_var"):
+        source = source.replace(f".{name},", f".{name}.clone(),")
+    assert source != compiled.source, source
+    wrong = verify_program(replace(compiled, source=source), inputs)
+    assert wrong.largest_parameter < TOLERANCE and wrong.beyond() == ("1.running_mean", "1.running_var")
+    assert len(str(wrong).splitlines()) == 6 and len(str(wrong)) < 600
 
 
 def test_relative_error():

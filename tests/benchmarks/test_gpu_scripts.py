@@ -18,11 +18,12 @@ from benchmarks.gpu.isolated import NO_TIME, Outcome
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kernels", "train", "profile"])
 def test_runs_by_its_path_from_anywhere(name, tmp_path):
     script = ROOT / "benchmarks" / "gpu" / f"{name}.py"
     result = subprocess.run(
-        [sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=900
     )
     assert result.returncode == 0 and "--seconds" in result.stdout, result.stderr[-2000:]
 
@@ -88,6 +89,7 @@ def case(**others):
     return Case("double", (4,), torch.float32, (x,), lambda x: 2 * x, lambda x: x + x, moved, others=others)
 
 
+@pytest.mark.slow
 def test_an_implementation_that_raises_is_a_row(monkeypatch):
     Device(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda formula, dynamic: formula)

@@ -305,7 +305,7 @@ def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tm
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "dropout", "cut", "positions", "dp"), [
-    ("gpt2", 0.1, (0, 3), (0, 1), 1),
+    pytest.param("gpt2", 0.1, (0, 3), (0, 1), 1, marks=pytest.mark.slow),
     pytest.param("gpt2", 0.1, (0, 3), (0, 1), 2, marks=pytest.mark.slow),
     # Two stages share a file, and so the name of what they send.
     pytest.param("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1), 2, marks=pytest.mark.slow),

@@ -270,7 +270,7 @@ def test_when_kernels_are_used():
 
     assert not fused("2 cpu") and fused("2 h100-sxm")
     assert fused("2 cpu", kernels="on") and not fused("2 h100-sxm", kernels="off")
-    with pytest.raises(ConstraintError, match=r"(?s)'sometimes'.*auto, on or off"):
+    with pytest.raises(ConstraintError, match=r"(?s)'sometimes'.*auto or on or off"):
         fused("2 cpu", kernels="sometimes")
 
 
@@ -310,7 +310,7 @@ def test_fused_programs_train_like_the_model(name):
 
 @pytest.mark.distributed
 # Plans with sharded means, of which some patterns are left whole.
-@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3)])
 def test_fused_random_plans_train_like_the_model(seed, monkeypatch):
     """Operators priced at random: also plans that shard the normalised dim or reshard within a pattern."""
 
@@ -346,5 +346,5 @@ def test_fused_program_with_interpreted_triton_kernels(case, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(Path(__file__).with_name("interpreted_fusion.py")), case]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -57,7 +57,7 @@ def test_one_process_needs_no_launcher(tmp_path):
     text.write_bytes(bytes(range(40)))
     command = [sys.executable, str(folder / "main.py"), "--steps", "2", "--data", str(text)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True).stdout
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=True).stdout
     losses = re.findall(r"loss (\S+)", output)
     assert len(losses) == 2
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_wrong_number_of_processes_is_said(folder, tmp_path):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": ""}
     output = subprocess.run(
         [sys.executable, str(folder / "main.py"), "--steps", "1"], cwd=tmp_path, env=os.environ | environment,
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert output.returncode != 0
     assert "for 4 processes, 2 run" in output.stderr
@@ -96,5 +96,5 @@ def _torchrun(folder, cwd, ranks, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(folder / "main.py")]
     return subprocess.run(
-        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False
     )

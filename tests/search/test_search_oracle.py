@@ -175,6 +175,7 @@ print(json.dumps([list(getattr(f, "choices", ())) for f in found]))
 """
 
 
+@pytest.mark.slow
 def test_equal_problems_give_equal_choices_in_other_processes() -> None:
     """Whole-number costs tie often; hash seeds differ between the processes, the order of solving too."""
     import pathlib

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.planning.bases import PRICES, Bases, named_mesh
+from autopar.planning.bases import PRICES, Bases, Key, decided_on, named_mesh
 from autopar.planning.request import Request
+from autopar.sharding.carried import carried
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator
 from cost_models.machine import Cluster
@@ -31,10 +32,14 @@ class Decisions:
 
     def choices(self, tp: int, rows: int, price: float) -> Choices | None:
         """On `axes`; None where the constraints leave nothing."""
-        number = self.request.whole.groups.index(self._main(tp))
-        if number not in self.bases:
-            self.bases[number] = Bases(self.request.of_group(number), TYPICAL_ROWS)
-        return self.bases[number].choices(tp, self.has_data(tp, rows), min(rows, TYPICAL_ROWS), price)
+        return self._bases(tp).choices(*self._decided(tp, rows, price))
+
+    def choices_at(self, tp: int, rows: int, price: float, graph_rows: int) -> Choices | None:
+        """The same decisions for a graph of `graph_rows` rows over all ranks."""
+        choices, (_, solved_rows) = self.choices(tp, rows, price), decided_on(self._decided(tp, rows, price))
+        if choices is None:
+            return None
+        return carried(choices, self._bases(tp).operators(solved_rows), solved_rows, graph_rows)
 
     def prices(self, tp: int, rows: int) -> list[float]:
         """Those that make a difference."""
@@ -59,6 +64,15 @@ class Decisions:
     def priced_for(self, request: Request) -> Decisions:
         """The same on other devices or links."""
         return Decisions(request, {n: bases.priced_for(request.of_group(n)) for n, bases in self.bases.items()})
+
+    def _bases(self, tp: int) -> Bases:
+        number = self.request.whole.groups.index(self._main(tp))
+        if number not in self.bases:
+            self.bases[number] = Bases(self.request.of_group(number), TYPICAL_ROWS)
+        return self.bases[number]
+
+    def _decided(self, tp: int, rows: int, price: float) -> Key:
+        return tp, self.has_data(tp, rows), min(rows, TYPICAL_ROWS), price
 
     def _main(self, tp: int) -> Cluster:
         """The group that decisions are made for: with room for two data-parallel ranks if there is one, and of these

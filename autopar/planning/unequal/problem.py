@@ -57,7 +57,8 @@ def solve(costs: SeatCosts, terms: Terms, cutoff: float = math.inf) -> FoundUneq
     usable = {name: usable_bytes(costs.request.of_group(seat.group)) for name, seat in seats.items()}
     solution = solve_in_rounds(lambda limits: _problem(costs, terms, seats, table, limits), held, usable, cutoff)
     choices, axes = costs.choices(terms)
-    staged = replace(choices, parameters=stored_parameters(choices, axes, axes, terms.zero))
+    here = costs.choices_at(terms, terms.rows)
+    staged = replace(here, parameters=stored_parameters(choices, axes, axes, terms.zero))
     return FoundUnequal(solution.objective, terms, staged, axes, _pipeline(costs, solution, terms, seats))
 
 

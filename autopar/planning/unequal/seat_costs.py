@@ -74,6 +74,12 @@ class SeatCosts:
         assert choices is not None
         return choices, self.decisions.axes(terms.tp, terms.rows)
 
+    def choices_at(self, terms: Terms, graph_rows: int) -> Choices:
+        """The decisions, for a graph of `graph_rows` rows over all ranks."""
+        choices = self.decisions.choices_at(terms.tp, terms.rows, terms.price, graph_rows)
+        assert choices is not None
+        return choices
+
     def costs(self, seat: Seat, terms: Terms) -> dict[str, BlockCost]:
         """Every block on a seat."""
         return combined(self.activity(seat, terms).costs, self._stored_of(seat, terms))
@@ -96,10 +102,10 @@ class SeatCosts:
         key = self._activity_key(seat, terms)
         if key not in self._activity:
             _, costed, rows, _, _ = key
-            choices, axes = self.choices(terms)
-            whole = rows * costed.num_data_ranks
+            axes, whole = self.decisions.axes(terms.tp, terms.rows), rows * costed.num_data_ranks
             graph, operators = self.request.trace.estimate(whole), self.decisions.operators(whole)
             pricer = pricer_for(self.request.of_group(seat.group), costed, num_micro_batches=1)
+            choices = self.choices_at(terms, whole)
             self._activity[key] = Activity(graph, operators, pricer, on_axes(choices, axes, costed.axes))
         return self._activity[key]
 

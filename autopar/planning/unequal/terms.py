@@ -53,7 +53,8 @@ def all_terms(decisions: Decisions, num_blocks: int) -> Iterator[Terms]:
 def outlines(decisions: Decisions, num_blocks: int) -> Iterator[Terms]:
     """Without what bears on parameters only: ZeRO stage 0 and no offload stand for all."""
     request = decisions.request
-    for count in micro_batch_counts(request.global_batch_size, request.constraints.micro_batches):
+    counts = micro_batch_counts(request.global_batch_size, request.constraints.micro_batches)
+    for count in filter(request.splits, counts):
         rows = request.global_batch_size // count
         for seats in shapes(decisions, num_blocks, rows):
             prices = decisions.prices(max(seat.mesh.size("tp") for seat in seats), rows)

@@ -161,3 +161,32 @@ def test_random_batches() -> None:
         random_batch(load_model("examples.models:llama").model, 1, 17)
     with pytest.raises(ModelError, match="no batch can be made up"):
         random_batch(torch.nn.Linear(1, 1), 1, 1)
+
+
+def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
+    """Those that save_pretrained wrote, in fp32; on meta none, and of the configuration's file random ones."""
+    torch.manual_seed(5)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(str(write_config(tmp_path, torch_dtype="float32")))
+    saved = transformers.LlamaForCausalLM(config)
+    saved.save_pretrained(tmp_path / "model")
+    found = load_model(f"hf:{tmp_path / 'model'}").model
+    assert found.training
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in saved.state_dict().items())
+    assert next(load_model(f"hf:{tmp_path / 'model'}", meta=True).model.parameters()).is_meta
+    random = load_model(f"hf:{tmp_path / 'model' / 'config.json'}").model
+    assert not torch.equal(random.state_dict()["lm_head.weight"], saved.state_dict()["lm_head.weight"])
+    saved.half().save_pretrained(tmp_path / "half")
+    assert next(load_model(f"hf:{tmp_path / 'half'}").model.parameters()).dtype == torch.float32
+
+
+def test_a_folder_with_weights_of_another_model_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(str(write_config(tmp_path)))
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    write_config(tmp_path / "model", num_hidden_layers=3)
+    with pytest.raises(ModelError, match="are missing or of another shape"):
+        load_model(f"hf:{tmp_path / 'model'}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(f"hf:{tmp_path / 'model'}")

@@ -28,19 +28,19 @@ def localize(op: str, *args: Any, shard: dict[str, int], **kwargs: Any) -> tuple
 
 
 def test_splitting_heads_over_batch_and_heads() -> None:
-    local, options = localize("aten.view.default", f(8, 16, 32), [8, 16, 4, 8], shard={"v0": 2, "v2": 4})
+    local, options = localize("aten.view.default", f(8, 16, 32), [8, 16, 4, 8], shard={"v0to0": 2, "v2to2": 4})
     assert local.args[1] == (4, 16, 1, 8)
     assert [o.inputs[0] for o in options] == [S(0), S(2)]
     assert [o.outputs[0] for o in options] == [S(0), S(2)]
 
 
 def test_an_inferred_size_stays_inferred() -> None:
-    local, _ = localize("aten.view.default", f(8, 16, 32), [-1, 32], shard={"v0": 2})
+    local, _ = localize("aten.view.default", f(8, 16, 32), [-1, 32], shard={"v0to0": 2})
     assert local.args[1] == (-1, 32)
 
 
 def test_merging_batch_and_sequence_with_the_sequence_sharded() -> None:
-    local, (option,) = localize("aten.reshape.default", f(8, 16, 32), [128, 32], shard={"v1": 2})
+    local, (option,) = localize("aten.reshape.default", f(8, 16, 32), [128, 32], shard={"v1to0": 2})
     assert local.args[1] == (64, 32)
     assert option.inputs[0] == S(1)
     assert option.outputs[0] == S(0, 8)
@@ -67,7 +67,7 @@ def test_a_size_of_one_that_comes_from_sharding_survives_a_squeeze() -> None:
 
 def test_expand_unflatten_repeat_and_constructor() -> None:
     assert localize("aten.expand.default", f(4, 1, 6), [-1, 12, 6], shard={"d1": 3})[0].args[1] == (-1, 4, 6)
-    assert localize("aten.unflatten.int", f(4, 12), 1, [6, -1], shard={"v1": 2})[0].args[2] == (3, -1)
+    assert localize("aten.unflatten.int", f(4, 12), 1, [6, -1], shard={"v1to1": 2})[0].args[2] == (3, -1)
     assert localize("aten.repeat.default", f(4, 6), [2, 1], shard={"d0": 2})[0].args[1] == (2, 1)
     assert localize("aten.repeat.default", f(4, 6), [2, 1], shard={"r0": 2})[0].args[1] == (1, 1)
     assert localize("aten.full.default", [4, 6], 1.0, shard={"d0": 2, "d1": 3})[0].args[0] == (2, 2)
@@ -109,7 +109,13 @@ def test_attention_dropout_lies_like_the_probabilities() -> None:
     q, kv = f(2, 8, 4, 6), f(2, 2, 4, 6)
     local, _ = localize(
         "aten.scaled_dot_product_attention.default",
-        q, kv, kv, None, 0.1, enable_gqa=True, shard={"b0": 2, "r": 2, "f": 3},
+        q,
+        kv,
+        kv,
+        None,
+        0.1,
+        enable_gqa=True,
+        shard={"b0": 2, "r": 2, "f": 3},
     )
     assert local.lowering == LoweringCall("attention", layout_shape=(2, 8, 4, 4), layout=(S(0), S(1, 2), R))
 

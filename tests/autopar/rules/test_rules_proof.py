@@ -54,18 +54,32 @@ ATTENTION = [
     c("aten.scaled_dot_product_attention.default", f(2, 12, 4, 4), f(2, 6, 4, 4), f(2, 6, 4, 4), enable_gqa=True),
     c(
         "aten.scaled_dot_product_attention.default",
-        f(2, 12, 4, 4), f(2, 2, 4, 4), f(2, 2, 4, 4), f(2, 12, 4, 4), enable_gqa=True,
+        f(2, 12, 4, 4),
+        f(2, 2, 4, 4),
+        f(2, 2, 4, 4),
+        f(2, 12, 4, 4),
+        enable_gqa=True,
     ),
     c("aten.scaled_dot_product_attention.default", f(2, 6, 4, 4), f(2, 1, 4, 4), f(2, 1, 4, 4), enable_gqa=True),
     c("aten.scaled_dot_product_attention.default", f(6, 4, 6), f(6, 4, 6), f(6, 4, 6)),
     c(
         "aten.scaled_dot_product_attention.default",
-        f(2, 4, 6, 4), f(2, 2, 6, 4), f(2, 2, 6, 4), None, 0.0, True, scale=0.3, enable_gqa=True,
+        f(2, 4, 6, 4),
+        f(2, 2, 6, 4),
+        f(2, 2, 6, 4),
+        None,
+        0.0,
+        True,
+        scale=0.3,
+        enable_gqa=True,
     ),
     c("aten.scaled_dot_product_attention.default", f(2, 4, 6, 4), f(2, 4, 12, 4), f(2, 4, 12, 6), bools(2, 1, 1, 12)),
     c(
         "aten.scaled_dot_product_attention.default",
-        f(2, 2, 6, 4), f(2, 2, 6, 4), f(2, 2, 6, 4), T((1, 2, 6, 6), grad=False),
+        f(2, 2, 6, 4),
+        f(2, 2, 6, 4),
+        f(2, 2, 6, 4),
+        T((1, 2, 6, 6), grad=False),
     ),
 ]
 NORM = [
@@ -234,7 +248,13 @@ RANDOM = [
     c("aten.scaled_dot_product_attention.default", f(4, 6, 4, 4), f(4, 6, 4, 4), f(4, 6, 4, 4), None, 0.5),
     c(
         "aten.scaled_dot_product_attention.default",
-        f(2, 4, 6, 4), f(2, 2, 6, 4), f(2, 2, 6, 4), None, 0.5, True, enable_gqa=True,
+        f(2, 4, 6, 4),
+        f(2, 2, 6, 4),
+        f(2, 2, 6, 4),
+        None,
+        0.5,
+        True,
+        enable_gqa=True,
     ),
 ]
 ALL = [*CONTRACTION, *ATTENTION, *NORM, *LOOKUP, *LOSS, *SHAPE, *POINTWISE, *REDUCTION, *CREATION, *RANDOM]

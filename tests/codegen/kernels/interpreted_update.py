@@ -175,7 +175,7 @@ def test_state_dicts_of_one_load_into_the_other() -> None:
     ours, torchs = first.optimizer.state_dict(), second.optimizer.state_dict()
     assert ours["param_groups"] == torchs["param_groups"]
     assert [list(s) for s in ours["state"].values()] == [list(s) for s in torchs["state"].values()]
-    shapes = ([{k: v.shape for k, v in s.items()} for s in saved["state"].values()] for saved in (ours, torchs))
+    shapes = ({i: {k: v.shape for k, v in s.items()} for i, s in saved["state"].items()} for saved in (ours, torchs))
     assert next(shapes) == next(shapes)
     values = {name: step.full_state_dict() for name, step in steps.items()}
     continued = []

@@ -25,14 +25,14 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
 
 
 @pytest.mark.parametrize(
     ("files", "interpret", "marked"),
     [
-        ("rms_norm layer_norm rotary gelu dropout_add", True, "not slow"),
+        pytest.param("rms_norm layer_norm rotary gelu dropout_add", True, "not slow", marks=pytest.mark.slow),
         ("swiglu cross_entropy", True, ""),
         pytest.param("tiles", True, "not slow", marks=pytest.mark.slow),
         pytest.param("tiles", True, "slow", marks=pytest.mark.slow),
@@ -42,7 +42,7 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
         pytest.param("quantize", True, "", marks=pytest.mark.slow),
         pytest.param("rms_norm layer_norm", True, "slow", marks=pytest.mark.slow),
         pytest.param("rotary gelu", True, "slow", marks=pytest.mark.slow),
-        ("update", True, "not slow"),
+        pytest.param("update", True, "not slow", marks=pytest.mark.slow),
         pytest.param("update", True, "slow", marks=pytest.mark.slow),
         pytest.param("programs", True, "", marks=pytest.mark.slow),
         ("", False, "not slow"),

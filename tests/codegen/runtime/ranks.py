@@ -20,8 +20,8 @@ import torch
 import torch._dynamo  # noqa: F401 (here, so that no rank imports it)
 import torch.distributed as dist
 
-_SECONDS = 240
-_SECONDS_AFTER_A_FAILURE = 10
+_SECONDS = 1200
+_SECONDS_AFTER_A_FAILURE = 30
 """In which the ranks that a failed one leaves behind notice its broken connections, and say where they were."""
 
 

@@ -35,6 +35,7 @@ def faults(mode: str, **variables: str) -> tuple[str, int]:
     return kept, int(count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's heap")
 def test_a_step_gets_the_memory_that_the_last_one_freed() -> None:
     """Without it most runs clear 6,000 to 8,200 pages in every step; some happen to have a block at the heap's top."""

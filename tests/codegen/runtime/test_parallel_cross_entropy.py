@@ -22,9 +22,9 @@ class ThreadAxis:
     def _reduce(self, x: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         self.num_reductions += 1
         self.slots[self.rank] = x
-        self.barrier.wait(30)
+        self.barrier.wait(900)
         result = combine(torch.stack([t for t in self.slots if t is not None]))
-        self.barrier.wait(30)
+        self.barrier.wait(900)
         return result
 
     def sum_over(self, x: torch.Tensor) -> torch.Tensor:

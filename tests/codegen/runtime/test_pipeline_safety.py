@@ -122,6 +122,7 @@ def test_pipelines_that_cannot_be_are_refused() -> None:
 
 def test_a_result_of_another_shape_is_refused() -> None:
     class Sender(Module):
+        PARAMETERS = {"w": Param((2,))}
         INPUTS = {"x": Param((4,))}
         SENDS = {"y": Param((4,))}
 
@@ -182,7 +183,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=90)
+        process.join(timeout=900)
     assert [process.exitcode for process in processes] == [2, 1, 2]
     died = float((tmp_path / "died").read_text())
     for rank in (0, 2):

@@ -95,6 +95,7 @@ def check_copies(folder: str) -> None:
                 assert torch.equal(value, shard(state[name], spec, other.mesh))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_three_ranks_train_like_one_and_exchange_checkpoints_with_it(tmp_path: Path) -> None:
     step = make(ONE_RANK)

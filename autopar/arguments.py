@@ -1,0 +1,94 @@
+"""What `compile` and `verify` are given, checked before anything is traced: types, counts, words."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import AutoparError, ConstraintError, ModelError, PlanError, TraceError
+from autopar.plan import PRECISIONS, Plan
+from autopar.text_files import shown
+
+KERNEL_CHOICES = ("auto", "on", "off")
+
+
+def whole(name: str, value: Any, least: int, kind: type[AutoparError] = ConstraintError) -> int:
+    """A whole number of at least `least`; raises `kind`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise kind(
+            f"{name} is a whole number of at least {least}", values=shown(value), alternatives=f"{max(least, 1)}"
+        )
+    return value
+
+
+def word(name: str, value: Any, legal: tuple[str, ...]) -> str:
+    """One of `legal`. Raises ConstraintError."""
+    if not isinstance(value, str) or value not in legal:
+        raise ConstraintError(f"{name} is not supported", values=shown(value), alternatives=" or ".join(legal))
+    return value
+
+
+def check_compile(
+    model: Any,
+    example_inputs: Any,
+    loss_fn: Any,
+    global_batch_size: Any,
+    optimizer: Any,
+    precision: Any,
+    kernels: Any,
+    fp8: Any,
+) -> None:
+    """Raises ModelError, TraceError or ConstraintError for arguments of `compile` of a wrong type or value."""
+    if not isinstance(model, nn.Module):
+        hint = "an instance: call the class" if isinstance(model, type) else "a torch.nn.Module"
+        raise ModelError("the model is not a torch.nn.Module", values=shown(model), alternatives=hint)
+    check_batch(example_inputs)
+    for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
+        if value is not None and not callable(value):
+            raise ConstraintError(f"{name} is a function", values=shown(value), alternatives="a function, or None")
+    if global_batch_size is not None:
+        whole("global_batch_size", global_batch_size, 1)
+    word("kernels", kernels, KERNEL_CHOICES)
+    word("precision", precision, PRECISIONS)
+    if not isinstance(fp8, bool) and fp8 is not None:
+        raise ConstraintError("fp8 is neither True nor False", values=shown(fp8), alternatives="True, False or None")
+
+
+def check_batch(example_inputs: Any) -> None:
+    """Raises TraceError unless it is a tuple or a mapping whose keys are names that arguments can have."""
+    forms = ["a tuple of the model's inputs and the loss' targets", "a dict of them by name"]
+    if isinstance(example_inputs, Mapping):
+        for name in example_inputs:
+            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+                raise TraceError(
+                    "a name in the batch cannot be an argument of forward",
+                    values=shown(name),
+                    alternatives="letters, digits and underscores",
+                )
+    elif isinstance(example_inputs, (str, bytes, bool, int, float, type(None))):
+        raise TraceError("example_inputs is not a batch", values=shown(example_inputs), alternatives=forms)
+    if isinstance(example_inputs, (Mapping, tuple, list)) and not example_inputs:
+        raise TraceError("example_inputs is empty", alternatives=forms)
+
+
+def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
+    """Raises ConstraintError for what `verify` cannot run with."""
+    whole("steps", steps, 1)
+    whole("seed", seed, 0)
+    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise ConstraintError("max_grad_norm is a number above 0", values=shown(max_grad_norm), alternatives="1.0")
+
+
+def as_plan(plan: Any) -> Plan:
+    """A plan, or the one in a file. Raises PlanError."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, Path)):
+        raise PlanError("plan is neither a Plan nor the name of its file", values=shown(plan))
+    return Plan.from_file(plan)

@@ -1,0 +1,65 @@
+"""Temporary folders that go with their process: at its end, or, where it was killed, when autopar next needs one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+PREFIX = "autopar_"
+_LOCK = "in_use"
+
+
+def lasting_folder() -> Path:
+    """A new folder for as long as this process lives; its caller may remove it earlier."""
+    folder, lock = _locked_folder()
+    # Unlike atexit's, also run by a forked rank.
+    Finalize(None, _remove, (folder, lock), exitpriority=0)
+    return folder
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder for as long as the context."""
+    folder, lock = _locked_folder()
+    remove = Finalize(None, _remove, (folder, lock), exitpriority=0)
+    try:
+        yield folder
+    finally:
+        remove()
+
+
+def _locked_folder() -> tuple[Path, int]:
+    """The lock is the system's: it is gone when this process, and what it forked, are."""
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = os.open(folder / f".{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Only now can a sweeper see it.
+    (folder / f".{_LOCK}").rename(folder / _LOCK)
+    return folder, lock
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _sweep() -> None:
+    """Remove what killed processes of this user left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        # Others may sweep at the same time.
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,168 @@
+"""Text files and texts that a user gives, read as data: what is no data is refused with the file's name and line.
+
+YAML is read without tags, dates and merge keys; a key may be there once; aliases are read, but not bombs of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autopar.errors import AutoparError, ConstraintError
+
+MOST_BYTES = 16 * 2**20
+"""Of a plan or a configuration; the plan of a model of 405 billion parameters has some thousands."""
+MOST_VALUES = 200_000
+"""In one YAML text, an alias counted as all that it stands for."""
+LARGEST = 2**63
+_COLLECTIONS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+
+Keys = tuple[str, ...]
+Lines = Mapping[Keys, int]
+"""Line of every value by the names of the keys (and numbers of the items) that lead to it."""
+
+
+def read_text(path: str | Path, kind: type[AutoparError] = ConstraintError) -> str:
+    """The text of a file. Raises `kind` where it cannot be read, is too large, or is not UTF-8."""
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise kind(f"cannot read {path}", values=error.strerror or str(error)) from None
+    except ValueError as error:  # a null character in the name
+        raise kind(f"cannot read {str(path)!r}", values=str(error)) from None
+    if len(found) > MOST_BYTES:
+        raise kind(f"cannot read {path}", values=f"more than {MOST_BYTES} bytes", alternatives="a file of text")
+    try:
+        return found.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = found.count(b"\n", 0, error.start) + 1
+        raise kind(
+            f"{path}, line {line}: the file is not text in UTF-8", values=f"byte {found[error.start]:#04x}"
+        ) from None
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML or TOML (by its ending) file. Raises ConstraintError with the line of what cannot
+    be read."""
+    text = read_text(path)
+    try:
+        data = tomllib.loads(text) if str(path).endswith(".toml") else parse_yaml(text, str(path))[0]
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConstraintError(f"{path} is not TOML", values=str(error)) from None
+    if not isinstance(data, dict):
+        raise ConstraintError(
+            f"{path} is no configuration", values=type(data).__name__, alternatives="name: value lines"
+        )
+    return data
+
+
+def parse_yaml(text: str, source: str, kind: type[AutoparError] = ConstraintError) -> tuple[Any, Lines]:
+    """What a YAML text says, and on which line. Raises `kind` naming the source and the line."""
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except (yaml.YAMLError, RecursionError) as error:
+        line, problem = _problem(error, text)
+        raise kind(f"{source}, line {line}: this is not YAML", values=problem) from None
+    if root is None:
+        return None, {}
+    builder = _Builder(loader, source, kind)
+    return builder.build(root, ()), builder.lines
+
+
+def near(name: object, known: Iterable[str]) -> list[str]:
+    """Alternatives for a name that is not known: the nearest one, and all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, 1)
+    return [*(f"did you mean {each!r}?" for each in close), "one of " + (", ".join(names) or "(none)")]
+
+
+def shown(value: object, length: int = 80) -> str:
+    """A value as a message has it: on one line, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+class _Loader(yaml.SafeLoader):
+    """Of nodes and scalars. Dates stay text: nothing that autopar reads is one."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own table, narrowed)
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _problem(error: Exception, text: str) -> tuple[int, str]:
+    """The line and, in words, the error that PyYAML found."""
+    if isinstance(error, RecursionError):
+        return 1, "brackets within brackets without end"
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    position = getattr(error, "position", None)
+    line = mark.line + 1 if mark else text.count("\n", 0, position) + 1 if isinstance(position, int) else 1
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return line, str(reason)
+
+
+class _Builder:
+    """YAML nodes -> dicts, lists and scalars, remembering lines."""
+
+    def __init__(self, loader: _Loader, source: str, kind: type[AutoparError]) -> None:
+        self.loader, self.source, self.kind = loader, source, kind
+        self.lines: dict[Keys, int] = {}
+        self.count = 0
+        self.open: set[int] = set()
+
+    def refuse(self, node: yaml.Node, message: str, values: str | None = None) -> AutoparError:
+        return self.kind(f"{self.source}, line {node.start_mark.line + 1}: {message}", values=values)
+
+    def build(self, node: yaml.Node, path: Keys) -> Any:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        self.count += 1
+        if self.count > MOST_VALUES:
+            raise self.refuse(node, f"there are more than {MOST_VALUES} values (do aliases repeat one another?)")
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node)
+        if node.tag not in _COLLECTIONS:
+            raise self.refuse(node, "tags have no meaning here", node.tag)
+        if id(node) in self.open:
+            raise self.refuse(node, "an alias stands for a value that it is part of")
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            return [self.build(item, (*path, str(number))) for number, item in enumerate(node.value)]
+        except RecursionError:
+            raise self.refuse(node, "brackets within brackets without end") from None
+        finally:
+            self.open.discard(id(node))
+
+    def mapping(self, node: yaml.MappingNode, path: Keys) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self.refuse(key_node, "a key is a name")
+            key = self.scalar(key_node)
+            if key in found:
+                raise self.refuse(key_node, f"{'.'.join((*path, str(key)))} is there twice")
+            self.lines[*path, str(key)] = key_node.start_mark.line + 1
+            found[key] = self.build(value_node, (*path, str(key)))
+        return found
+
+    def scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.tag == "tag:yaml.org,2002:merge":
+            return node.value
+        try:
+            value = self.loader.construct_object(node)
+        except (yaml.YAMLError, ValueError, KeyError, AttributeError, IndexError) as error:  # `!!int x`, a huge number
+            raise self.refuse(node, "this value cannot be read", str(error).splitlines()[0][:200]) from None
+        if not isinstance(value, (str, int, float, bool, type(None))):
+            raise self.refuse(node, "tags have no meaning here", node.tag)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise self.refuse(node, "the number is too large", node.value[:40])
+        return value

@@ -1,0 +1,100 @@
+"""What a verification found: errors by kind and name, and what makes it fail whatever the errors are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.fp8 import EXACT
+
+FLOORS = 4.0
+RESOLUTION = 2.0**-23
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Largest relative errors over all steps, and where they are; inf where a number is not finite.
+
+    gradients, parameters, buffers: error by name (the latter two after the last step). gradient_floors, floors: the
+    reference's own error against the same training in fp64, of parameters and buffers. round_off: names left out by the
+    rule. losses: (program, reference) of each step. tolerance: what may be expected of the program (autopar/fp8.py).
+    proves_nothing: why equal numbers would say nothing, such as a reference that did not train.
+    """
+
+    loss: float
+    gradients: Mapping[str, float]
+    parameters: Mapping[str, float]
+    gradient_floors: Mapping[str, float]
+    floors: Mapping[str, float]
+    round_off: tuple[str, ...]
+    losses: tuple[tuple[float, float], ...]
+    mesh: str
+    tolerance: float = EXACT
+    buffers: Mapping[str, float] = field(default_factory=dict)
+    proves_nothing: tuple[str, ...] = ()
+
+    @property
+    def largest_gradient(self) -> float:
+        return max(self.gradients.values(), default=0.0)
+
+    @property
+    def largest_parameter(self) -> float:
+        return max(self.parameters.values(), default=0.0)
+
+    def ok(self, tolerance: float | None = None) -> bool:
+        """Whether every error is within `tolerance` (by default the report's), or FLOORS times the reference's own, and
+        the comparison proves something."""
+        tolerance = self.tolerance if tolerance is None else tolerance
+        return self.loss <= tolerance and not self.beyond(tolerance) and not self.proves_nothing
+
+    def beyond(self, tolerance: float = 1e-5) -> tuple[str, ...]:
+        """Tensors that are off by more than `tolerance` and by more than the reference's own round-off explains.
+
+        A tolerance below fp32's resolution is taken literally: round-off then explains nothing.
+        """
+        factor = FLOORS if tolerance >= RESOLUTION else 0.0
+        return tuple(
+            n for n, error, floor in self._errors() if math.isinf(error) or not error <= max(tolerance, factor * floor)
+        )
+
+    def explained(self, tolerance: float = 1e-5) -> tuple[str, ...]:
+        """Tensors that are off by more than `tolerance`, as the reference itself is."""
+        outside = set(self.beyond(tolerance))
+        return tuple(dict.fromkeys(n for n, error, _ in self._errors() if error > tolerance and n not in outside))
+
+    def _errors(self) -> Iterator[tuple[str, float, float]]:
+        """(name, error, the reference's own error) of all gradients, parameters and buffers."""
+        for errors, floors in (
+            (self.gradients, self.gradient_floors),
+            (self.parameters, self.floors),
+            (self.buffers, self.floors),
+        ):
+            yield from ((name, error, floors.get(name, 0.0)) for name, error in errors.items())
+
+    def __str__(self) -> str:
+        """One line per kind."""
+        spoiled = [f"step {i}: {own} and {one}" for i, (own, one) in enumerate(self.losses) if not _finite(own, one)]
+        lines = [
+            f"{self.mesh} against one process, {len(self.losses)} steps; largest relative errors:",
+            f"  loss        {self.loss:.2e}" + (f"  (not finite in {', '.join(spoiled[:_SHOWN])})" if spoiled else ""),
+            _line("gradients", self.gradients),
+            _line("parameters", self.parameters),
+        ]
+        lines += [_line("buffers", self.buffers)] if self.buffers else []
+        if self.round_off:
+            names = ", ".join(self.round_off[:_SHOWN]) + (", ..." if len(self.round_off) > _SHOWN else "")
+            lines.append(f"  left out    {len(self.round_off)}, pure round-off: {names}")
+        lines += [f"  proves nothing: {reason}" for reason in self.proves_nothing]
+        return "\n".join(lines)
+
+
+def _line(kind: str, errors: Mapping[str, float]) -> str:
+    worst = max(errors, key=lambda name: errors[name], default="")
+    where = f"  ({worst}, of {len(errors)} compared)" if worst else "  (none compared)"
+    return f"  {kind:<11} {errors.get(worst, 0.0):.2e}{where}"
+
+
+def _finite(*values: float) -> bool:
+    return all(map(math.isfinite, values))

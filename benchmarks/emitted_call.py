@@ -1,0 +1,76 @@
+"""One operator call through the real lowering and emitter, run by simulated ranks of this process.
+
+`autopar.rules.proof` compares what they compute, forward and backward, with torch's operator on the whole tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from autopar.graph import Graph, Input, Node, Ref, TensorMeta
+from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
+from autopar.mesh import Mesh
+from autopar.rules.execute import DROPOUT_KEY
+from autopar.rules.localize import tensor_placements
+from autopar.rules.proof import Prepared
+from autopar.rules.rule import AxisOption, Rule
+from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator, Option, scopes_of
+from codegen.check import check_file
+from codegen.emit import emit_model
+from codegen.program import ModuleClass, Program, Spec
+
+
+def program_of(
+    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
+) -> Program:
+    """The call as a model of its own, whose inputs and results lie as the options say."""
+    names = [ref.node for ref in node.inputs]
+    formal = tuple(Input(name, meta) for name, meta in zip(names, inputs, strict=True))
+    places_in, places_out = tensor_placements(options)
+    results = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
+    graph = Graph("Model", formal, (), (node,), results[0], 1)
+    key = "", node.name
+    choices = Choices(
+        {key: Option(options, places_in, places_out)},
+        {("", Ref(name)): places for name, places in zip(names, places_in, strict=True)},
+        {},
+    )
+    mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
+    operators = {key: Operator("", node, inputs, rule, True, None, {})}
+    shared = Shared(graph, operators, mesh, choices, {scope.name: scope for scope in scopes_of(graph)}, results)
+    lowering = Lowering(shared, shared.scopes[""])
+    body = lowering.run(graph.body)
+    outputs = tuple(lowering.names[ref] for ref in results)
+    counting = Lowering(shared, shared.scopes[""])
+    statements, counts = counting.count_targets(lowering.losses)
+    cls = ModuleClass("Model", "One call.", {}, {}, tuple(names), body, outputs, tuple(lowering.layouts))
+    given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
+    common = "Model", mesh.axes, mesh.sizes, "", "fp32", 1, 1
+    return Program(*common, given, (), cls, (), tuple(statements), counts)
+
+
+def prepare(
+    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
+) -> Prepared:
+    """What a rank of the emitted program computes (`proof.Prepare`)."""
+    program = program_of(node, rule, options, inputs, sizes)
+    text = emit_model(program)
+    check_file("model.py", text)
+    scope: dict[str, Any] = {"__name__": "codegen.emitted", "__package__": "codegen"}
+    exec(compile(text, "model.py", "exec"), scope)
+    names = program.root.inputs
+
+    def run(values: tuple[Tensor, ...], mesh: SimulatedMesh) -> tuple[Tensor, ...]:
+        model = scope["Model"](mesh)
+        model.dropout_key = lambda call: DROPOUT_KEY
+        model._rows_before = lambda layout: 0
+        batch = dict(zip(names, values, strict=True))
+        counted = {"num_targets": model.count_targets(**batch)} if program.count_targets else {}
+        result = model(**batch, **counted)
+        return result if isinstance(result, tuple) else (result,)
+
+    return Prepared(run, together="self.mesh." in text)

@@ -1,0 +1,186 @@
+"""What a batch must be before a step takes it: names, shapes and dtypes, and equal on the ranks that share its rows.
+
+A batch that does not fit would otherwise end in a torch error on some ranks, in a hang on others, or train apart in
+silence: ranks of one shard that draw other rows (a loader that shuffles without a common seed, a DistributedSampler)
+compute sums of unrelated numbers. So in the first steps and in every CHECKED_EVERY-th one the ranks exchange hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import Mesh
+from .parameters import Module, runs
+
+CHECKED_FIRST = 3
+CHECKED_EVERY = 100
+"""Hashes are compared in the first CHECKED_FIRST steps, and in those whose number CHECKED_EVERY divides."""
+
+_WHOLE = ""
+_HOW = (
+    "every rank must read the same global batches in the same order, of which step.local_batch takes its own rows: "
+    "leave out DistributedSampler, and seed what shuffles (DataLoader(generator=torch.Generator().manual_seed(0)))"
+)
+
+
+class BatchError(ValueError):
+    """A batch is not what the program was made for, or not the same on ranks that share it."""
+
+
+class Expected(Protocol):
+    """What is known of an input (`Param`): its shape in one micro-batch, and its dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def check_batch(
+    batch: Mapping[str, Any],
+    inputs: Mapping[str, Expected],
+    num_micro_batches: int,
+    unused: Iterable[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises BatchError unless a whole global batch is what the program was made for.
+
+    inputs: of all stages, with the global shape of one micro-batch. unused: further tensors that the batch may hold.
+    fixed: values that are no tensors, which the program was made with.
+    """
+    fixed = fixed or {}
+    missing = [name for name in inputs if name not in batch]
+    known = {*inputs, *unused, *fixed}
+    unknown = [str(name) for name in batch if name not in known]
+    if missing or unknown:
+        found = [f"lacks {', '.join(missing)}"] if missing else []
+        found += [f"has {', '.join(unknown)}, which the example inputs lack"] if unknown else []
+        raise BatchError(f"the batch {' and '.join(found)}; the program takes {', '.join(sorted(known))}")
+    for name, value in fixed.items():
+        if name in batch and (type(batch[name]) is not type(value) or batch[name] != value):
+            raise BatchError(f"{name} is {batch[name]!r}; the program was made for {name}={value!r} alone")
+    rows = {name: _rows(name, batch[name], spec, num_micro_batches) for name, spec in inputs.items()}
+    whole = {spec.shape[0] for name, spec in inputs.items() if rows[name]}
+    apart = [n for n, spec in inputs.items() if not rows[n] and spec.shape and (not whole or spec.shape[0] in whole)]
+    if num_micro_batches > 1 and apart:
+        name = apart[0]
+        _refuse_shape(name, batch[name], inputs[name], num_micro_batches)
+
+
+def _rows(name: str, value: Any, spec: Expected, count: int) -> bool:
+    """Whether the input has the rows of all micro-batches. Raises BatchError for a wrong type, shape or dtype."""
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{name} must be a tensor, got {type(value).__name__}")
+    is_rounded = spec.dtype == torch.bfloat16 and value.dtype == torch.float32
+    if value.dtype != spec.dtype and not is_rounded:
+        raise BatchError(f"{name} has dtype {value.dtype}; the program was made for {spec.dtype}")
+    shape = tuple(value.shape)
+    has_rows = bool(spec.shape) and shape == (spec.shape[0] * count, *spec.shape[1:])
+    if not has_rows and shape != spec.shape:
+        _refuse_shape(name, value, spec, count)
+    return has_rows
+
+
+def _refuse_shape(name: str, value: Tensor, spec: Expected, count: int) -> None:
+    shape, wanted = tuple(value.shape), spec.shape
+    if wanted:
+        wanted = (wanted[0] * count, *wanted[1:])
+    text = f"{name} has shape {shape}; the program was made for {wanted}"
+    if shape[1:] == wanted[1:] and shape and wanted:
+        text += (
+            f", that is for batches of {wanted[0]} rows, all ranks together: leave out a shorter last batch "
+            "(DataLoader(drop_last=True)), or plan for another global_batch_size"
+        )
+    raise BatchError(text)
+
+
+class BatchCheck:
+    """Of one rank's step.
+
+    roots: the program's root class, or those of all stages. models: this rank's own.
+    """
+
+    def __init__(
+        self, roots: Iterable[type[Module]], models: Iterable[Module], mesh: Mesh, num_micro_batches: int
+    ) -> None:
+        roots, models = tuple(roots), tuple(models)
+        self.mesh, self.count = mesh, num_micro_batches
+        self.inputs = {name: spec for root in roots for name, spec in root.INPUTS.items()}
+        self.unused = tuple(name for root in roots for name in root.UNUSED_INPUTS)
+        self.fixed = {name: value for root in roots for name, value in root.FIXED_INPUTS.items()}
+        self.own = {name: spec for model in models for name, spec in model.INPUTS.items()}
+        self.local_shapes = {name: spec.local_shape(mesh) for name, spec in self.own.items()}
+        self._whole: str | None = None
+
+    def whole(self, batch: Mapping[str, Any], step: int) -> None:
+        """A whole global batch came in; remembers its hash where ranks will compare it. Raises BatchError."""
+        check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
+        tensors = (batch[name] for name in sorted(self.inputs))
+        self._whole = _digest(tensors) if self._is_due(step) else None
+
+    def local(self, batch: Mapping[str, Tensor], step: int) -> None:
+        """This rank's part of a batch is about to be used. Collective where hashes are due; raises BatchError then on
+        all ranks if it is wrong on one, else on this one."""
+        error = self._local_error(batch)
+        if self._is_due(step):
+            hashes = {} if error else {(n, self._place(n)): _digest([batch[n]]) for n in self.own}
+            self._agree(error, hashes | ({(_WHOLE, ()): self._whole} if self._whole and not error else {}))
+        elif error:
+            raise BatchError(error)
+        self._whole = None
+
+    def _is_due(self, step: int) -> bool:
+        return self.mesh.everyone.size > 1 and (step < CHECKED_FIRST or step % CHECKED_EVERY == 0)
+
+    def _local_error(self, batch: Mapping[str, Tensor]) -> str:
+        known = {*self.inputs, *self.unused, *self.fixed}
+        given = {name: value for name, value in batch.items() if name in self.own or name not in known}
+        shapes = {name: _Local(shape, self.own[name].dtype) for name, shape in self.local_shapes.items()}
+        try:
+            check_batch(given, shapes, self.count)
+        except BatchError as error:
+            return f"{error} (this rank's part; step.local_batch makes it from a whole batch)"
+        return ""
+
+    def _place(self, name: str) -> tuple[Any, ...]:
+        """Which elements of the whole input this rank has."""
+        spec = self.own[name]
+        return tuple(tuple((at, length) for _, at, length in runs(d, spec, self.mesh)) for d in range(len(spec.shape)))
+
+    def _agree(self, error: str, hashes: dict[tuple[str, tuple[Any, ...]], str]) -> None:
+        found: list[Any] = [None] * self.mesh.everyone.size
+        dist.all_gather_object(found, (error, hashes), group=self.mesh.everyone.group)
+        for rank, (text, _) in enumerate(found):
+            if text:
+                raise BatchError(f"rank {rank}: {text}" if text != error else text)
+        first: dict[Any, tuple[int, str]] = {}
+        for rank, (_, theirs) in enumerate(found):
+            for key, digest in theirs.items():
+                other, expected = first.setdefault(key, (rank, digest))
+                if digest != expected:
+                    what = f"their parts of {key[0]} are of the same rows" if key[0] else "they read one global batch"
+                    raise BatchError(f"ranks {other} and {rank} were given different data, though {what}: {_HOW}")
+
+
+class _Local:
+    """The shape of this rank's part of one micro-batch."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Of values, bit by bit."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        line = tensor.detach().cpu().contiguous().view(-1)
+        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        if line.numel():
+            found.update(line.view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,399 @@
+"""The files of a checkpoint: tensors as safetensors, and a manifest in JSON that says where each piece of them is.
+
+Reading executes nothing. Every file's size and checksum are in the manifest, whose own checksum is beside it, so that
+damage is noticed before anything is loaded. Ranks write different files and read what they need from all of them, so
+the same files serve every number of ranks. Whatever one rank cannot do, all ranks raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+MANIFEST = "manifest.json"
+OLD_FORMAT = ".metadata"
+"""What a checkpoint of torch.distributed.checkpoint has, which is pickled."""
+FORMAT = "autopar checkpoint 1"
+FILE_BYTES = 256 * 2**20
+"""Of one file, about: what is held in host memory at a time."""
+_READ_BYTES = 4 * 2**20
+
+T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]
+"""This rank's object -> those of all ranks, by rank."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or is not this program's."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the global tensor `name` that this rank stores: `value` (a view of the stored memory) at `offsets`."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    value: Tensor
+
+
+class Chunk(NamedTuple):
+    """Where a box of a tensor is."""
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds. files: name -> (bytes, CRC-32). record: what the writer noted (JSON)."""
+
+    tensors: Mapping[str, Stored]
+    files: Mapping[str, tuple[int, int]]
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+def in_unison(gather: Gather, action: Callable[[], T]) -> T:
+    """This rank's result; where one rank fails, all raise its error."""
+    problem: tuple[bool, str] | None = None
+    try:
+        result = action()
+    except OSError as error:
+        problem = False, f"{error.filename or 'the checkpoint'}: {error.strerror or error}"
+    except ValueError as error:
+        problem = isinstance(error, DamagedError), str(error)
+    for found in gather(problem):
+        if found is not None:
+            raise (DamagedError if found[0] else CheckpointError)(found[1])
+    return result
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def write(directory: Path, pieces: Sequence[Piece], record: Mapping[str, Any], rank: int, gather: Gather) -> None:
+    """Write pieces into a new folder: boxes that several ranks have, once. record: rank 0's counts. Collective.
+
+    Nothing is a checkpoint until its manifest is there, which comes last. Raises CheckpointError on all ranks.
+    """
+    mine: dict[tuple[str, tuple[int, ...]], Piece] = {}
+    for piece in pieces:
+        mine.setdefault((piece.name, piece.offsets), piece)
+    held = gather({key: piece.value.numel() * piece.value.element_size() for key, piece in mine.items()})
+    owners = _owners(held)
+    todo = [piece for key, piece in mine.items() if owners[key] == rank]
+    written = gather(in_unison(gather, lambda: _write_files(directory, rank, todo)))
+    in_unison(gather, lambda: _write_manifest(directory, written, record) if rank == 0 else None)
+
+
+def _owners(held: list[dict[Any, int]]) -> dict[Any, int]:
+    """Who writes what: of the ranks that have it, the one with the least to write so far."""
+    holders: dict[Any, list[int]] = {}
+    for rank, sizes in enumerate(held):
+        for key in sizes:
+            holders.setdefault(key, []).append(rank)
+    load, owners = [0] * len(held), {}
+    for key, ranks in holders.items():
+        owner = min(ranks, key=lambda rank: load[rank])
+        owners[key] = owner
+        load[owner] += held[owner][key]
+    return owners
+
+
+def _write_files(directory: Path, rank: int, pieces: list[Piece]) -> list[tuple[str, int, int, list[Any]]]:
+    """(file, bytes, CRC-32, its chunks) of each."""
+    from safetensors.torch import save
+
+    directory.mkdir(parents=True, exist_ok=True)
+    found = []
+    for number, batch in enumerate(_batches(pieces)):
+        tensors, chunks = {}, []
+        for index, piece in enumerate(batch):
+            value = piece.value.detach()
+            tensors[str(index)] = (torch.view_as_real(value) if value.is_complex() else value).cpu().contiguous()
+            chunk = Chunk("", str(index), piece.offsets, tuple(value.shape))
+            chunks.append((piece.name, piece.global_shape, str(value.dtype).removeprefix("torch."), chunk[1:]))
+        name, data = f"rank{rank:05d}-{number:05d}.safetensors", save(_without_shared(tensors))
+        write_synced(directory / name, data)
+        found.append((name, len(data), zlib.crc32(data), chunks))
+    return found
+
+
+def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        size = piece.value.numel() * piece.value.element_size()
+        if batch and num_bytes + size > FILE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(piece)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def _without_shared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors wants each tensor in memory of its own; on a CPU pieces are views of longer lines."""
+    return {key: value if _fills_storage(value) else value.clone() for key, value in tensors.items()}
+
+
+def _fills_storage(value: Tensor) -> bool:
+    return value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def _write_manifest(directory: Path, written: list[Any], record: Mapping[str, Any]) -> None:
+    tensors: dict[str, dict[str, Any]] = {}
+    files: dict[str, tuple[int, int]] = {}
+    for of_rank in written:
+        for file, num_bytes, checksum, chunks in of_rank:
+            files[file] = num_bytes, checksum
+            for name, shape, dtype, (key, offsets, sizes) in chunks:
+                tensor = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "chunks": []})
+                tensor["chunks"].append([file, key, offsets, sizes])
+    body = json.dumps({"tensors": tensors, "files": files, "record": record}, separators=(",", ":"))
+    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()})
+    write_synced(directory / MANIFEST, f"{head}\n{body}\n".encode())
+    _sync_folder(directory)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """All of it on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename, on the disk when this returns."""
+    source.rename(target)
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises DamagedError where it is not as it was written, CheckpointError for another format."""
+    if (directory / OLD_FORMAT).exists():
+        raise CheckpointError(
+            f"{directory} is in torch.distributed.checkpoint's format, which an older autopar wrote; loading it can "
+            "execute code, so it is not read: train anew in another folder, or convert it with that autopar"
+        )
+    try:
+        data = (directory / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{directory} has no {MANIFEST} that can be read ({error.strerror})") from None
+    try:
+        head_line, body, rest = data.decode().split("\n")
+        head = json.loads(head_line)
+        is_known = head["format"] == FORMAT
+        is_intact = head["sha256"] == hashlib.sha256(body.encode()).hexdigest() and not rest
+        found = _parse(json.loads(body)) if is_known and is_intact else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{directory / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+    if found is None:
+        raise DamagedError(f"{directory / MANIFEST} is damaged: its checksum or format differs")
+    return found
+
+
+def _parse(body: Any) -> Manifest:
+    tensors = {}
+    for name, each in body["tensors"].items():
+        dtype = getattr(torch, each["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{each['dtype']!r} is no dtype")
+        chunks = tuple(Chunk(f, k, tuple(offsets), tuple(shape)) for f, k, offsets, shape in each["chunks"])
+        tensors[name] = Stored(tuple(each["shape"]), dtype, chunks)
+    files = {name: (int(num_bytes), int(checksum)) for name, (num_bytes, checksum) in body["files"].items()}
+    if any(Path(name).name != name or name in (".", "..") for name in files):
+        raise ValueError("a file outside of the checkpoint")
+    record = body["record"]
+    if not all(isinstance(record["progress"][name], int) for name in ("step", "num_samples", "seed")):
+        raise ValueError("its progress is no number of steps")
+    optimizer = record["optimizer"]
+    if not optimizer["kinds"] or len(optimizer["initial"]) != len(optimizer["groups"]):
+        raise ValueError("its optimiser's groups differ in number")
+    return Manifest(tensors, files, {"numbers": {}, **record})
+
+
+def require_intact(directory: Path, manifest: Manifest, rank: int, size: int) -> None:
+    """Look through this rank's share of the files. Raises DamagedError."""
+    for name in sorted(manifest.files)[rank::size]:
+        num_bytes, checksum = manifest.files[name]
+        found = length = 0
+        try:
+            with (directory / name).open("rb") as file:
+                while data := file.read(_READ_BYTES):
+                    found, length = zlib.crc32(data, found), length + len(data)
+        except OSError as error:
+            raise DamagedError(f"{directory / name} cannot be read ({error.strerror})") from None
+        if (length, found) != (num_bytes, checksum):
+            what = f"has {length} bytes instead of {num_bytes}" if length != num_bytes else "differs from its checksum"
+            raise DamagedError(f"{directory / name} {what}")
+
+
+def fill(directory: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+    """Read every piece in place. Raises CheckpointError for another shape or kind, DamagedError for what is missing."""
+    from safetensors import SafetensorError, safe_open
+
+    wanted: dict[str, list[tuple[Piece, Chunk]]] = {}
+    for piece in pieces:
+        stored = manifest.tensors[piece.name]
+        require_shape(piece.name, stored, piece.global_shape)
+        if stored.dtype.is_floating_point != piece.value.dtype.is_floating_point:
+            raise CheckpointError(f"{piece.name} is {stored.dtype} in the checkpoint, {piece.value.dtype} here")
+        count = 0
+        for chunk in stored.chunks:
+            sizes = [hi - lo for lo, hi in _overlap(piece, chunk)]
+            if all(size > 0 for size in sizes):
+                wanted.setdefault(chunk.file, []).append((piece, chunk))
+                count += torch.Size(sizes).numel()
+        if count < piece.value.numel():
+            raise DamagedError(f"{directory} lacks a part of {piece.name}")
+    for file, reads in wanted.items():
+        try:
+            with safe_open(directory / file, "pt") as source, torch.no_grad():
+                for piece, chunk in reads:
+                    _copy(source.get_tensor(chunk.key), piece, chunk)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise DamagedError(f"{directory / file} cannot be read ({error})") from None
+
+
+def require_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError."""
+    if stored.shape != shape:
+        raise CheckpointError(f"{name} has shape {stored.shape} in the checkpoint, {shape} in the program")
+
+
+def _overlap(piece: Piece, chunk: Chunk) -> list[tuple[int, int]]:
+    """(from, to) of each dim, in the global tensor."""
+    dims = zip(piece.offsets, piece.value.shape, chunk.offsets, chunk.shape, strict=True)
+    return [(max(a, b), min(a + n, b + m)) for a, n, b, m in dims]
+
+
+def _copy(read: Tensor, piece: Piece, chunk: Chunk) -> None:
+    value = torch.view_as_complex(read) if piece.value.is_complex() else read
+    target = piece.value
+    for dim, (lo, hi) in enumerate(_overlap(piece, chunk)):
+        value = value.narrow(dim, lo - chunk.offsets[dim], hi - lo)
+        target = target.narrow(dim, lo - piece.offsets[dim], hi - lo)
+    target.copy_(value)
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def holds_only_a_checkpoint(directory: Path) -> bool:
+    """Whether nothing would be lost that a checkpoint's writer did not make: no other file, folder or link."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    names = {path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink()}
+    if len(names) != sum(1 for _ in directory.iterdir()):
+        return False
+    try:
+        return names <= {MANIFEST, *read_manifest(directory).files}
+    except CheckpointError:
+        return not names
+
+
+def remove(directory: Path) -> None:
+    """Remove a folder that `holds_only_a_checkpoint`; the manifest first, so that no half of it passes for one."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+
+
+# Optimisers -----------------------------------------------------------------------------------------------------------
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Each group's hyperparameters, of those that JSON can say."""
+    found = []
+    for group in optimizer.param_groups:
+        said = {key: _json(value) for key, value in group.items() if key not in ("params", "param_names")}
+        found.append({key: value for key, value in said.items() if value is not _UNSAID})
+    return found
+
+
+_UNSAID = object()
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        items = [_json(each) for each in value]
+        return _UNSAID if any(each is _UNSAID for each in items) else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNSAID
+
+
+def optimizer_record(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a manifest says of an optimiser. initial: its settings when it was made."""
+    bases = type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]
+    return {"kinds": [base.__name__ for base in bases], "initial": initial, "groups": settings_of(optimizer)}
+
+
+def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where another optimiser's state was saved: it would mean nothing to this one."""
+    bases = type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]
+    mine, saved = {base.__name__ for base in bases}, record["optimizer"]
+    if not mine & set(saved["kinds"]):
+        raise CheckpointError(
+            f"the checkpoint is {saved['kinds'][0]}'s, and the optimiser is {type(optimizer).__name__}"
+        )
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        count = len(optimizer.param_groups)
+        raise CheckpointError(f"the optimiser has {len(saved['groups'])} groups in the checkpoint, {count} now")
+
+
+def continue_settings(
+    optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]], record: Mapping[str, Any]
+) -> None:
+    """Set what training itself had changed (a schedule's rate, a counter); what the user has changed since, stays.
+
+    initial: the new optimiser's settings. What was not changed by training is as the new optimiser's factory says.
+    """
+    saved = record["optimizer"]
+    for group, new, first, last in zip(optimizer.param_groups, initial, saved["initial"], saved["groups"], strict=True):
+        for key, value in last.items():
+            if key in new and key in first and first[key] != value and new[key] == first[key]:
+                held = group[key]
+                if isinstance(held, Tensor):
+                    held.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(held, tuple) else value

@@ -1,0 +1,20 @@
+"""Names of generated code, and what a user's names become where they would hide one of them."""
+
+from __future__ import annotations
+
+ARGUMENTS = frozenset(
+    {
+        *("self", "torch", "F", "nn", "ddp", "dp", "tp", "cp", "ep", "pp", "layer", "mesh", "num_targets", "sums"),
+        *("dropout", "attention", "context_attention", "vocab_embedding", "cross_entropy", "count_valid", "arange"),
+        *("deferred", "overlapped", "async_tp", "fp8", "token_losses", "Layout", "Module", "Param"),
+        *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotary", "swiglu", "geglu", "bias_gelu"),
+        *("dropout_add", "linear_cross_entropy"),
+        *("slice", "sum", "min", "max", "abs", "pow", "type", "range", "len", "tuple", "float", "int", "bool"),
+    }
+)
+"""What generated code uses itself, and so no argument of a generated forward is called."""
+
+
+def argument(name: str) -> str:
+    """What the input `name` of the batch is called in generated code."""
+    return f"{name}_" if name in ARGUMENTS or name.startswith("__") else name

@@ -1,0 +1,281 @@
+"""What an update depends on, found by running the optimiser on small tensors.
+
+A rank may update a part of a parameter by itself only where every element's update depends on that element's own
+gradients and values (SGD, Adam, Lion). Some need the whole tensor (Adafactor, LAMB, Muon), some all tensors at once (a
+clip by the global norm inside a step). Runs of a few steps tell them apart:
+
+    together   two tensors for every kind of parameter, in one optimiser
+    apart      the first tensors in one optimiser, the second ones in another: equal unless tensors are coupled
+    in parts   halves of the first tensors, flat, by rows and by columns, in two: equal if updates are elementwise
+
+A kind is the settings of a group and a number of dims; the tensors have real shapes cut to LARGEST.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .optimizers import Factory, GlobalParameter, OptimizerError, whole_optimizer
+
+STEPS = 8
+"""Enough for what starts late (Lookahead's fifth step, RAdam's sixth)."""
+SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.1, 3.0, 1.0)
+"""Of the gradients in each step, so that limits on norms are met."""
+LARGEST = {1: 4224, 2: 136}
+"""Elements of a dim, by the number of dims (else 12). Some optimisers do otherwise from 4,096 elements on, or from 128
+in a dim."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of the largest change. In fp64 sums in another order are off by 1e-13, updates by another formula by 1e-3 and more.
+Optimisers that take no fp64 are tried in fp32, where those that change little are taken for ones that need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an optimiser's update must see besides an element's own values.
+
+    whole: names of the parameters whose update depends on the whole tensor. is_coupled: it depends on other parameters.
+    optimizer: its name.
+    """
+
+    whole: frozenset[str] = frozenset()
+    is_coupled: bool = False
+    optimizer: str = ""
+
+    @property
+    def problem(self) -> str:
+        """The limits in words; "" if there are none."""
+        if self.is_coupled:
+            return f"the update of {self.optimizer} couples all parameters, so each rank must hold all of them whole"
+        return f"the update of {self.optimizer} is not elementwise, so parameters must be held whole" * bool(self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Parameters that are taken to be updated alike. tensors: (name, shape) of those that are tried."""
+
+    names: tuple[str, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """A tensor's first values and its gradients of every step."""
+
+    value: Tensor
+    gradients: tuple[Tensor, ...]
+
+    @classmethod
+    def draw(cls, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> _Course:
+        """Neither symmetric nor alike in rows and columns."""
+
+        def normal(dims: Sequence[int]) -> Tensor:
+            return torch.randn(tuple(dims), generator=generator, dtype=dtype, device="cpu")
+
+        uneven = torch.ones((), dtype=dtype, device="cpu")
+        for dim, size in enumerate(shape):
+            uneven = uneven * normal([size if d == dim else 1 for d in range(len(shape))]).exp()
+        return cls(normal(shape) + 0.3, tuple((normal(shape) + 0.2) * uneven * scale for scale in SCALES[:STEPS]))
+
+    def part(self, cut: Any) -> _Course:
+        """The same of a part of it."""
+        return _Course(cut(self.value), tuple(cut(gradient) for gradient in self.gradients))
+
+
+def needs_of(factory: Factory, parameters: Sequence[GlobalParameter]) -> Needs:
+    """Tries the optimiser. Raises OptimizerError for one that cannot step, does not update, or draws random numbers."""
+    try:
+        return _tried(factory, parameters, torch.float64)
+    except _StepError:
+        return _tried(factory, parameters, torch.float32)
+
+
+def _tried(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch.dtype) -> Needs:
+    kinds = tuple(_kinds(factory, parameters))
+    tensors = [each for kind in kinds for each in kind.tensors]
+    generator = torch.Generator("cpu").manual_seed(0)
+    firsts = [_Course.draw(shape, dtype, generator) for _, shape in tensors]
+    seconds = [_Course.draw(shape, dtype, generator) for _, shape in tensors]
+    names = [name for name, _ in tensors]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        trial = _Trial(factory, parameters, names)
+        pairs = [[one, other] for one, other in zip(firsts, seconds, strict=True)]
+        torch.manual_seed(1)
+        together = trial.run(pairs)
+        for name, changes in zip(names, together, strict=True):
+            if (changes[0].numel() and not changes[0].any()) or not all(change.isfinite().all() for change in changes):
+                raise OptimizerError(
+                    f"{trial.optimizer} does not update what its param_groups hold",
+                    f"after {STEPS} steps a tensor in the place of {name} is as it was, or not finite",
+                    "an optimiser that reads its parameters from param_groups in every step",
+                )
+        if trial.is_random(pairs, together):
+            raise OptimizerError(
+                f"the update of {trial.optimizer} draws random numbers, which ranks would not draw alike",
+                instead="an optimiser without",
+            )
+        if not _equal(together, _joined(trial.run([[c] for c in firsts]), trial.run([[c] for c in seconds]))):
+            return Needs(frozenset(name for kind in kinds for name in kind.names), True, trial.optimizer)
+        uneven = {*trial.uneven(firsts, [changes[0] for changes in together]), *trial.odd_state}
+    whole = frozenset(name for kind in kinds for name in kind.names if any(n in uneven for n, _ in kind.tensors))
+    return Needs(whole, False, trial.optimizer)
+
+
+class _StepError(OptimizerError):
+    """A step that raised an error."""
+
+
+class _Trial:
+    """Runs of one factory's optimiser, with tensors in the places of some parameters.
+
+    odd_state: those of whose state something is neither one number nor as large as the tensor.
+    """
+
+    def __init__(self, factory: Factory, parameters: Sequence[GlobalParameter], names: list[str]) -> None:
+        self.factory, self.parameters, self.names = factory, parameters, names
+        self.optimizer = ""
+        self.odd_state: set[str] = set()
+
+    def run(self, courses: Sequence[Sequence[_Course]]) -> list[list[Tensor]]:
+        """The change of every tensor; courses: those that take the place of each name's parameter."""
+        made = whole_optimizer(self.factory, self.parameters)
+        self.optimizer = type(made.optimizer).__name__
+        tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
+        optimizer = made.replace(dict(zip(self.names, tensors, strict=True)))
+        for group in optimizer.param_groups:
+            # What a schedule starts from hides the update.
+            if "lr" in group and float(group["lr"]) == 0.0:
+                group["lr"] = group["lr"] + 0.01
+        try:
+            for step in range(STEPS):
+                for tensor, course in _both(tensors, courses):
+                    tensor.grad = course.gradients[step].clone()
+                optimizer.step()
+        except Exception as error:
+            raise _StepError(
+                f"{self.optimizer} cannot step on small dense tensors of a CPU with nothing but their gradients",
+                f"{type(error).__name__}: {error}",
+            ) from error
+        self._look_at_state(optimizer, tensors)
+        return [
+            [tensor.detach() - course.value for tensor, course in zip(own, given, strict=True)]
+            for own, given in zip(tensors, courses, strict=True)
+        ]
+
+    def _look_at_state(self, optimizer: torch.optim.Optimizer, tensors: list[list[nn.Parameter]]) -> None:
+        for name, own in zip(self.names, tensors, strict=True):
+            for tensor in own:
+                for key, value in optimizer.state.get(tensor, {}).items():
+                    if isinstance(value, Tensor):
+                        if value.numel() > 1 and value.shape != tensor.shape:
+                            self.odd_state.add(name)
+                    elif not isinstance(value, (int, float, type(None))):
+                        raise OptimizerError(
+                            f"{self.optimizer} keeps state that checkpoints cannot hold",
+                            f"{key!r} of a parameter is a {type(value).__name__}",
+                            "tensors and numbers",
+                        )
+
+    def is_random(self, courses: Sequence[Sequence[_Course]], changes: list[list[Tensor]]) -> bool:
+        """Whether other random numbers give other changes."""
+        torch.manual_seed(2)
+        return not _equal(changes, self.run(courses))
+
+    def uneven(self, courses: list[_Course], changes: list[Tensor]) -> Iterator[str]:
+        """Names of tensors of which parts are updated otherwise than the whole."""
+        cuts = [list(_cuts(tuple(course.value.shape))) for course in courses]
+        for half in (0, 1):
+            parts = [[course.part(cut[half]) for cut in own] for course, own in zip(courses, cuts, strict=True)]
+            found = self._run_parts(parts)
+            for name, change, own, part in zip(self.names, changes, cuts, found, strict=True):
+                if part is None or not _equal([[cut[half](change) for cut in own]], [part]):
+                    yield name
+
+    def _run_parts(self, parts: list[list[_Course]]) -> Sequence[list[Tensor] | None]:
+        """As `run`; None for tensors whose parts it does not take (Muon wants matrices)."""
+        try:
+            return self.run(parts)
+        except OptimizerError:
+            found: list[list[Tensor] | None] = []
+            for index, own in enumerate(parts):
+                try:
+                    found.append(self.run([own if i == index else [] for i in range(len(parts))])[index])
+                except OptimizerError:
+                    found.append(None)
+            return found
+
+
+def _kinds(factory: Factory, parameters: Sequence[GlobalParameter]) -> Iterator[_Kind]:
+    made = whole_optimizer(factory, parameters)
+    members: dict[Any, list[str]] = {}
+    for group, held in zip(made.optimizer.param_groups, made.groups, strict=True):
+        settings = tuple(sorted((key, _setting(key, value)) for key, value in group.items()))
+        for name in held:
+            members.setdefault((settings, made.stand_ins[name].ndim), []).append(name)
+    shapes = {p.name: p.shape for p in parameters}
+    for names in members.values():
+        small = {name: _small(shapes[name]) for name in names}
+        # The one that is most like a square, and the smallest.
+        square = max(names, key=lambda n: (min(small[n], default=0), sum(small[n])))
+        least = min(names, key=lambda n: (sum(small[n]), n))
+        yield _Kind(tuple(names), tuple((name, small[name]) for name in dict.fromkeys((square, least))))
+
+
+def _setting(key: str, value: Any) -> str:
+    """What choices of an algorithm may hang on: not how large numbers are, but whether they are 0."""
+    if key in ("params", "param_names", "lr", "initial_lr"):
+        return ""
+    return f"float {value != 0}" if isinstance(value, float) else repr(value)
+
+
+def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(size, LARGEST.get(len(shape), 12)) for size in shape)
+
+
+def _cuts(shape: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+    """Ways to cut a tensor in two, as two functions each."""
+    numel = torch.Size(shape).numel()
+    if numel > 1:
+        at = max(1, numel * 3 // 7)
+        yield (lambda x: x.reshape(-1)[:at].clone()), (lambda x: x.reshape(-1)[at:].clone())
+    for dim in range(len(shape)) if len(shape) > 1 else ():
+        if shape[dim] > 1:
+            yield _half(dim, 0, shape[dim] // 2), _half(dim, shape[dim] // 2, shape[dim] - shape[dim] // 2)
+
+
+def _half(dim: int, start: int, length: int) -> Any:
+    return lambda x: x.narrow(dim, start, length).clone()
+
+
+def _both(tensors: list[list[nn.Parameter]], courses: Sequence[Sequence[_Course]]) -> Iterator[tuple[Any, _Course]]:
+    for own, given in zip(tensors, courses, strict=True):
+        yield from zip(own, given, strict=True)
+
+
+def _joined(firsts: list[list[Tensor]], seconds: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[*one, *other] for one, other in zip(firsts, seconds, strict=True)]
+
+
+def _equal(found: Iterable[Iterable[Tensor]], expected: Iterable[Iterable[Tensor]]) -> bool:
+    return all(
+        bool((a - b).abs().max() <= TOLERANCE[a.dtype] * b.abs().max())
+        for own, other in zip(found, expected, strict=True)
+        for a, b in zip(own, other, strict=True)
+        if a.numel()
+    )
+
+
+def check_stored(needs: Needs, is_whole: Mapping[str, bool], is_staged: bool) -> None:
+    """Raises OptimizerError where a rank stores a part of what must be whole.
+
+    is_whole: whether this rank stores a parameter whole, of those of which it stores something. is_staged: other ranks
+    store other parameters.
+    """
+    cut = [name for name, whole in is_whole.items() if not whole and name in needs.whole]
+    if cut or (needs.is_coupled and is_staged):
+        found = f"{cut[0]} is sharded" if cut else "a pipeline, whose ranks hold different parameters"
+        raise OptimizerError(needs.problem, found, "a plan with zero=0 and tp=1" + ", pp=1" * needs.is_coupled)

@@ -1,0 +1,272 @@
+"""The user's optimiser, made of tensors that stand in for the whole parameters.
+
+A factory gives parameters their settings by shape, name, order or attribute, so it is given what a single process would
+give it: one stand-in per trainable parameter of the whole model, on every rank. A stand-in has a parameter's shape,
+dtype and attributes, but one element of memory (its strides are 0). Then each gives way to what this rank stores of its
+parameter, which may be a flat slice, or nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Factory = Callable[..., torch.optim.Optimizer]
+"""`params -> optimizer`, or `named_parameters -> optimizer`; see `call`."""
+
+NAMED = ("named_parameters", "named_params")
+"""Names of a factory's first argument that ask for (name, parameter) pairs."""
+
+_BASES = (0.25, 0.75)
+"""What stand-ins hold. State that a constructor makes of it would be another with the other."""
+
+
+class OptimizerError(ValueError):
+    """An optimiser that cannot be honoured. problem, found, instead: phrases; the latter two may be empty."""
+
+    def __init__(self, problem: str, found: str = "", instead: str = "") -> None:
+        self.problem, self.found, self.instead = problem, found, instead
+        lines = [problem, *([f"  got: {found}"] if found else []), *([f"  instead: {instead}"] if instead else [])]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimizerError, (self.problem, self.found, self.instead)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalParameter:
+    """A trainable parameter of the user's model: its name there, its whole shape, and attributes set on it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def stand_in(self, base: float, device: torch.device | str) -> nn.Parameter:
+        """A parameter that answers as the whole one does; of one element of memory."""
+        value = torch.full((), base, dtype=getattr(torch, self.dtype), device=device)
+        made = nn.Parameter(value.expand(self.shape))
+        made.__dict__.update(self.attributes)
+        return made
+
+
+def parameters_of(model: nn.Module) -> tuple[GlobalParameter, ...]:
+    """The trainable parameters of a model, in its own order."""
+    return tuple(
+        GlobalParameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), dict(vars(p)))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    )
+
+
+def call(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    """The factory's optimiser of these parameters.
+
+    It gets a list of tensors; of (name, tensor) pairs if its first argument is called one of NAMED, or if it has a true
+    attribute `takes_names`.
+    """
+    pairs = list(named)
+    return factory(pairs) if takes_names(factory) else factory([tensor for _, tensor in pairs])
+
+
+def takes_names(factory: Factory) -> bool:
+    """Whether a factory wants (name, tensor) pairs."""
+    said = getattr(factory, "takes_names", None)
+    if said is not None:
+        return bool(said)
+    try:
+        arguments = list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # a callable of C has none that can be read
+        return False
+    return bool(arguments) and arguments[0] in NAMED
+
+
+@dataclass(frozen=True, slots=True)
+class WholeOptimizer:
+    """An optimiser of stand-ins; `replace` makes it this rank's. stand_ins: by the parameters' names."""
+
+    optimizer: torch.optim.Optimizer
+    stand_ins: Mapping[str, nn.Parameter]
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the parameters in every group, in order."""
+        names = {id(p): name for name, p in self.stand_ins.items()}
+        return tuple(tuple(names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
+
+    def replace(self, stored: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimiser with these in the stand-ins' places; names that are absent have none.
+
+        Groups stay, in order and with their settings, also where nothing of them is left.
+        """
+        names = {id(p): name for name, p in self.stand_ins.items()}
+        for group in self.optimizer.param_groups:
+            held = [names[id(p)] for p in group["params"]]
+            # In place, for optimisers around others, which share the lists.
+            group["params"][:] = [each for name in held for each in stored.get(name, ())]
+            if "param_names" in group:
+                group["param_names"] = [name for name in held for _ in stored.get(name, ())]
+        for name, stand_in in self.stand_ins.items():
+            made = self.optimizer.state.pop(stand_in, None)
+            for each in stored.get(name, ()) if made else ():
+                self.optimizer.state[each] = {k: _laid_out(v, stand_in, each) for k, v in (made or {}).items()}
+        return self.optimizer
+
+
+def whole_optimizer(
+    factory: Factory, parameters: Sequence[GlobalParameter], device: torch.device | str = "cpu"
+) -> WholeOptimizer:
+    """What the factory makes of stand-ins.
+
+    Raises OptimizerError for what is no optimiser of the given tensors, or one whose step needs a closure.
+    """
+    made = of_values(factory, parameters, _BASES[0], device)
+    if made.optimizer.state:
+        _check_state(made, of_values(factory, parameters, _BASES[1], device))
+    return made
+
+
+def of_values(
+    factory: Factory, parameters: Sequence[GlobalParameter], base: float, device: torch.device | str = "cpu"
+) -> WholeOptimizer:
+    """As `whole_optimizer`, of stand-ins of a certain value, and without a look at what the constructor made."""
+    stand_ins = {parameter.name: parameter.stand_in(base, device) for parameter in parameters}
+    with ThinState():
+        optimizer = call(factory, stand_ins.items())
+    check_members(optimizer, stand_ins.values())
+    return WholeOptimizer(optimizer, stand_ins)
+
+
+def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
+    """Raises OptimizerError unless this is an optimiser of (some of) the given parameters alone that can step."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            "the optimiser factory must return a torch.optim.Optimizer", f"a {type(optimizer).__name__}"
+        )
+    kind = type(optimizer).__name__
+    given = list(given)
+    known = {id(p) for p in given}
+    if not all(p.requires_grad for p in given):
+        raise OptimizerError(
+            "the optimiser factory must leave the parameters as they are",
+            "requires_grad=False, set in the factory",
+            "requires_grad_(False) on the model, before it is compiled",
+        )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in known for p in held)
+    if foreign or not held:
+        raise OptimizerError(
+            "the optimiser factory must make its optimiser of the parameters that it is given",
+            f"{kind} holds {foreign} others" if foreign else f"{kind} holds none of them",
+            "a factory `params -> optimizer` or `named_parameters -> optimizer` that uses its argument, not the model "
+            "that it was written beside: programs train parameters of their own",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptimizerError(
+            "optimisers whose step evaluates the loss again are not supported",
+            f"{kind}.step needs a closure",
+            "an optimiser that steps from the gradients alone, such as AdamW or SGD",
+        )
+
+
+class ThinState(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
+    """`with ThinState():` what is made like a tensor (zeros_like, ...) has one element of memory, too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _LIKE and args[0].numel() > 1:
+            options.pop("memory_format", None)
+            return func(args[0].as_strided((), ()), *args[1:], **options).expand(args[0].shape)
+        return func(*args, **options)
+
+
+_aten = torch.ops.aten
+_LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default)
+
+
+def _check_state(made: WholeOptimizer, other: WholeOptimizer) -> None:
+    """State that a constructor makes must be constants: parameters have no values yet, and are cut."""
+    for name, stand_in in made.stand_ins.items():
+        twin = other.optimizer.state.get(other.stand_ins[name], {})
+        for key, value in made.optimizer.state.get(stand_in, {}).items():
+            if isinstance(value, Tensor) and not (_is_same_constant(value, twin[key])):
+                raise OptimizerError(
+                    "an optimiser's constructor must not read the parameters' values",
+                    f"{type(made.optimizer).__name__} keeps {key!r} of {name}",
+                    "an optimiser that makes its state in its first step",
+                )
+
+
+def _first(value: Tensor) -> Tensor:
+    return value.as_strided((), ())
+
+
+def _is_same_constant(value: Tensor, twin: Tensor) -> bool:
+    is_constant = value.numel() == 1 or not any(value.stride()) or bool((value == _first(value)).all())
+    return is_constant and torch.equal(_first(value), _first(twin))
+
+
+def _laid_out(value: Any, stand_in: nn.Parameter, stored: nn.Parameter) -> Any:
+    """State of a stand-in for what is stored of it."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != stand_in.shape or value.ndim == 0:
+        return value.clone()
+    dtype = stored.dtype if value.dtype == stand_in.dtype else value.dtype
+    return torch.full_like(stored, _first(value).item(), dtype=dtype, requires_grad=False)
+
+
+# For saved programs ---------------------------------------------------------------------------------------------------
+
+
+def imported(path: str, **arguments: Any) -> Factory:
+    """The factory `module:name`, with these arguments. Raises SystemExit where it cannot be imported."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SystemExit(
+            f"the optimiser {path!r} cannot be imported: {error}\n"
+            "put the folder of its module on PYTHONPATH, or give --optimizer module:factory"
+        ) from None
+    factory: Factory = partial(found, **arguments) if arguments else found
+    return factory
+
+
+def written(parameters: Sequence[GlobalParameter]) -> tuple[GlobalParameter, ...]:
+    """The same with such attributes alone as a file can have."""
+    kinds = (bool, int, float, str, type(None))
+    return tuple(
+        replace(each, attributes={k: v for k, v in each.attributes.items() if isinstance(v, kinds)})
+        for each in parameters
+    )
+
+
+def write_parameters(parameters: Sequence[GlobalParameter], path: Path) -> None:
+    """A line per parameter: [name, shape, dtype, attributes], as `written`."""
+    lines = [json.dumps([p.name, list(p.shape), p.dtype, dict(p.attributes)]) for p in written(parameters)]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def read_parameters(path: Path) -> tuple[GlobalParameter, ...]:
+    """What `write_parameters` wrote."""
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(GlobalParameter(name, tuple(shape), dtype, extra) for name, shape, dtype, extra in entries)

@@ -1,0 +1,83 @@
+"""This process as one of several ranks: joining the others, and ending with whoever started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
+
+_PR_SET_PDEATHSIG = 1
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def join(backend: str, timeout: timedelta | None = None) -> None:
+    """`dist.init_process_group` from what the launcher put into the environment; under torchrun this rank ends with it.
+
+    torchrun keeps one store for all its attempts (--max-restarts), in which a new attempt would meet the keys of the
+    one before it and wait for ranks that are gone: every attempt gets a prefix of its own.
+    """
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if is_under_torchrun():
+        end_with_parent(os.getppid())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agent: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, is_master=False, timeout=timeout or default_pg_timeout
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        more |= {"store": PrefixStore(f"autopar/attempt_{attempt}", agent), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, **more)
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun, or torch's elastic launcher, is this process's parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the system kill this process when its parent, of that number, is gone, however it went.
+
+    Not asked to end: a rank that waits for others, or is stopped, would not hear it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it went before it was watched
+        os._exit(1)
+
+
+class Ending:
+    """Whether this run was told to end (SIGTERM), so that it can do so after a step and not within."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_told = device, False
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_told = True
+
+    def is_told(self) -> bool:
+        """The same on all ranks, if any was told. Collective."""
+        told = torch.tensor(int(self._is_told), device=self._device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os._exit(1)

@@ -1,0 +1,82 @@
+"""What torch's functions take: the one module that knows where torch keeps their schemas.
+
+Overloads have a schema each (`torch.ops.aten.add.Tensor`). Functions and methods written in C++ (`torch.add`,
+`F.linear`, `x.sum`) take whatever one of the operator's overloads takes; those written in Python have a signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+class EmissionError(Exception):
+    """A program cannot be written, or what was written cannot run: never the user's fault.
+
+    problem: one clause. call: the text or operator that is wrong, if any. where: the file and its line.
+    """
+
+    def __init__(self, problem: str, call: str = "", where: str = "") -> None:
+        self.problem, self.call, self.where = problem, call, where
+        super().__init__(": ".join(filter(None, (where, problem, call))))
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a schema. type: torch's word for it ("Tensor", "Optional[int]"). default: lists are tuples."""
+
+    name: str
+    type: str
+    is_required: bool
+    is_keyword: bool
+    default: Any = None
+
+    def is_default(self, value: Any) -> bool:
+        """Whether leaving `value` out says the same: equal and of one type (a step of 1.0 makes floats, 1 integers)."""
+        return not self.is_required and type(value) is type(self.default) and bool(value == self.default)
+
+
+Schema = tuple[Argument, ...]
+
+
+@cache
+def schema_of(target: str) -> Schema | None:
+    """Of an overload such as "aten.linear.default"; None if torch has none of that name."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part, None)
+    return _arguments(found._schema) if isinstance(found, torch._ops.OpOverload) else None
+
+
+@cache
+def schemas_named(name: str) -> tuple[Schema, ...]:
+    """Of all overloads of aten's operator `name`, without those that write to `out`; () if there is none."""
+    found = [_arguments(schema) for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")]
+    return tuple(schema for schema in found if not any(argument.name == "out" for argument in schema))
+
+
+@cache
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Of a function written in Python; None for one in C++."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def _arguments(schema: Any) -> Schema:
+    return tuple(
+        Argument(
+            a.name,
+            str(a.type),
+            not a.has_default_value(),
+            a.kwarg_only,
+            tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value,
+        )
+        for a in schema.arguments
+    )

@@ -1,0 +1,316 @@
+"""A checkpoint is data: it runs nothing, damage in it is noticed, and only its own model continues from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import checkpoints
+from autopar.checkpoints import DamagedCheckpoint
+from autopar.errors import CheckpointError, ConstraintError, OutputError
+from autopar.trainer import Trainer, TrainerConfig
+from codegen.runtime import checkpoint_files as files
+
+PROGRESS = {"step": 3, "num_samples": 24, "seed": 7}
+CONFIG = TrainerConfig(auto_parallel=False, steps=2, log_every=0, learning_rate=0.1)
+
+
+class Net(nn.Module):
+    """With a buffer of every kind, a parameter that takes no part, and complex numbers."""
+
+    def __init__(self, width: int = 4, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rates", torch.polar(torch.ones(3), torch.arange(3.0)), persistent=False)
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def trained(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **options)
+    for seed in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))).backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    net = Net()
+    net.count.fill_(5)
+    optimizer = trained(net)
+    for step in (1, 2):
+        checkpoints.write(tmp_path, step, lambda f: checkpoints.save_plain(net, optimizer, PROGRESS, f), True, nothing)
+    return tmp_path
+
+
+def nothing() -> None:
+    """No other rank to wait for."""
+
+
+def load(folder: Path, net: nn.Module | None = None) -> Callable[[Path], None]:
+    net = net or Net()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    return lambda path: None if checkpoints.load_plain(net, optimizer, path) else None
+
+
+def test_everything_comes_back_to_the_bit(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = trained(net)
+    net.count.fill_(5)
+    net.rates.mul_(2j)
+    checkpoints.save_plain(net, optimizer, PROGRESS, tmp_path / "c")
+    other = Net()
+    again = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad])
+    assert checkpoints.load_plain(other, again, tmp_path / "c") == PROGRESS
+    for (name, value), (_, expected) in zip(other.named_parameters(), net.named_parameters(), strict=True):
+        assert torch.equal(value, expected), name
+        for key, state in optimizer.state.get(expected, {}).items():
+            assert torch.equal(again.state[value][key], state)
+    assert torch.equal(other.rates, net.rates) and other.count == 5
+    # What is read needs no pickle: every file is safetensors or JSON.
+    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".safetensors", ".json"}
+
+
+class Runs:
+    """Executes when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def truncate(path: Path, marker: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path: Path, marker: Path) -> None:
+    path.write_bytes(b"")
+
+
+def missing(path: Path, marker: Path) -> None:
+    path.unlink()
+
+
+def pickled(path: Path, marker: Path) -> None:
+    path.write_bytes(pickle.dumps(Runs(marker)))
+
+
+def old_format(path: Path, marker: Path) -> None:
+    (path.parent / ".metadata").write_bytes(pickle.dumps(Runs(marker)))
+
+
+@pytest.mark.parametrize("name", [files.MANIFEST, "rank00000-00000.safetensors"])
+@pytest.mark.parametrize("damage", [truncate, empty, missing, pickled])
+def test_a_damaged_checkpoint_is_passed_over(damage: Any, name: str, saved: Path, tmp_path: Path) -> None:
+    damage(saved / "step-00000002" / name, tmp_path / "executed")
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(DamagedCheckpoint):
+        load(saved, net)(saved / "step-00000002")
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items()), "changed before it failed"
+    with pytest.warns(UserWarning, match="passed over a damaged checkpoint"):
+        assert checkpoints.resume(saved, load(saved)) == saved / "step-00000001"
+    assert (saved / "step-00000002.damaged").is_dir()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_every_flipped_bit_is_noticed(saved: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in (files.MANIFEST, "rank00000-00000.safetensors"):
+        path = saved / "step-00000002" / name
+        whole = path.read_bytes()
+        for _ in range(40):
+            data = bytearray(whole)
+            bit = int(torch.randint(8 * len(data), (), generator=generator))
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            with pytest.raises(DamagedCheckpoint):
+                load(saved)(saved / "step-00000002")
+        path.write_bytes(whole)
+    load(saved)(saved / "step-00000002")
+
+
+def test_all_damaged_is_an_error_and_none_is_not(saved: Path, tmp_path: Path) -> None:
+    for step in ("step-00000001", "step-00000002"):
+        truncate(saved / step / "rank00000-00000.safetensors", tmp_path)
+    for _ in range(2):  # at every start
+        with warnings.catch_warnings(), pytest.raises(CheckpointError, match="every checkpoint of .* is damaged"):
+            warnings.simplefilter("ignore")
+            checkpoints.resume(saved, load(saved))
+    (tmp_path / "new" / "step-00000009").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="has no manifest"):
+        assert checkpoints.resume(tmp_path / "new", load(saved)) is None
+
+
+def test_the_older_format_is_refused_and_not_run(saved: Path, tmp_path: Path) -> None:
+    old_format(saved / "step-00000002" / files.MANIFEST, tmp_path / "executed")
+    with pytest.raises(CheckpointError, match="an older autopar wrote"):
+        checkpoints.resume(saved, load(saved))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("net", "text"),
+    [
+        (Net(depth=1), r"it has, and the model has not, layers.1.bias, layers.1.weight"),
+        (Net(depth=3), r"it lacks layers.2.bias, layers.2.weight"),
+        (Net(width=5), r"layers.0.bias has shape \(4,\) in the checkpoint, \(5,\) in the program"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(net: nn.Module, text: str, saved: Path) -> None:
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(CheckpointError, match=text):
+        checkpoints.resume(saved, load(saved, net))
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
+def test_another_optimisers_checkpoint_is_refused(saved: Path) -> None:
+    net = Net()
+    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+        checkpoints.load_plain(net, torch.optim.SGD(net.parameters(), 0.1), saved / "step-00000002")
+
+
+def test_new_settings_win_and_schedules_continue(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = trained(net, lr=0.1, weight_decay=0.3)
+    settings = files.settings_of(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05  # as a schedule does
+    checkpoints.save_plain(net, optimizer, PROGRESS, tmp_path / "c", settings)
+    for lr, decay, expected in ((0.1, 0.3, (0.05, 0.3)), (0.2, 0.3, (0.2, 0.3)), (0.1, 0.0, (0.05, 0.0))):
+        again = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, weight_decay=decay)
+        checkpoints.load_plain(net, again, tmp_path / "c")
+        group = again.param_groups[0]
+        assert (group["lr"], group["weight_decay"]) == expected
+        assert group["betas"] == (0.9, 0.999)
+
+
+def test_a_new_learning_rate_counts_when_training_is_resumed(tmp_path: Path) -> None:
+    """Equal to a plain loop that changes the rate after two steps."""
+    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
+    torch.manual_seed(0)
+    net = Net()
+    reference = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], 0.1, weight_decay=0.01)
+    losses = []
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.01
+        optimizer.zero_grad()
+        losses.append(reference(**batch))
+        losses[-1].backward()
+        optimizer.step()
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path))
+    first = Trainer(copy.deepcopy(net), config, [batch]).fit().losses
+    rest = Trainer(copy.deepcopy(net), replace(config, steps=4, learning_rate=0.01), [batch]).fit().losses
+    assert (*first, *rest) == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+
+
+def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path), checkpoint_every=1, steps=5, keep_checkpoints=3)
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    with pytest.warns(UserWarning, match="passed over"):
+        Trainer(Net(), config, [{"x": torch.ones(8, 4)}]).fit()
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
+    assert names == ["step-00000001.replaced", "step-00000003", "step-00000004", "step-00000005"]
+    assert (tmp_path / "step-00000001.replaced" / "notes.txt").exists()
+    with pytest.raises(ConstraintError, match="keep_checkpoints is a whole number of at least 2"):
+        replace(CONFIG, keep_checkpoints=1)
+
+
+def test_a_full_disk_keeps_the_last_good_one(saved: Path, monkeypatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "write_synced", full)
+    net = Net()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save = lambda folder: checkpoints.save_plain(net, trained(net), PROGRESS, folder)  # noqa: E731
+        checkpoints.write(saved, 3, save, True, nothing)
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]
+    load(saved)(saved / "step-00000002")
+
+
+def holds_the_lock(directory: Path, pipe: Any) -> None:
+    with checkpoints.locked(directory):
+        pipe.send("held")
+        pipe.recv()
+
+
+def test_two_trainers_do_not_share_a_folder(tmp_path: Path) -> None:
+    here, there = multiprocessing.Pipe()
+    other = multiprocessing.get_context("fork").Process(target=holds_the_lock, args=(tmp_path, there))
+    other.start()
+    try:
+        assert here.recv() == "held"
+        with pytest.raises(CheckpointError, match=rf"another trainer[^$]*process {other.pid} on "):
+            Trainer(Net(), replace(CONFIG, checkpoint_directory=str(tmp_path)), [{"x": torch.ones(8, 4)}]).fit()
+    finally:
+        other.kill()
+        other.join()
+    with checkpoints.locked(tmp_path):
+        pass
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what is no tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = ["text"]
+
+
+def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    batches = [{"x": torch.ones(8, 4)}]
+    config = replace(CONFIG, steps=50, checkpoint_directory=str(tmp_path / "file" / "run"))
+    with pytest.raises(OutputError, match="is no folder"):
+        Trainer(Net(), config, batches).fit()
+    seen = []
+
+    def counted(start: int) -> Any:
+        while True:
+            seen.append(start)
+            yield batches[0]
+
+    config = replace(config, checkpoint_directory=str(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match="the optimiser's state cannot be saved"):
+        Trainer(Net(), config, counted, optimizer=lambda params: Odd(params, 0.1)).fit()
+    assert len(seen) <= 3
+
+
+def test_a_manifest_leads_nowhere_else(saved: Path) -> None:
+    """Its checksum is right: who wrote it can compute one."""
+    import hashlib
+
+    path = saved / "step-00000002" / files.MANIFEST
+    body = json.loads(path.read_text().splitlines()[1])
+    for change in ({"files": {"../x": [1, 1]}}, {"tensors": {"x": {}}}, {"tensors": []}, {"record": {}}):
+        text = json.dumps({**body, **change})
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        path.write_text(json.dumps({"format": files.FORMAT, "sha256": digest}) + f"\n{text}\n")
+        with pytest.raises(CheckpointError):
+            load(saved)(saved / "step-00000002")
