@@ -6,6 +6,7 @@ the allocator keeps, and a process forked from its parent shares pages with it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,10 +23,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     counted, nor is memory inside a communication library. A storage that has another size at `reset_peak` or when it is
     used (gathered parameters are freed and filled again) is measured anew at every operator from then on. Slows every
     operator by some ten microseconds.
+
+    settle: seconds that a new peak must last to count. A thread of gloo drops a finished collective's tensors only
+    after the waiting thread was told, how long after depends on the machine's load; 0 counts what it still holds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settle: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.settle = settle
         self.num_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -56,6 +61,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
                 if id(storage) not in before:
                     self._count(storage)
         self._measure_resized()
+        if self.settle and self.num_bytes > self.peak_bytes:
+            time.sleep(self.settle)
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         return result
 
