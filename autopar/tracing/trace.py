@@ -480,11 +480,12 @@ def _traceable(batch: Batch) -> Iterator[None]:
 def refuse_custom_backward() -> Iterator[None]:
     """What a trace of forward drops silently is refused: backward of a custom autograd.Function, hooks, gradients."""
 
-    registered = torch.autograd.Function.__dict__["apply"].__func__
+    # A classmethod of Python until torch 2.14, of C since.
+    registered = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
-            return registered(cls, *args, **kwargs)
+            return registered.__get__(None, cls)(*args, **kwargs)
         raise TraceError(
             "the model calls a custom autograd.Function, whose backward torch.export would drop",
             values=f"{cls.__module__}.{cls.__qualname__}",
