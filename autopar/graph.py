@@ -159,12 +159,14 @@ class Accumulation:
 
     whole: tensors whose value, wherever it is read, is the sum of those of all micro-batches. scales: what an input of
     a call is multiplied by before the call, by (scope, call, number of the input). loss: what the loss is multiplied
-    by; the step takes the mean over the micro-batches after that.
+    by; the step takes the mean over the micro-batches after that. repeated: calls (scope, name) of dropout whose mask
+    is the same in all micro-batches; the others' goes on from one to the next.
     """
 
     whole: tuple[Ref, ...] = ()
     scales: Mapping[tuple[str, str, int], Fraction] = field(default_factory=dict)
     loss: Fraction = Fraction(1)
+    repeated: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

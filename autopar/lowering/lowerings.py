@@ -57,7 +57,8 @@ def lower_call(
     number = scope.num_dropout_calls
     scope.num_dropout_calls += 1
     where: tuple[tuple[str, Any], ...] = (("call", number), ("layout", Raw(layout)))
-    if not operator.starts_with_batch:
+    accumulation = scope.shared.graph.accumulation
+    if accumulation is not None and (operator.scope, node.name) in accumulation.repeated:
         where = (*where, ("batched", False))
     if lowering.name == "dropout":
         arguments = given(call)

@@ -157,7 +157,8 @@ def decode(space: Space, chosen: tuple[int, ...]) -> Choices:
 
 def operators_at(request: Request, rows: int) -> tuple[Graph, dict[tuple[str, str], Operator]]:
     """The graph of `rows` micro-batch rows and its calls."""
-    return request.trace(rows), operators_of(request.trace(rows), request.trace.estimate(2) if rows == 1 else None)
+    graph = request.trace(rows)
+    return graph, operators_of(graph)
 
 
 def divisors(number: int) -> list[int]:

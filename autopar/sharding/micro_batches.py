@@ -216,6 +216,7 @@ class _Proof:
         self.scopes = {scope.name: scope for scope in scopes_of(whole)}
         self.twins = {scope.name: scope for scope in scopes_of(micro)}
         self.walked: dict[tuple[str, tuple[Share, ...]], tuple[Share, ...]] = {}
+        self.draws: dict[tuple[str, str], bool] = {}
 
     def run(self) -> Accumulation:
         body, twins = self.whole.body, self.micro.body
@@ -235,7 +236,8 @@ class _Proof:
         order = {piece.name: number for number, piece in enumerate(body)}
         known = tuple(sorted(self.known, key=lambda ref: (order[ref.node], ref.index)))
         used = {key: scale for key, scale in self.scales.items() if scale != 1}
-        return Accumulation(known, used, self.loss_scale(shares[self.whole.loss]))
+        repeated = frozenset(key for key, goes_on in self.draws.items() if not goes_on)
+        return Accumulation(known, used, self.loss_scale(shares[self.whole.loss]), repeated)
 
     def loss_scale(self, loss: Share) -> Fraction:
         if loss.placement.is_shard:
@@ -292,7 +294,15 @@ class _Proof:
             found = self.of_nothing(site)
         else:
             found = (Share(R, self.scale_of(site)),) * len(node.outputs)
+        if site.packet in DRAWING:
+            self.draw(site, found[0])
         return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(found)}
+
+    def draw(self, site: _Site, share: Share) -> None:
+        """Whether this call's mask goes on from micro-batch to micro-batch, in all layers of its class alike."""
+        goes_on = share.placement.is_shard
+        if self.draws.setdefault((site.scope.name, site.node.name), goes_on) != goes_on:
+            raise site.error("draws a mask of the rows in one layer, and one without rows in another")
 
     def site(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> _Site:
         metas = tuple(scope.metas[ref] for ref in node.inputs)

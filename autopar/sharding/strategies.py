@@ -41,8 +41,7 @@ class Option:
 class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
-    batch: the factor (and sections) that runs over the batch. starts_with_batch: whether dim 0 of the result is the
-    batch, or merged from it and more. runs: of the scope's calls, what one kernel may do.
+    batch: the factor (and sections) that runs over the batch. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -52,7 +51,6 @@ class Operator:
     known: bool
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
-    starts_with_batch: bool = False
     runs: Fusions | None = None
 
     @property
@@ -103,12 +101,8 @@ def scopes_of(graph: Graph) -> tuple[Scope, ...]:
     return tuple(scopes)
 
 
-def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str], Operator]:
-    """Every call of the graph by (scope, node name), with its batch factor and section counts found.
-
-    twin: the same model's graph of two rows, for a graph of one: a batch of one row has no factor to follow.
-    """
-    twins = operators_of(twin) if twin is not None else {}
+def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
+    """Every call of the graph by (scope, node name), with its batch factor and section counts found."""
     scopes = scopes_of(graph)
     rules = {(s.name, n.name): rule_or_blank(n, s.metas) for s in scopes for n in s.nodes}
     batch = _follow_batch(graph, scopes, rules)
@@ -120,8 +114,6 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
             key = (scope.name, node.name)
             rule, is_known = rules[key]
             metas = tuple(scope.metas[ref] for ref in node.inputs)
-            starts = key in twins and twins[key].starts_with_batch
-            starts = starts or _starts_with_batch(rule, batch.get(key))
             found[key] = Operator(
                 scope.name,
                 node,
@@ -130,7 +122,6 @@ def operators_of(graph: Graph, twin: Graph | None = None) -> dict[tuple[str, str
                 is_known,
                 batch.get(key),
                 sections.get(key, {}),
-                starts,
                 runs,
             )
     return found
@@ -141,11 +132,6 @@ def _leaving(graph: Graph, scope: Scope) -> set[Ref]:
     if scope.layer:
         return set(scope.layer.outputs)
     return {graph.loss} | {ref for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args}
-
-
-def _starts_with_batch(rule: Rule, batch: tuple[str, int] | None) -> bool:
-    placement = find_factor(rule, rule.outputs[0], *batch) if batch and rule.outputs else None
-    return placement is not None and placement.dim == 0 and placement.sections == 1
 
 
 def rule_or_blank(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bool]:

@@ -233,6 +233,38 @@ def test_the_example_models_may_be_cut_into_any_micro_batches(name: str, dropout
     assert [graphs.whole_batch_reason(count) for count in (2, 4, 8)] == [None] * 3
 
 
+class Masked(nn.Module):
+    """Rows [B, S, W] of which a mask of shape [B, 1, 1], [1, S, 1] or of a table drops some, and their loss."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.ones(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {
+            "rows": torch.ones(x.shape[0], 1, 1),
+            "like": torch.ones_like(x[:, :1]),
+            "positions": torch.ones(1, x.shape[1], 1),
+            "table": self.table,
+        }[self.what]
+        return (self.linear(x) * F.dropout(made, 0.5)).square().mean()
+
+
+@pytest.mark.parametrize("what", ["rows", "like", "positions", "table"])
+@pytest.mark.parametrize("count", [2, ROWS])
+def test_masks_of_tensors_that_are_made_of_no_input(what: str, count: int) -> None:
+    """Those of rows go on from micro-batch to micro-batch, others are the same in all."""
+    torch.manual_seed(0)
+    report = autopar.verify(
+        Masked(what),
+        "1 cpu",
+        example_inputs={"x": torch.randn(ROWS, LENGTH, WIDTH)},
+        constraints={"micro_batches": count},
+    )
+    assert report.ok(1e-5), report
+
+
 # --- random losses ----------------------------------------------------------------------------------------------------
 
 
