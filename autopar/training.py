@@ -137,6 +137,7 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     program.require_backend()
+    checkpoints.require_own(config.checkpoint_directory, program.model, program.optimizer)
     ranks, patience = program.plan.num_ranks, group_seconds(program)
     with temporary_folder() as folder:
         args = (program, config, batches, folder)

@@ -135,7 +135,7 @@ if __name__ == "__main__":
     try:
         main()
     except checkpoint.CheckpointError as error:
-        raise SystemExit(f"error: {{error}}") from None
+        raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"error: {{error}}") from None
 '''
 
 
