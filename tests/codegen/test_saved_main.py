@@ -1,4 +1,4 @@
-"""What a saved program's main.py does as a process: checkpoints on the way, ending when told to, and whom it imports."""
+"""What a saved program's main.py does as a process: checkpoints on the way, ending when told to, what it imports."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def saved(folder: Path, ranks: int, layers: int = 1) -> Path:
     """With dropout, so that the random state has to be resumed as well."""
     example = EXAMPLES["gpt2"](layers=layers, width=16, num_heads=2, batch_size=4, seq_len=8, dropout=0.1)
     constraints = {"dp": ranks, "zero": 2} if ranks > 1 else {}
-    return autopar.compile(
-        example.model, f"{ranks} cpu", example_inputs=example.inputs, constraints=constraints
-    ).save(folder)
+    return autopar.compile(example.model, f"{ranks} cpu", example_inputs=example.inputs, constraints=constraints).save(
+        folder
+    )
 
 
 @pytest.fixture(scope="module")
