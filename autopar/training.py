@@ -76,14 +76,14 @@ def under_launcher() -> bool:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """The default process group for as long as it takes; the caller's own if there is one."""
+def process_group(collective_seconds: float | None) -> Iterator[None]:
+    """The default process group for as long as it takes; the caller's own if there is one, which waits as it does."""
     if dist.is_initialized():
         yield
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    join("nccl" if torch.cuda.is_available() else "gloo")
+    join("nccl" if torch.cuda.is_available() else "gloo", collective_seconds)
     try:
         yield
         dist.barrier()  # a rank that leaves while others still use their connections to it can abort
@@ -138,7 +138,7 @@ def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batche
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     program.require_backend()
     checkpoints.require_own(config.checkpoint_directory, program.model, program.optimizer)
-    ranks, patience = program.plan.num_ranks, group_seconds(program)
+    ranks, patience = program.plan.num_ranks, group_seconds(program, config.collective_seconds)
     with temporary_folder() as folder:
         args = (program, config, batches, folder)
         results: list[TrainResult] = run_ranks(fit_rank, args, ranks, math.inf, patience)
