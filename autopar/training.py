@@ -29,7 +29,8 @@ from autopar.launch import group_seconds, run_ranks
 from autopar.loaders import named_batch, num_rows
 from autopar.progress import TrainingProgress
 from autopar.scratch import temporary_folder
-from autopar.tracing.trace import _LossModule, name_inputs
+from autopar.tracing.inputs import name_inputs
+from autopar.tracing.loss_module import LossModule
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
 from autopar.weights import read_values, set_values, write_values
 from codegen.runtime.checkpoint_files import settings_of
@@ -407,7 +408,7 @@ class _Plain:
         self.model.zero_grad()  # also what the optimiser leaves out
         self.guard.before_forward()
         with SameDropout(self.config.seed, self.num_steps):
-            loss = _LossModule(self.model, self.loss_fn, tuple(named))(**named)
+            loss = LossModule(self.model, self.loss_fn, tuple(named))(**named)
         loss.backward()
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf
