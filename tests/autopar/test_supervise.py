@@ -219,8 +219,9 @@ class Net(torch.nn.Module):
 @pytest.mark.distributed
 def test_users_say_how_long_ranks_wait_for_one_another() -> None:
     config = TrainerConfig(cluster="2 cpu", steps=3, log_every=0, constraints={"dp": 2}, collective_seconds=20.0)
-    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) stands still; rank 0: "):
+    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) stands still; rank 0: ") as caught:
         Trainer(Net(), config, SlowAt(4)).fit()
+    assert "imed out waiting 20000ms" in str(caught.value)
     for wrong in (0, -1.0, float("nan"), "60"):
         with pytest.raises(ConstraintError, match="collective_seconds is a finite number above 0"):
             TrainerConfig(collective_seconds=wrong)
