@@ -7,62 +7,26 @@ training can move between one process and many.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import CheckpointError
-from autopar.outputs import require_folder
+from autopar.errors import AutoparError, CheckpointError
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime import checkpoint_folder
 from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
 from codegen.runtime.checkpoint_files import Piece
-from codegen.runtime.checkpoint_folder import KEPT, latest
+from codegen.runtime.checkpoint_folder import latest
+from codegen.runtime.optimizers import Factory, parameters_of, whole_optimizer
 
-__all__ = ["latest", "load_plain", "locked", "readable", "resume", "save_plain", "write"]
-
-
-class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not as it was written."""
+__all__ = ["latest", "load_plain", "locked", "readable", "require_own", "resume", "save_plain", "write"]
 
 
-def resume(directory: str | Path | None, load: Callable[[Path], None], is_first: bool = True) -> Path | None:
-    """Load the newest intact checkpoint, and return it; None where there is none to load. Collective.
-
-    load: raises DamagedCheckpoint, on all ranks, before it changes anything. What is damaged or incomplete is passed
-    over with a warning and, where an intact one is found, renamed by the first rank. Raises CheckpointError where all
-    are damaged, or the newest is another model's.
-    """
-    with readable():
-        return checkpoint_folder.resume(directory, load, is_first, DamagedCheckpoint)
-
-
-def write(
-    directory: str | Path,
-    step: int,
-    save: Callable[[Path], None],
-    is_first: bool,
-    wait: Callable[[], None],
-    keep: int = KEPT,
-) -> Path:
-    """As codegen/runtime/checkpoint_folder.py's. Raises CheckpointError."""
-    with readable():
-        return checkpoint_folder.write(directory, step, save, is_first, wait, keep)
-
-
-@contextlib.contextmanager
-def locked(directory: str | Path | None) -> Iterator[None]:
-    """Nobody else writes into the folder meanwhile; for one rank of a run. The lock goes with its process.
-
-    Raises CheckpointError naming who has it, and OutputError for a folder that cannot be written to.
-    """
-    if directory is not None:
-        require_folder(Path(directory))
-    with readable(), checkpoint_folder.locked(directory):
-        yield
+class DamagedCheckpoint(CheckpointError, files.DamagedError):
+    """A checkpoint is not as it was written; the folder's functions know it as theirs."""
 
 
 @contextlib.contextmanager
@@ -70,6 +34,8 @@ def readable(runtime: Any = files) -> Iterator[None]:
     """Errors of a runtime's checkpoint module (a generated program has its own) as errors of autopar."""
     try:
         yield
+    except AutoparError:
+        raise
     except runtime.DamagedError as error:
         raise DamagedCheckpoint(str(error)) from None
     except runtime.CheckpointError as error:
@@ -77,9 +43,40 @@ def readable(runtime: Any = files) -> Iterator[None]:
         raise CheckpointError(str(error), alternatives=alternatives) from None
 
 
+resume = readable()(checkpoint_folder.resume)
+write = readable()(checkpoint_folder.write)
+
+
+@contextlib.contextmanager
+def locked(directory: str | Path | None) -> Iterator[None]:
+    """As codegen/runtime/checkpoint_folder.py's."""
+    with readable(), checkpoint_folder.locked(directory):
+        yield
+
+
+def require_own(directory: str | Path | None, model: nn.Module, factory: Factory) -> None:
+    """Raises CheckpointError where every rank of a program would that resumes from the folder: before any is started.
+
+    Of the newest intact checkpoint only the manifest is read, unless it is another model's or optimiser's.
+    """
+
+    def look(path: Path) -> None:
+        manifest = files.read_manifest(path)
+        try:
+            _require_same_model(_under_stored_names(model, manifest), manifest, path)
+            files.require_same_optimizer(whole_optimizer(factory, parameters_of(model)).optimizer, manifest.record)
+        except files.CheckpointError:
+            files.require_intact(path, manifest, 0, 1)  # what is damaged is passed over, whosever it is
+            raise
+
+    with readable():
+        checkpoint_folder.resume(directory, look, is_first=False)
+
+
 # Plain runs -----------------------------------------------------------------------------------------------------------
 
 
+@readable()
 def save_plain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -98,8 +95,7 @@ def save_plain(
         "numbers": numbers,
         "notes": {},
     }
-    with readable():
-        files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
+    files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
 
 
 def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -117,6 +113,7 @@ def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return numbers
 
 
+@readable()
 def load_plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, settings: list[dict[str, Any]] | None = None
 ) -> dict[str, int]:
@@ -124,29 +121,28 @@ def load_plain(
 
     Raises CheckpointError for another model or optimiser, DamagedCheckpoint, both before anything is changed.
     """
-    with readable():
-        manifest = files.read_manifest(directory)
-        files.require_intact(directory, manifest, 0, 1)
-        files.require_same_optimizer(optimizer, manifest.record)
-        wanted = _tensors(model)
-        _require_same_model(wanted, manifest, directory)
-        pieces = [_whole(name, value.data) for name, value in wanted.items() if _is_stored(name, value, manifest)]
-        states: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        for name, parameter in _optimized(model):
-            prefix, state = f"{OPTIMIZER}{name}.", dict[str, Any]()
-            for full in (*manifest.tensors, *manifest.record["numbers"]):
-                key = full.removeprefix(prefix)
-                if not full.startswith(prefix) or "." in key:
-                    continue
-                if full in manifest.tensors:
-                    stored = manifest.tensors[full]
-                    state[key] = torch.zeros(stored.shape, dtype=stored.dtype)
-                    pieces.append(_whole(full, state[key]))
-                else:
-                    state[key] = manifest.record["numbers"][full]
-            if state:
-                states.append((parameter, state))
-        files.fill(directory, manifest, pieces)
+    manifest = files.read_manifest(directory)
+    files.require_intact(directory, manifest, 0, 1)
+    files.require_same_optimizer(optimizer, manifest.record)
+    wanted = _tensors(model)
+    _require_same_model(wanted, manifest, directory)
+    pieces = [_whole(name, value.data) for name, value in wanted.items() if _is_stored(name, value, manifest)]
+    states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+    for name, parameter in _optimized(model):
+        prefix, state = f"{OPTIMIZER}{name}.", dict[str, Any]()
+        for full in (*manifest.tensors, *manifest.record["numbers"]):
+            key = full.removeprefix(prefix)
+            if not full.startswith(prefix) or "." in key:
+                continue
+            if full in manifest.tensors:
+                stored = manifest.tensors[full]
+                state[key] = torch.zeros(stored.shape, dtype=stored.dtype)
+                pieces.append(_whole(full, state[key]))
+            else:
+                state[key] = manifest.record["numbers"][full]
+        if state:
+            states.append((parameter, state))
+    files.fill(directory, manifest, pieces)
     optimizer.state.clear()
     for parameter, state in states:
         optimizer.state[parameter] = state
@@ -162,13 +158,23 @@ def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, 
     for names, whose in ((missing, "lacks"), (sorted(held - needed), "has, and the model has not,")):
         if names:
             some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise CheckpointError(
-                f"the checkpoint is of another model: it {whose} {some}",
-                values=str(directory),
-                alternatives="another checkpoint folder, or the model that it is of",
-            )
+            raise files.CheckpointError(f"the checkpoint {directory} is of another model: it {whose} {some}")
     for name in sorted(held & needed):
         files.require_shape(name, manifest.tensors[name], tuple(wanted[name].shape))
+
+
+def _under_stored_names(model: nn.Module, manifest: files.Manifest) -> dict[str, Tensor]:
+    """As `_tensors`; what has several names, under that which the checkpoint has."""
+    names: dict[int, list[str]] = {}
+    for name, value in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(value), []).append(name)
+    return {
+        next((each for each in names[id(value)] if each in manifest.tensors), name): value
+        for name, value in _tensors(model).items()
+    }
 
 
 def _is_stored(name: str, value: Tensor, manifest: files.Manifest) -> bool:

@@ -31,11 +31,12 @@ from autopar.optimizers import check_plan, examine, limited
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan, search_plans
 from autopar.planning.request import Candidate, Request, operators_at
+from autopar.sharding.accumulating_trace import AccumulatingTrace
 from autopar.sharding.choices import expand
-from autopar.sharding.micro_batches import AccumulatingTrace
 from autopar.tracing.admission import check_model, warn_of_gradients
 from autopar.tracing.evaluation import check_norms, why_no_evaluation
-from autopar.tracing.trace import common_batch, find_cuts, name_inputs, trace
+from autopar.tracing.inputs import common_batch, name_inputs
+from autopar.tracing.trace import find_cuts, trace
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.runtime.optimizers import parameters_of

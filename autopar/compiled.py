@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Candidate, Request
 from autopar.scratch import lasting_folder
-from autopar.tracing.trace import name_inputs
+from autopar.tracing.inputs import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
 from codegen.program import PipelineProgram, Program

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import wraps
 from typing import Any, TypeVar
@@ -257,6 +257,22 @@ def repeated_calls(graph: Graph) -> frozenset[str]:
         if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
             found.add(piece.name)
     return frozenset(found)
+
+
+@derived
+def unread(graph: Graph) -> tuple[Parameter, ...]:
+    """Parameters and buffers that no call reads, as a program holds them: whole, and never trained.
+
+    Trained half-precision parameters are held in fp32, and nobody knows that these are not to be trained.
+    """
+    used = {graph.loss.node} | {ref.node for piece in graph.body for ref in piece.inputs}
+    for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
+        used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
+    found = []
+    for each in (p for p in graph.parameters if p.name not in used and p.persistent):
+        is_half = not each.is_buffer and each.meta.dtype.is_floating_point and each.meta.dtype.itemsize < 4
+        found.append(replace(each, meta=replace(each.meta, dtype=torch.float32)) if is_half else each)
+    return tuple(found)
 
 
 def ancestors(graph: Graph, ref: Ref) -> set[str]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0
-"""How long ranks wait for one another in a collective."""
+"""How long ranks that this process starts wait for one another in a collective, unless their user says otherwise."""
 
 
 def run_ranks(
@@ -75,9 +75,9 @@ def run_ranks(
             end(processes, are_done)
 
 
-def group_seconds(compiled: CompiledProgram) -> float:
-    """GROUP_SECONDS, or more where ranks compile."""
-    return max(GROUP_SECONDS, patience_seconds(compiled.program))
+def group_seconds(compiled: CompiledProgram, wanted: float | None = None) -> float:
+    """What is wanted, by default GROUP_SECONDS; more where ranks compile."""
+    return max(GROUP_SECONDS if wanted is None else wanted, patience_seconds(compiled.program))
 
 
 def _rank_main(

@@ -20,6 +20,8 @@ STOPPED_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
 """For ranks that have answered to leave; on a busy machine they may have to wait for it."""
+_SILENT_SECONDS = 10.0
+"""For ranks that wait for one that has given up to notice, and to say so."""
 _END_SECONDS = 2.0
 """For ranks to remove their files in, when they are told to end."""
 
@@ -51,7 +53,7 @@ def collect(
                 continue
             outcome, value = answer
             if outcome == "error":
-                _raise(processes, rank, value, found)
+                _raise(processes, receivers, rank, value, found)
             found[rank] = value
         if time.monotonic() > deadline:
             missing = [rank for rank in range(len(processes)) if rank not in found]
@@ -69,17 +71,33 @@ def _answer(receiver: Connection) -> tuple[str, Any] | None:
     return answer
 
 
-def _raise(processes: Sequence[Any], rank: int, value: Any, found: dict[int, Any]) -> None:
+def _raise(
+    processes: Sequence[Any], receivers: Sequence[Connection], rank: int, value: Any, found: dict[int, Any]
+) -> None:
     if isinstance(value, AutoparError):
         raise value
     time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-    died = [
+    causes = [
         f"rank {r} died with exit code {p.exitcode}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)
     ]
-    if not died and "imed out" in str(value):
-        silent = [r for r, p in enumerate(processes) if r != rank and r not in found and p.exitcode is None]
-        died = [f"ranks {silent} run and do not answer, one of them may hang; "] if silent else []
-    raise RankError(f"{''.join(died)}rank {rank}: {value}")
+    if not causes and "imed out" in str(value):
+        silent = _silent(processes, receivers, {rank, *found})
+        causes = [f"rank {r} (process {processes[r].pid}) stands still; " for r in silent]
+    raise RankError(f"{''.join(causes)}rank {rank}: {value}")
+
+
+def _silent(processes: Sequence[Any], receivers: Sequence[Connection], heard: set[int]) -> list[int]:
+    """Ranks that neither answer nor end after another one has given up waiting: they are not in a collective, which its
+    end breaks off."""
+    deadline, heard = time.monotonic() + _SILENT_SECONDS, set(heard)
+    while time.monotonic() < deadline and len(heard) < len(processes):
+        heard |= {
+            r
+            for r, process in enumerate(processes)
+            if r not in heard and (_answer(receivers[r]) is not None or process.exitcode is not None)
+        }
+        time.sleep(0.05)
+    return [rank for rank in range(len(processes)) if rank not in heard]
 
 
 class _Stops:

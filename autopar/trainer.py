@@ -48,6 +48,9 @@ class TrainerConfig:
     non_finite: what a step does whose loss or gradient norm is inf or nan: "skip" leaves parameters, optimiser state
     and buffers as they are (more than ten in a row stop the run), "stop" ends the run at once, "ignore" trains on.
     Checkpoints are only written of finite parameters, whatever it is.
+    collective_seconds: how long ranks wait for one another before the run ends with an error, which is how a rank that
+    hangs is noticed: longer than any rank takes for what the others wait for, such as to load a batch. By default 120
+    where this process starts the ranks, and torch's own (1800, of NCCL 600) where a launcher does.
     measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
     """
 
@@ -71,6 +74,7 @@ class TrainerConfig:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     log_every: int = 10
+    collective_seconds: float | None = None
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +91,9 @@ class TrainerConfig:
         norm = self.max_grad_norm
         if norm is not None and (not _is_number(norm) or not norm > 0):
             raise ConstraintError("max_grad_norm is a number above 0, or None for no clipping", values=repr(norm))
+        seconds = self.collective_seconds
+        if seconds is not None and (not _is_number(seconds) or not 0 < seconds < math.inf):
+            raise ConstraintError("collective_seconds is a finite number above 0", values=repr(seconds))
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
@@ -219,7 +226,7 @@ class Trainer:
         if not self.config.auto_parallel:
             return training.fit_plain(self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory())
         if training.under_launcher():
-            with training.process_group():
+            with training.process_group(self.config.collective_seconds):
                 return training.fit_ranks(self.compile(), self.config, self.batches)
         return training.fit_locally(self.compile(), self.config, self.batches)
 

@@ -29,7 +29,8 @@ from autopar.launch import group_seconds, run_ranks
 from autopar.loaders import named_batch, num_rows
 from autopar.progress import TrainingProgress
 from autopar.scratch import temporary_folder
-from autopar.tracing.trace import _LossModule, name_inputs
+from autopar.tracing.inputs import name_inputs
+from autopar.tracing.loss_module import LossModule
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
 from autopar.weights import read_values, set_values, write_values
 from codegen.runtime.checkpoint_files import settings_of
@@ -76,14 +77,14 @@ def under_launcher() -> bool:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """The default process group for as long as it takes; the caller's own if there is one."""
+def process_group(collective_seconds: float | None) -> Iterator[None]:
+    """The default process group for as long as it takes; the caller's own if there is one, which waits as it does."""
     if dist.is_initialized():
         yield
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    join("nccl" if torch.cuda.is_available() else "gloo")
+    join("nccl" if torch.cuda.is_available() else "gloo", collective_seconds)
     try:
         yield
         dist.barrier()  # a rank that leaves while others still use their connections to it can abort
@@ -137,7 +138,8 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     program.require_backend()
-    ranks, patience = program.plan.num_ranks, group_seconds(program)
+    checkpoints.require_own(config.checkpoint_directory, program.model, program.optimizer)
+    ranks, patience = program.plan.num_ranks, group_seconds(program, config.collective_seconds)
     with temporary_folder() as folder:
         args = (program, config, batches, folder)
         results: list[TrainResult] = run_ranks(fit_rank, args, ranks, math.inf, patience)
@@ -406,7 +408,7 @@ class _Plain:
         self.model.zero_grad()  # also what the optimiser leaves out
         self.guard.before_forward()
         with SameDropout(self.config.seed, self.num_steps):
-            loss = _LossModule(self.model, self.loss_fn, tuple(named))(**named)
+            loss = LossModule(self.model, self.loss_fn, tuple(named))(**named)
         loss.backward()
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf

@@ -35,7 +35,8 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
 from autopar.fp8 import tolerance
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
-from autopar.tracing.trace import _LossModule, name_inputs
+from autopar.tracing.inputs import name_inputs
+from autopar.tracing.loss_module import LossModule
 from autopar.verify_report import VerifyReport
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
@@ -285,7 +286,7 @@ class _Reference:
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
         with SameDropout(self.seed, self.step):
-            loss: torch.Tensor = _LossModule(model, self.loss_fn, tuple(batch))(**batch)
+            loss: torch.Tensor = LossModule(model, self.loss_fn, tuple(batch))(**batch)
             return loss
 
     def gradients(self) -> dict[str, torch.Tensor]:

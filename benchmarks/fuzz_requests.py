@@ -22,8 +22,9 @@ from autopar.costs.updates import adamw, training_of
 from autopar.fp8 import check_fp8
 from autopar.graph import Graph
 from autopar.planning.request import Request
+from autopar.tracing.inputs import name_inputs
 from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import find_cuts, name_inputs, trace
+from autopar.tracing.trace import find_cuts, trace
 from cost_models.mixed import MixedCluster
 
 MODELS = 20

@@ -80,7 +80,7 @@ def initial_value(name):
     parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to, also on SIGTERM")
     parser.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints")
     parser.add_argument("--max-grad-norm", type=float)
-    options = parser.parse_args()
+{wait_option}    options = parser.parse_args()
 {optimizer_choice}    running = int(os.environ.get("WORLD_SIZE", "1"))
     if running != {ranks}:
         launch = f"torchrun --nproc-per-node {ranks} {{sys.argv[0]}}"
@@ -135,7 +135,7 @@ if __name__ == "__main__":
     try:
         main()
     except checkpoint.CheckpointError as error:
-        raise SystemExit(f"error: {{error}}") from None
+        raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"error: {{error}}") from None
 '''
 
 
@@ -152,7 +152,10 @@ SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())"""
 _FUSED_IMPORT = '\nFusedAdamW = importlib.import_module(f"{package}.runtime.fused_adamw").FusedAdamW'
 _OPTIMIZERS_IMPORT = '\noptimizers = importlib.import_module(f"{package}.runtime.optimizers")'
 
-_JOIN = 'processes.join("nccl" if on_gpu else "gloo")'
+_JOIN = 'processes.join("nccl" if on_gpu else "gloo", options.collective_seconds)'
+_WAIT_OPTION = """    waits = "seconds until ranks that wait for another end with an error [default: 1800, of NCCL 600]"
+    parser.add_argument("--collective-seconds", type=float, help=waits)
+"""
 _ALONE = 'dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)'
 """One process needs no launcher to tell it where the others are."""
 
@@ -280,6 +283,7 @@ def _emit(
         launcher="python" if is_alone else f"torchrun --nproc-per-node {whole.num_ranks}",
         device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
         join=_ALONE if is_alone else _JOIN,
+        wait_option="" if is_alone else _WAIT_OPTION,
         name=plain(whole.name),
         mesh_text=plain(whole.mesh_text),
         ranks=whole.num_ranks,

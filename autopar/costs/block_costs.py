@@ -155,6 +155,11 @@ def homes_of(graph: Graph) -> dict[str, str]:
     return found
 
 
+def home_of_unread(graph: Graph) -> str:
+    """The block whose stage holds what no call reads: the first that is there once."""
+    return next(iter(segments(graph).values()), chain(graph)[0])
+
+
 @derived
 def last_readers(graph: Graph) -> dict[str, str]:
     """What the body's pieces read -> the block that reads it last."""

@@ -21,12 +21,13 @@ from autopar.costs.block_costs import (
     HIDDEN,
     ROUNDING,
     SYNCHRONISATION,
+    home_of_unread,
     homes_of,
     last_readers,
 )
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
-from autopar.graph import Graph, Ref, TensorMeta
+from autopar.graph import Graph, Ref, TensorMeta, unread
 from autopar.placement import Stored
 from autopar.sharding.strategies import Scope, scopes_of
 
@@ -54,10 +55,12 @@ def stored_costs(
     chosen: Mapping[tuple[str, str], Stored],
     homes: Mapping[str, str] | None = None,
     scopes: tuple[Scope, ...] | None = None,
+    counts_unread: bool = True,
 ) -> dict[str, StoredCost]:
     """Synchronisation, updates and storage of every block's parameters; they do not depend on the batch.
 
     homes: block of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
+    counts_unread: also what no call reads, which every rank of one stage holds whole.
     """
     home, hidden = homes or homes_of(graph), pricer.hidden_fraction
     metas = {scope.name: scope.metas for scope in scopes or scopes_of(graph)}
@@ -92,7 +95,14 @@ def stored_costs(
         block.gathered_bytes += pricer.gathered_bytes(meta, stored)
     for where, parameters in trained.items():
         found[where].make_slots = partial(_slots, graph, pricer, parameters)
+    if counts_unread:
+        found[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
     return found
+
+
+def unread_bytes(graph: Graph) -> int:
+    """Of the parameters and buffers that no call reads."""
+    return sum(parameter.meta.num_bytes for parameter in unread(graph))
 
 
 Trained = tuple[str, TensorMeta, Stored]

@@ -74,7 +74,7 @@ def named(job: Job) -> Mapping[str, Any]:
     """The batch by input names."""
     if isinstance(job.inputs, Mapping):
         return job.inputs
-    from autopar.tracing.trace import name_inputs
+    from autopar.tracing.inputs import name_inputs
 
     return name_inputs(job.model, job.inputs, job.loss_fn)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name
+from autopar.costs.block_costs import chain, home_of_unread
+from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, without_waiting
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
 from autopar.mesh import Mesh
@@ -63,8 +65,8 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What is equal for all stages. unused: what no call reads, which the first stage keeps. placements: how a sent
-    tensor lies where it is made, by (stage, name)."""
+    """What is equal for all stages. unread: what no call reads; keeper: the stage that holds it. placements: how a
+    sent tensor lies where it is made, by (stage, name)."""
 
     operators: Mapping[tuple[str, str], Operator]
     plan: Planned
@@ -72,7 +74,8 @@ class _Context:
     vocabulary: int
     defers_weights: bool = False
     offload_optimizer: str = ""
-    unused: Mapping[str, Spec] = field(default_factory=dict)
+    unread: Mapping[str, Spec] = field(default_factory=dict)
+    keeper: int = 0
     placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
 
 
@@ -88,7 +91,7 @@ def lower(
 ) -> Program:
     """The program of a plan without pipelines."""
     vocabulary = smallest_vocabulary(graph)
-    context = _Context(operators, plan, choices, vocabulary, False, offload_optimizer, _unused(graph))
+    context = _Context(operators, plan, choices, vocabulary, False, offload_optimizer, _unread(graph))
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
     program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
@@ -106,7 +109,8 @@ def lower_stages(
 ) -> PipelineProgram:
     """The programs of a pipeline's stages. `choices` are of the whole graph on the plan's axes, which all positions
     have."""
-    shared = smallest_vocabulary(graph), staging.defers_weights, offload_optimizer, _unused(graph)
+    keeper = bisect.bisect(staging.boundaries, chain(graph).index(home_of_unread(graph))) - 1
+    shared = smallest_vocabulary(graph), staging.defers_weights, offload_optimizer, _unread(graph), keeper
     context = _Context(operators, plan, choices, *shared)
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
@@ -165,11 +169,12 @@ def _lower_stage(
     count_statements, counts = counting.count_targets(root.losses)
     sum_statements, sums = summing.sums(known) if known else ([], ())
     stored = {p.name: _spec(shared, "", p) for p in graph.parameters if ("", p.name) in choices.parameters}
+    unread_here = dict(context.unread) if number == context.keeper else {}
     buffers = {p.name for p in graph.parameters if p.is_buffer}
     cls = ModuleClass(
         *root_class,
         {name: spec for name, spec in stored.items() if name not in buffers},
-        {name: spec for name, spec in stored.items() if name in buffers} | (dict(context.unused) if not number else {}),
+        {name: spec for name, spec in stored.items() if name in buffers} | unread_here,
         tuple(argument(name) for name in inputs),
         tuple(without_waiting(statements) if stage.has_loss else statements),
         results,
@@ -323,17 +328,12 @@ def _spec(shared: Shared, scope: str, parameter: Parameter) -> Spec:
     )
 
 
-def _unused(graph: Graph) -> dict[str, Spec]:
-    """Parameters and buffers that no call reads: they keep their values (counters count) and belong to the state."""
-    used = {graph.loss.node} | {ref.node for piece in graph.body for ref in piece.inputs}
-    for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
-        used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
-    found = {}
-    for each in (p for p in graph.parameters if p.name not in used and p.persistent):
-        is_half = not each.is_buffer and each.meta.dtype.is_floating_point and each.meta.dtype.itemsize < 4
-        dtype = "float32" if is_half else dtype_name(each.meta.dtype)
-        found[each.name] = Spec(each.meta.shape, dtype, (), 0, each.aliases, False, True, each.increment)
-    return found
+def _unread(graph: Graph) -> dict[str, Spec]:
+    """What no call reads: it keeps its values (counters count) and belongs to the state."""
+    return {
+        p.name: Spec(p.meta.shape, dtype_name(p.meta.dtype), (), 0, p.aliases, False, True, p.increment)
+        for p in unread(graph)
+    }
 
 
 def _stored_dtype(parameter: Parameter) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.costs.block_costs import chain
 from autopar.costs.cost_table import block_costs
 from autopar.costs.price import Pricer
+from autopar.costs.stored_costs import unread_bytes
 from autopar.errors import ConstraintError
 from autopar.graph import Graph
 from autopar.mesh import Mesh
@@ -173,7 +174,7 @@ def _solve(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
 ) -> Candidate | Failure:
     """Solve; where the transients of the solution do not fit beside it, solve again with less."""
-    limit, transient = usable_bytes(request), 0.0
+    limit, transient = usable_bytes(request) - unread_bytes(graph), 0.0
     for _ in range(MAX_TRANSIENT_ROUNDS):
         space = build_space(graph, operators, pricer, request.constraints, limit - transient)
         try:

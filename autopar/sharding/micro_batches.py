@@ -35,71 +35,33 @@ for each way in which their inputs lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 
-from autopar.errors import TraceError
-from autopar.graph import (
-    Accumulation,
-    Graph,
-    LayerRun,
-    Node,
-    Ref,
-    TensorMeta,
-    ancestors,
-    base_name,
-    repeated_calls,
-)
-from autopar.placement import P, Placement, R, S
-from autopar.rules.call import Call, Operand, find_op
-from autopar.rules.creation import LIKE
+from autopar.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta, ancestors, repeated_calls
+from autopar.placement import P, R, S
+from autopar.rules.call import Call, find_op
 from autopar.rules.loss import is_plain_cross_entropy
-from autopar.rules.pointwise import CASTS
 from autopar.rules.registry import rule_for
-from autopar.rules.rule import AxisOption, Rule, find_factor, shard_option
+from autopar.rules.rule import AxisOption, find_factor, shard_option
+from autopar.sharding.batch_shares import (
+    ONE,
+    SAME,
+    Share,
+    Site,
+    WholeBatchError,
+    lent,
+    linear_sets,
+    numbers_of,
+)
 from autopar.sharding.strategies import Scope, factor_of, scopes_of
-from autopar.tracing.rebatch import LEAST_ROWS, BatchedTrace, shapes_hold
-
-ONE = Fraction(1)
-
-SIZES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "expand", "broadcast_to", "full", "zeros", "ones", "empty"), ("size",)),
-    **dict.fromkeys(("new_full", "new_zeros", "new_ones", "new_empty"), ("size",)),
-    "unsafe_view": ("size",),
-    "reshape": ("shape",),
-    "unflatten": ("sizes",),
-    "slice": ("end",),
-    "narrow": ("length",),
-    "repeat": ("repeats",),
-}
-"""Arguments that say nothing but the result's shape, which is compared by itself."""
 
 CONSTRUCTORS = ("full", "new_full", "full_like", "scalar_tensor")
 DRAWING = ("dropout", "scaled_dot_product_attention")
 """Random operators whose masks the run time draws by global position."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How the whole batch's value follows from the micro-batches': see the module's docstring."""
-
-    placement: Placement
-    scale: Fraction = ONE
-
-    @property
-    def is_sum(self) -> bool:
-        return self.placement == P
-
-
-SAME = Share(R)
-
-
-class WholeBatchError(ValueError):
-    """The model needs its whole batch at once; the message says which call does, where it is, and why."""
 
 
 class _KnownBeforeError(Exception):
@@ -107,59 +69,6 @@ class _KnownBeforeError(Exception):
 
     def __init__(self, refs: Sequence[Ref]) -> None:
         self.refs = tuple(refs)
-
-
-class AccumulatingTrace(BatchedTrace):
-    """A trace whose graphs of fewer rows than the batch know how micro-batches of them make it (`accumulation`)."""
-
-    def __init__(self, trace: Callable[[int], Graph], global_batch_size: int) -> None:
-        super().__init__(trace)
-        self._batch_size = global_batch_size
-        self._proven: dict[int, Graph | str] = {}
-
-    def __call__(self, rows: int) -> Graph:
-        """Without a proof (`whole_batch_reason`) the graph is good for prices only."""
-        found = self._proof(rows)
-        return found if isinstance(found, Graph) else self._graph(rows)
-
-    def whole_batch_reason(self, count: int) -> str | None:
-        """Why the batch cannot be cut into `count` equal micro-batches, or None."""
-        if count == 1 or self._batch_size % count:
-            return None
-        found = self._proof(self._batch_size // count)
-        return found if isinstance(found, str) else None
-
-    def _graph(self, rows: int) -> Graph:
-        """What the whole batch's program does with `rows` of its rows.
-
-        A model traced with one row may be another program (it expands nothing, and squeezes more): where the graphs of
-        more rows tell what they do with one, that is taken.
-        """
-        if rows < LEAST_ROWS <= self._batch_size:
-            for more in (self._batch_size, LEAST_ROWS, 2 * LEAST_ROWS):
-                super().__call__(more)
-            found = super().estimate(rows)
-            if shapes_hold(found):
-                return found
-        return super().__call__(rows)
-
-    def _proof(self, rows: int) -> Graph | str:
-        if rows not in self._proven:
-            try:
-                graph = self._graph(rows)
-            except TraceError as error:  # as batch norm over a single row
-                if rows == self._batch_size:
-                    raise
-                self._proven[rows] = f"the model cannot be run on {rows} of the rows: {error.constraint}"
-                return self._proven[rows]
-            self._proven[rows] = graph
-            if rows < self._batch_size and self._batch_size % rows == 0:
-                try:
-                    made = accumulation(super().__call__(self._batch_size), graph)
-                    self._proven[rows] = replace(graph, accumulation=made)
-                except WholeBatchError as error:
-                    self._proven[rows] = str(error)
-        return self._proven[rows]
 
 
 def accumulation(whole: Graph, micro: Graph) -> Accumulation:
@@ -171,37 +80,6 @@ def accumulation(whole: Graph, micro: Graph) -> Accumulation:
             return proof.run()
         except _KnownBeforeError as found:
             known |= frozenset(found.refs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """One call in both graphs, with how its inputs lie."""
-
-    scope: Scope
-    node: Node
-    twin: Node
-    call: Call
-    rule: Rule | None
-    inputs: tuple[Share, ...]
-    numbers: Mapping[str, Fraction]
-
-    @property
-    def packet(self) -> str:
-        return self.call.packet
-
-    @property
-    def grows(self) -> bool:
-        return any(a.shape != b.shape for a, b in zip(self.node.outputs, self.twin.outputs, strict=True))
-
-    def error(self, why: str) -> WholeBatchError:
-        paths = [name for name in self.scope.full_names(self.node.module) if name]
-        where = (paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}") if paths else "outside of submodules"
-        return WholeBatchError(f"{base_name(self.node.op)} ({self.node.name}, {where}) {why}")
-
-    def index_of(self, name: str) -> int | None:
-        """The number among the inputs of a tensor argument."""
-        value = self.call.get(name)
-        return value.index if isinstance(value, Operand) else None
 
 
 class _Proof:
@@ -298,18 +176,18 @@ class _Proof:
             self.draw(site, found[0])
         return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(found)}
 
-    def draw(self, site: _Site, share: Share) -> None:
+    def draw(self, site: Site, share: Share) -> None:
         """Whether this call's mask goes on from micro-batch to micro-batch, in all layers of its class alike."""
         goes_on = share.placement.is_shard
         if self.draws.setdefault((site.scope.name, site.node.name), goes_on) != goes_on:
             raise site.error("draws a mask of the rows in one layer, and one without rows in another")
 
-    def site(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> _Site:
+    def site(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> Site:
         metas = tuple(scope.metas[ref] for ref in node.inputs)
         other = self.twins[scope.name]
         call = Call.of(node, metas)
-        inputs = tuple(_lent(call, i, shares[ref]) for i, ref in enumerate(node.inputs))
-        site = _Site(scope, node, twin, call, rule_for(node, metas), inputs, {})
+        inputs = tuple(lent(call, i, shares[ref]) for i, ref in enumerate(node.inputs))
+        site = Site(scope, node, twin, call, rule_for(node, metas), inputs, {})
         if node.op != twin.op or node.inputs != twin.inputs or len(node.outputs) != len(twin.outputs):
             raise site.error("is another call for a micro-batch than for the whole batch")
         found = find_op(node.op)
@@ -317,9 +195,9 @@ class _Proof:
         if is_random and site.packet not in DRAWING:
             raise site.error("draws random numbers")
         twins = Call.of(twin, tuple(other.metas[ref] for ref in twin.inputs))
-        return replace(site, numbers=_numbers(site, call, twins))
+        return replace(site, numbers=numbers_of(site, call, twins))
 
-    def result(self, site: _Site, index: int, share: Share) -> Share:
+    def result(self, site: Site, index: int, share: Share) -> Share:
         """`share`, once both graphs have the shapes that it means; of a sum that is known before, what it then is."""
         whole, micro = site.node.outputs[index], site.twin.outputs[index]
         shape = list(whole.shape)
@@ -331,7 +209,7 @@ class _Proof:
             return Share(R, share.scale)
         return share
 
-    def of_nothing(self, site: _Site) -> tuple[Share, ...]:
+    def of_nothing(self, site: Site) -> tuple[Share, ...]:
         """Rows that are made of what has none: filled or expanded."""
         rule, (whole, *more), micro = site.rule, site.node.outputs, site.twin.outputs[0]
         dims = [d for d, (a, b) in enumerate(zip(whole.shape, micro.shape, strict=False)) if a != b]
@@ -346,7 +224,7 @@ class _Proof:
             "numbers the rows of the batch" if site.packet == "arange" else "depends on the number of rows"
         )
 
-    def of_rows(self, site: _Site) -> tuple[Share, ...]:
+    def of_rows(self, site: Site) -> tuple[Share, ...]:
         """Some inputs have rows, the others are R."""
         option = self.option(site)
         for wanted, share in zip(option.inputs, site.inputs, strict=True):
@@ -365,7 +243,7 @@ class _Proof:
             self.check_counted(site)
         return tuple(Share(p, scale) for p in placements)
 
-    def option(self, site: _Site) -> AxisOption:
+    def option(self, site: Site) -> AxisOption:
         """The option that gives the rows to the micro-batches."""
         rule = site.rule
         if rule is None:
@@ -387,7 +265,7 @@ class _Proof:
                 raise site.error("combines the rows of the batch with one another")
         return shard_option(rule, factor, sections)
 
-    def check_counted(self, site: _Site) -> None:
+    def check_counted(self, site: Site) -> None:
         """A mean over targets that are not ignored: the program counts them before the step, or cannot."""
         target = site.node.inputs[1]
         is_before = site.scope.layer is None and target.node in self.before
@@ -397,7 +275,7 @@ class _Proof:
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
-    def scale_of(self, site: _Site, others: Sequence[int] | None = None) -> Fraction:
+    def scale_of(self, site: Site, others: Sequence[int] | None = None) -> Fraction:
         """The result's number by those of the inputs (of `others` alone: of those beside partial sums).
 
         Inputs in which the call is not homogeneous are brought to the whole batch's value first.
@@ -410,7 +288,7 @@ class _Proof:
             return self.quotient(site, scales)
         if site.packet in CONSTRUCTORS and not site.inputs and set(site.numbers) <= {"fill_value", "s"}:
             return math.prod(site.numbers.values(), start=ONE)
-        if _adds_number(site) and set(site.numbers) == {"other"}:
+        if site.adds_number and set(site.numbers) == {"other"}:
             number = site.numbers["other"]
             for index, scale in scales.items():
                 self.multiply(site, index, scale / number)
@@ -426,14 +304,14 @@ class _Proof:
             self.multiply(site, index, scale)
         return ONE
 
-    def quotient(self, site: _Site, scales: Mapping[int, Fraction]) -> Fraction:
+    def quotient(self, site: Site, scales: Mapping[int, Fraction]) -> Fraction:
         above, below = (site.index_of(name) for name in ("self", "other"))
         divisor = scales.get(below, ONE) if below is not None else site.numbers.get("other", ONE)
         if set(site.numbers) - {"other"}:
             raise site.error("has an argument that depends on the number of rows")
         return (scales.get(above, ONE) if above is not None else ONE) / divisor
 
-    def multiply(self, site: _Site, index: int, scale: Fraction) -> None:
+    def multiply(self, site: Site, index: int, scale: Fraction) -> None:
         """An input of the call is multiplied by `scale` in every micro-batch."""
         key = site.scope.name, site.node.name, index
         if self.scales.setdefault(key, scale) != scale:
@@ -444,11 +322,11 @@ class _Proof:
 
     # --- partial sums -------------------------------------------------------------------------------------------------
 
-    def of_sums(self, site: _Site) -> tuple[Share, ...]:
+    def of_sums(self, site: Site) -> tuple[Share, ...]:
         """Some inputs are P."""
         sums = [i for i, share in enumerate(site.inputs) if share.is_sum]
         has_rows = site.grows or any(share.placement.is_shard for share in site.inputs)
-        sets = () if has_rows else _linear_sets(site)
+        sets = () if has_rows else linear_sets(site)
         for members, adds_number in sorted(sets, key=lambda pair: len(set(sums) - pair[0])):
             rest = [i for i in sums if i not in members]
             if rest and self.are_before(site, rest):
@@ -459,11 +337,11 @@ class _Proof:
             raise site.error("is not linear in a sum over the batch, which is complete only after the last micro-batch")
         raise _KnownBeforeError([site.node.inputs[i] for i in sums])
 
-    def are_before(self, site: _Site, indices: Sequence[int]) -> bool:
+    def are_before(self, site: Site, indices: Sequence[int]) -> bool:
         """Whether these inputs depend on the batch and on buffers alone."""
         return site.scope.layer is None and all(site.node.inputs[i].node in self.before for i in indices)
 
-    def linear_in(self, site: _Site, members: frozenset[int], adds_number: bool) -> tuple[Share, ...]:
+    def linear_in(self, site: Site, members: frozenset[int], adds_number: bool) -> tuple[Share, ...]:
         """The sums are among `members`, in which the call is linear; what is beside them there is R."""
         scales = {site.inputs[i].scale for i in members}
         mixed = adds_number or len(scales) > 1 or not all(site.inputs[i].is_sum for i in members)
@@ -478,55 +356,6 @@ class _Proof:
         others = [i for i in range(len(site.inputs)) if i not in members]
         beside = self.scale_of(site, others) if not adds_number else ONE
         return (Share(P, target * beside),) * len(site.node.outputs)
-
-
-def _lent(call: Call, index: int, share: Share) -> Share:
-    """SAME for an input that lends the call its dtype or shape only."""
-    is_made = call.packet.startswith("new_") and call.inputs[index].shape != call.outputs[0].shape
-    is_lent = is_made or (call.packet in CASTS and index > 0)
-    return SAME if is_lent or (share.is_sum and call.packet in LIKE) else share
-
-
-def _linear_sets(site: _Site) -> list[tuple[frozenset[int], bool]]:
-    """Sets of inputs in which the call is linear, and whether it adds a number to them.
-
-    Beside those of the rules: casts between floating dtypes, whose rounding is no matter here, and `x + 1`, `1 - x`.
-    """
-    found = [(members, False) for members in (site.rule.linear if site.rule is not None else ())]
-    floating = all(meta.dtype.is_floating_point for meta in (*site.call.inputs, *site.node.outputs))
-    if floating and site.packet in CASTS:
-        found.append((frozenset({0}), False))
-    if floating and site.packet in ("add", "sub", "rsub"):
-        found.append((frozenset(range(len(site.inputs))), _adds_number(site)))
-    return found
-
-
-def _adds_number(site: _Site) -> bool:
-    return site.packet in ("add", "sub", "rsub") and len(site.inputs) == 1
-
-
-def _numbers(site: _Site, whole: Call, micro: Call) -> dict[str, Fraction]:
-    """By how much numbers among the arguments are larger for the whole batch. Raises for what differs otherwise."""
-    found = {}
-    for name, value in whole.arguments.items():
-        other = micro.arguments.get(name)
-        if _equal(value, other) or name in SIZES.get(whole.packet, ()):
-            continue
-        numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, other))
-        if not numeric or not other or not value or not math.isfinite(value) or not math.isfinite(other):
-            raise site.error(f"has an argument that depends on the number of rows: {name}")
-        found[name] = Fraction(value) / Fraction(other)
-    return found
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Operands are equal where they are the same input."""
-    if isinstance(one, Operand):
-        return isinstance(other, Operand) and one.index == other.index
-    if isinstance(one, tuple):
-        alike = isinstance(other, tuple) and len(one) == len(other)
-        return alike and all(_equal(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and (one is other or bool(one == other))
 
 
 def _text(meta: TensorMeta) -> str:

@@ -38,8 +38,8 @@ from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, trac
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
 from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
+from autopar.tracing.inputs import common_batch, name_inputs
 from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import common_batch, name_inputs
 from cost_models.frameworks import Framework, framework
 from cost_models.hardware import Device
 from cost_models.machine import Cluster

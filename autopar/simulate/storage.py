@@ -30,7 +30,8 @@ def stored_shares(
     # A copy with caches of its own: what is known of collectives is of the axes of one mesh.
     other = replace(pricer, mesh=mesh, _times={}, _memory_times={}, _reshards={}, _matrices={})
     found = stored_costs(share.graph, pricer, dense, share.homes, share.scopes)
-    for name, cost in stored_costs(share.graph, other, experts, share.homes, share.scopes).items():
+    own_costs = stored_costs(share.graph, other, experts, share.homes, share.scopes, counts_unread=False)
+    for name, cost in own_costs.items():
         found[name] = _sum(found[name], cost)
     return found
 

@@ -20,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import TraceError
 from autopar.tracing.depth import Truncation, shorten
+from autopar.tracing.export import forward_and_loss
 from autopar.tracing.fakes import Results
+from autopar.tracing.inputs import fake_input, name_inputs
 from autopar.tracing.recorder import Source, record
-from autopar.tracing.trace import _fake_input, _loss, name_inputs, skeleton_of
+from autopar.tracing.skeleton import skeleton_of
 from autopar.tracing.uncollected import uncollected
 
 _FLAGS: Mapping[str, tuple[str, Any]] = {
@@ -56,12 +58,12 @@ def why_no_evaluation(
     """ "" where the program can evaluate, else what differs, in one clause. cuts: runs of equal blocks to shorten."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     named = name_inputs(model, example_inputs, loss_fn)
-    batch = {name: _fake_input(value, fake, 0, None, None) for name, value in named.items()}
+    batch = {name: fake_input(value, fake, 0, None, None) for name, value in named.items()}
 
     def operators(is_training: bool) -> list[Any] | None:
         skeleton = skeleton_of(model, fake, cuts=cuts).train(is_training)
         shorten(skeleton, cuts)
-        forward = partial(_loss, loss_fn=loss_fn, batch=batch)
+        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch)
         with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate
             return _compared(record(skeleton, (), batch, forward, Results(fake)).outside, is_training)
         return None

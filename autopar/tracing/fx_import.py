@@ -66,7 +66,7 @@ class FlatGraph:
 
 
 def import_program(program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str]) -> FlatGraph:
-    """Convert the exported graph of `module` (autopar.tracing.trace._LossModule). names: of the batch, in its order."""
+    """Convert the exported graph of `module` (loss_module.LossModule). names: of the batch, in its order."""
     return _Importer(program, module, names).run()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,17 @@ class Case:
 
     name: str
     run: Callable[[], Result]
+
+
+def drawn(cases: Iterable[Case], count: int | None, seed: int) -> list[Case]:
+    """All of them, or of fewer a sample."""
+    found = list(cases)
+    return found if count is None or count >= len(found) else random.Random(seed).sample(found, count)
+
+
+def judged(name: str, attempt: Callable[[], bool]) -> Case:
+    """An attempt in this process as a case."""
+    return Case(name, lambda: judge(attempt))
 
 
 def judge(attempt: Callable[[], bool]) -> Result:

@@ -10,7 +10,6 @@ import ast
 import contextlib
 import io
 import itertools
-import random
 import runpy
 import shutil
 import sys
@@ -35,7 +34,7 @@ from autopar.folder import write_folder
 from autopar.lowering.assembly import program_of, source_of
 from autopar.plan import Plan
 from autopar.trainer import TrainerConfig
-from benchmarks.faults.case import Case, Result
+from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.verify_pipelines import cluster_of
 from examples.models import EXAMPLES
 
@@ -69,15 +68,14 @@ FORMS: tuple[str, ...] = (
 )
 
 
-def cases(count: int | None, seed: int) -> Iterator[Case]:
+def cases(count: int | None, seed: int) -> list[Case]:
     """A sample of every payload in every place."""
     places = (*_plan_places(), *_other_places())
     found = [
         Case(f"{name}: {form!r}"[:160], lambda attempt=attempt, form=form: _judged(attempt, form))  # type: ignore[misc]
         for (name, attempt), form in itertools.product(places, FORMS)
     ]
-    wanted = min(COUNT if count is None else count, len(found))
-    yield from random.Random(seed).sample(found, wanted)
+    return drawn(found, COUNT if count is None else count, seed)
 
 
 def _judged(attempt: Callable[[str, Path], None], form: str) -> Result:

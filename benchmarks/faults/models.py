@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from benchmarks.by_hand import compiled_for, decayed_adamw, is_exact, sgd
-from benchmarks.faults.case import Case, judge
+from benchmarks.faults.case import Case, drawn, judged
 
 Forward = Callable[[Any, Tensor], Any]
 GLOBAL = {"calls": 0}
@@ -297,12 +296,9 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
 }
 
 
-def cases(count: int | None, seed: int) -> Iterator[Case]:
-    """All of them, or `count` in a drawn order."""
-    found = list(_all())
-    if count is not None:
-        random.Random(seed).shuffle(found)
-    yield from islice(found, count)
+def cases(count: int | None, seed: int) -> list[Case]:
+    """Each takes some hundred milliseconds."""
+    return drawn(_all(), count, seed)
 
 
 def _all() -> Iterator[Case]:
@@ -310,22 +306,22 @@ def _all() -> Iterator[Case]:
     x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
     batch = {"x": x, "target": y}
     for name, (forward, setup) in {**ACCEPTED, **REFUSED}.items():
-        yield _case(name, lambda f=forward, s=setup: is_exact(Model(f, s), batch, mean_square))
+        yield judged(name, lambda f=forward, s=setup: is_exact(Model(f, s), batch, mean_square))
     for name in ("unused parameters", "a part under no_grad only"):
         forward, setup = ACCEPTED[name]
-        yield _case(
+        yield judged(
             f"{name}, AdamW", lambda f=forward, s=setup: is_exact(Model(f, s), batch, mean_square, decayed_adamw)
         )
     tokens = {"x": torch.randint(0, 10, (4, 6), generator=generator)}
     for option in ({}, {"padding_idx": 3}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        yield _case(f"embedding {option}", lambda o=option: is_exact(Lookup(**o), tokens))
+        yield judged(f"embedding {option}", lambda o=option: is_exact(Lookup(**o), tokens))
     for name, loss in LOSSES.items():
-        yield _case(name, lambda each=loss: is_exact(Model(plain), batch, each))
+        yield judged(name, lambda each=loss: is_exact(Model(plain), batch, each))
     for name, make in INPUTS.items():
-        yield _case(f"inputs: {name}", lambda each=make: is_exact(Model(plain), each(x), mean_square))
+        yield judged(f"inputs: {name}", lambda each=make: is_exact(Model(plain), each(x), mean_square))
     for what in ("a text", None, torch.jit.script(nn.Linear(8, 8)), nn.LazyLinear(8), nn.Module()):
-        yield _case(f"model: {type(what).__name__}", lambda each=what: _refused(each, batch))
-    yield _case(
+        yield judged(f"model: {type(what).__name__}", lambda each=what: _refused(each, batch))
+    yield judged(
         "float64", lambda: is_exact(Model(plain).double(), {k: v.double() for k, v in batch.items()}, mean_square)
     )
 
@@ -334,7 +330,3 @@ def _refused(model: Any, batch: Mapping[str, Tensor]) -> bool:
     """False: nothing of the kind can be compiled, so that `judge` should have seen an error."""
     compiled_for(model, batch, mean_square, optimizer=sgd)
     return False
-
-
-def _case(name: str, attempt: Callable[[], bool]) -> Case:
-    return Case(name, lambda: judge(attempt))

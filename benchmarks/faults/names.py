@@ -7,12 +7,10 @@ one of dp2, tp2 and pp2, whose source is checked when it is emitted. Folders are
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.by_hand import compiled_for, is_exact
-from benchmarks.faults.case import Case, Result, judge
+from benchmarks.faults.case import Case, Result, drawn, judge, judged
 
 MODULES = (
     *("my-proj", "a b", "naïve", "Ω", "ﬁ", 'q"uote', "it's", "new\nline", "back\\slash", "{x}", "%(s)s", '"""', "#"),
@@ -116,12 +114,9 @@ class Tables(nn.Module):
         return x.square().mean()
 
 
-def cases(count: int | None, seed: int) -> Iterator[Case]:
-    """All of them, or `count` in a drawn order."""
-    found = list(_all())
-    if count is not None:
-        random.Random(seed).shuffle(found)
-    yield from islice(found, count)
+def cases(count: int | None, seed: int) -> list[Case]:
+    """Each takes about a second."""
+    return drawn(_all(), count, seed)
 
 
 def _all() -> Iterator[Case]:
@@ -136,7 +131,7 @@ def _all() -> Iterator[Case]:
         yield _trained(f"class {name!r}", lambda r=root, b=block: r(lambda: b(("up", "down"))), {"x": x})
     for name in INPUTS:
         batch = {name: x, "other": x.flip(0)}
-        yield Case(f"input {name!r}", lambda b=batch: judge(lambda: is_exact(Inputs(), b)))
+        yield judged(f"input {name!r}", lambda b=batch: is_exact(Inputs(), b))
     yield _trained("tables of parameters", Tables, {"x": x})
     yield _trained("a root of Sequential", lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Mean()), {"input": x})
     for name in FOLDERS:
@@ -164,7 +159,7 @@ def _trained(name: str, make: Callable[[], nn.Module], batch: Mapping[str, Tenso
         compiled_for(make(), batch, cluster="2 cpu", constraints=plan)
         return is_exact(make(), batch)
 
-    return Case(name, lambda: judge(attempt))
+    return judged(name, attempt)
 
 
 def _saved(name: str, x: Tensor) -> Result:

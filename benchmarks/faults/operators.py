@@ -7,25 +7,22 @@ backward, and compared with torch's operator on the whole tensors in float64.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from autopar.rules.proof import check_options, torch_alone
 from autopar.rules.registry import known_ops
 from autopar.sharding.strategies import rule_or_blank
 from benchmarks.emitted_call import prepare
-from benchmarks.faults.case import Case, Result
+from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.operator_calls import T, Written, base_calls, make_node, varied
 
 
-def cases(count: int | None, seed: int) -> Iterator[Case]:
-    """All of them, or `count` drawn at random."""
-    calls = list(all_calls())
-    if count is not None:
-        calls = random.Random(seed).sample(calls, min(count, len(calls)))
-    for call in calls:
-        yield Case(text_of(call), lambda call=call: attempt(call))  # type: ignore[misc]
+def cases(count: int | None, seed: int) -> list[Case]:
+    """Each takes some hundred milliseconds."""
+    found = (Case(text_of(call), partial(attempt, call)) for call in all_calls())
+    return drawn(found, count, seed)
 
 
 def all_calls() -> Iterator[Written]:

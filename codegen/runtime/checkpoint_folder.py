@@ -27,17 +27,12 @@ def latest(directory: str | Path | None) -> Path | None:
     return complete[-1] if complete else None
 
 
-def resume(
-    directory: str | Path | None,
-    load: Callable[[Path], None],
-    is_first: bool,
-    damage: type[Exception] = DamagedError,
-) -> Path | None:
+def resume(directory: str | Path | None, load: Callable[[Path], None], is_first: bool = True) -> Path | None:
     """Load the newest intact checkpoint, and return it; None where there is none to load. Collective.
 
-    load: raises `damage`, on all ranks, before it changes anything. What is damaged or incomplete is passed over with a
-    warning and, where an intact one is found, renamed by the first rank. Raises CheckpointError where all are damaged,
-    and what `load` raises otherwise, as for the checkpoint of another model.
+    load: raises DamagedError, on all ranks, before it changes anything. What is damaged or incomplete is passed over
+    with a warning and, where an intact one is found, renamed by the first rank (is_first). Raises CheckpointError where
+    all are damaged, and what `load` raises otherwise, as for the checkpoint of another model.
     """
     if directory is not None and any((Path(directory) / name).exists() for name in (files.MANIFEST, files.OLD_FORMAT)):
         raise CheckpointError(f"{directory} is a checkpoint itself, and not a folder of them; name another folder")
@@ -47,7 +42,7 @@ def resume(
         is_complete = _is_complete(path)
         try:
             load(path)
-        except damage as error:
+        except DamagedError as error:
             reason = str(error).splitlines()[0]
             damaged += [reason] if is_complete else []
             passed.append(path)

@@ -239,29 +239,14 @@ class Mesh:
         device: "cpu", or this rank's GPU ("cuda" means the current one). Raises ValueError if the sizes do not
         multiply to the number of processes. Every rank must call it, with equal axes and sizes.
         """
-        device = _checked(axes, sizes, device)
-        if device.type == "cpu":
-            keep_freed_memory()
-        everyone = _everyone()
-        rank, world_size = everyone.rank, everyone.size
-        needed = math.prod(sizes)
-        if needed != world_size:
+        needed, running = math.prod(sizes), _everyone().size
+        if needed != running:
             shape = " x ".join(f"{name}{size}" for name, size in zip(axes, sizes, strict=True)) or "single"
             raise ValueError(
-                f"the program's mesh {shape} needs {needed} processes, but {world_size} run: start it with "
-                f"torchrun --nproc-per-node (times --nnodes) = {needed}, or plan for {world_size} devices"
+                f"the program's mesh {shape} needs {needed} processes, but {running} run: start it with "
+                f"torchrun --nproc-per-node (times --nnodes) = {needed}, or plan for {running} devices"
             )
-        kept = tuple((name, size) for name, size in zip(axes, sizes, strict=True) if size > 1)
-        world = Axis("world", world_size, rank, everyone.group)
-        if not kept:
-            return cls(tuple(Axis(name) for name in axes), world, device)
-        torch_mesh = dist.device_mesh.init_device_mesh(
-            device.type, tuple(size for _, size in kept), mesh_dim_names=tuple(name for name, _ in kept)
-        )
-        groups = {name: torch_mesh.get_group(name) for name, _ in kept}
-        ranks = {name: torch_mesh.get_local_rank(name) for name, _ in kept}
-        built = (Axis(name, size, ranks.get(name, 0), groups.get(name)) for name, size in zip(axes, sizes, strict=True))
-        return cls(tuple(built), world, device)
+        return cls.create_position([(axes, sizes)], device)
 
     @classmethod
     def create_position(
@@ -276,11 +261,12 @@ class Mesh:
         """The one of several meshes that this process belongs to; each is over consecutive processes.
 
         shapes: axes and sizes of each. first_ranks: where each begins, if not where the last ends. joints: for each,
-        what `joint` may be asked for. timeout: of its collectives; torch's default if None. Every process must call it
-        with equal arguments, since torch wants all groups made by all. Raises ValueError if the number of processes is
-        another.
+        what `joint` may be asked for. timeout: of its collectives; that of the default process group if None. Every
+        process must call it with equal arguments, since torch wants all groups made by all. Raises ValueError if the
+        number of processes is another.
         """
         everyone, found = _everyone(), None
+        timeout = timeout or _timeout_of_all()
         counts = [math.prod(sizes) for _, sizes in shapes]
         for index, ((axes, sizes), first) in enumerate(zip(shapes, tiled(counts, first_ranks), strict=True)):
             device = _checked(axes, sizes, device)
@@ -336,7 +322,7 @@ class Mesh:
         if self.world_size < self.everyone.size:
             raise ValueError(f"the axis {name} of a position's mesh must be asked for when the mesh is made")
         axes, sizes = tuple(axis.name for axis in self.axes), tuple(axis.size for axis in self.axes)
-        return _axis_of(axes, sizes, tuple(axis.name for axis in joined), 0, self.everyone, None)
+        return _axis_of(axes, sizes, tuple(axis.name for axis in joined), 0, self.everyone, self.timeout)
 
 
 def _sizable(axes: Sequence[str], sizes: Sequence[int], names: Collection[str]) -> tuple[str, ...]:
@@ -384,3 +370,14 @@ def _everyone() -> Axis:
     if dist.is_available() and dist.is_initialized():
         return Axis("everyone", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     return Axis("everyone")
+
+
+def _timeout_of_all() -> timedelta | None:
+    """How long the default process group waits in a collective. Groups that are made of it would take torch's default,
+    whatever it was made with."""
+    if _everyone().size == 1:
+        return None
+    group: Any = dist.group.WORLD
+    backends = (group._get_backend(device) for device in group._device_types)
+    found = [each.options._timeout for each in backends if hasattr(each, "_set_default_timeout")]
+    return max(found, default=None)

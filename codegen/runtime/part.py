@@ -106,22 +106,16 @@ class Part:
         return batches, given
 
     def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        if name not in local_batch:
-            raise ValueError(f"the batch lacks {name!r}; the program takes {', '.join(self.model.INPUTS)}")
+        """One for each, of an input that is as `BatchCheck` wants it: of all micro-batches, or the same for each."""
         value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
         if self.precision == "bf16" and value.is_floating_point():
             value = value.to(torch.bfloat16)
         expected = self._input_shapes[name]
-        if expected and value.shape == (expected[0] * count, *expected[1:]):
-            rng = self.model.rng
-            rng.micro_batch_rows = max(rng.micro_batch_rows, spec.shape[0])
-            return torch.chunk(value, count)
-        if value.shape == expected:
+        if not expected or value.shape != (expected[0] * count, *expected[1:]):
             return (value,) * count
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)} on this rank; the program was generated for {expected} per "
-            f"micro-batch and {count} micro-batches (dim 0 {count} times as long), global {spec.shape}"
-        )
+        rng = self.model.rng
+        rng.micro_batch_rows = max(rng.micro_batch_rows, spec.shape[0])
+        return torch.chunk(value, count)
 
     def count_forward(self) -> None:
         """Buffers that count forwards go on by one: a step is one forward of the whole batch."""

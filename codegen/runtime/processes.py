@@ -21,12 +21,14 @@ _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def join(backend: str, timeout: timedelta | None = None) -> None:
+def join(backend: str, collective_seconds: float | None = None) -> None:
     """`dist.init_process_group` from what the launcher put into the environment; under torchrun this rank ends with it.
 
+    collective_seconds: how long ranks wait for one another; torch's default (1800, of NCCL 600) if None.
     torchrun keeps one store for all its attempts (--max-restarts), in which a new attempt would meet the keys of the
     one before it and wait for ranks that are gone: every attempt gets a prefix of its own.
     """
+    timeout = None if collective_seconds is None else timedelta(seconds=collective_seconds)
     more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if is_under_torchrun():
         end_with_parent(os.getppid())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from . import collectives, compiled_layers, symmetric_memory
 from .batch import BatchCheck
 from .checkpoint_files import settings_of
 from .compiled_layers import CompiledLayers
+from .course import Accumulation, Course
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .host_memory import HostMemory
@@ -20,82 +21,13 @@ from .host_optimizer import HostOptimizer
 from .mesh import Mesh
 from .offload import Offload
 from .optimizer_probe import check_stored, needs_of
-from .optimizers import Factory, GlobalParameter, whole_optimizer
+from .optimizers import Factory, GlobalParameter
 from .parameters import Module, RngState
-from .part import Batches, Part, Source, mean_loss
-from .pipeline import Pipeline, Stage
+from .part import Batches, Part, Source
+from .pipeline import Pipeline
 from .pipeline_course import PipelineCourse
+from .update import Update, buckets_of, declared, rank_optimizer, stored_whole
 from .zero import ZeroUnits
-
-if TYPE_CHECKING:
-    # Only programs with kernels have them beside them.
-    from .fused_adamw import FusedAdamW
-    from .gradient_norm import GradientNorm
-
-What = Literal["gradients", "state"]
-
-
-class Course(Protocol):
-    """How the micro-batches of a step run through this rank's parts of the program."""
-
-    parts: tuple[Part, ...]
-    executed: list[str]
-
-    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward and backward of all, gradients reduced; the global mean loss."""
-        ...
-
-    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward of all; the global mean loss."""
-        ...
-
-    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Whole tensors by their names, on every rank or at least on rank 0."""
-        ...
-
-
-class Accumulation:
-    """One module on all ranks: micro-batches in turn, gradients added up."""
-
-    def __init__(self, part: Part, mesh: Mesh, rng: RngState) -> None:
-        self.parts: tuple[Part, ...] = (part,)
-        self.executed: list[str] = []
-        self.mesh = mesh
-        self.rng = rng
-
-    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """As in `Course`."""
-        (part,) = self.parts
-        batches, targets = part.prepare(local_batch)
-        losses = []
-        for index, inputs in enumerate(batches):
-            self.rng.micro_batch = index
-            part.zero.begin(accumulate=index > 0, is_last=index == len(batches) - 1)
-            loss = part.model(**inputs, **targets)
-            (loss if len(batches) == 1 else loss / len(batches)).backward()
-            part.zero.end()
-            losses.append(loss.detach())
-        self.mesh.finish()
-        return mean_loss(losses)
-
-    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """As in `Course`."""
-        (part,) = self.parts
-        batches, targets = part.prepare(local_batch)
-        losses = []
-        for index, inputs in enumerate(batches):
-            self.rng.micro_batch = index
-            part.zero.begin(accumulate=False, is_last=True)
-            losses.append(part.model(**inputs, **targets))
-            part.zero.end(has_backward=False)
-        self.mesh.finish()
-        return mean_loss(losses)
-
-    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """As in `Course`; all ranks get everything anyway."""
-        (part,) = self.parts
-        for whole, value in zip(part.describe(what), part.read(what), strict=True):
-            yield whole.names, value
 
 
 class Step:
@@ -201,56 +133,23 @@ class Step:
         self._compiled = None
         if backend == "inductor":
             self._compiled = CompiledLayers(part.model for part in self.parts)
-        parameters = parameters or tuple(_declared(program))
+        parameters = parameters or tuple(declared(program))
         device = "cpu" if host is not None else mesh.device
-        self.optimizer = self._make_optimizer(optimizer_factory, parameters, device)
+        self.optimizer = rank_optimizer(optimizer_factory, parameters, self.parts, device)
         self.settings = settings_of(self.optimizer)
         if tries_optimizer and mesh.everyone.size > 1:
-            check_stored(needs_of(optimizer_factory, parameters), self._stored_whole(), isinstance(program, Pipeline))
+            check_stored(
+                needs_of(optimizer_factory, parameters), stored_whole(self.parts), isinstance(program, Pipeline)
+            )
         self.host_optimizer = HostOptimizer(self.optimizer, self.buckets, host) if host is not None else None
-        self._norm: GradientNorm | None = None
-        self._fused: FusedAdamW | None = None
-        if kernels:
-            self._use_kernels()
+        self._update = Update(
+            self.parts, mesh, self.optimizer, self.host_optimizer, max_grad_norm=max_grad_norm, kernels=kernels
+        )
         self.num_samples = 0
         self.guard = Guard(non_finite, [value for part in self.parts for value in part.written_buffers()])
         self.grad_norm: Tensor | None = None
         """Global gradient norm of the last step before clipping (0-dim), unless max_grad_norm is None and non_finite
         "ignore"."""
-
-    def _make_optimizer(
-        self, factory: Factory, parameters: Sequence[GlobalParameter], device: torch.device | str
-    ) -> torch.optim.Optimizer:
-        """The factory's optimiser with this rank's tensors in their places; of tied stages' copies all."""
-        stored: dict[str, list[nn.Parameter]] = {}
-        for part in self.parts:
-            for _, entry in part.entries():
-                if entry.stored is not None and entry.stored.requires_grad:
-                    for name in part.names(entry.slot):
-                        stored.setdefault(name, []).append(entry.stored)
-        return whole_optimizer(factory, parameters, device).replace(stored)
-
-    def _stored_whole(self) -> dict[str, bool]:
-        """Whether this rank stores a parameter whole, for each of which it stores anything, under all names."""
-        return {
-            name: entry.stored.shape == entry.slot.spec.shape
-            for part in self.parts
-            for _, entry in part.entries()
-            if entry.stored is not None
-            for name in part.names(entry.slot)
-        }
-
-    def _use_kernels(self) -> None:
-        # Imported here, since only programs with kernels have them beside them.
-        from ..kernels.dispatch import use_triton
-        from .fused_adamw import FusedAdamW
-        from .gradient_norm import GradientNorm
-
-        if use_triton(torch.empty(1, device=self.mesh.device)):
-            self._norm = GradientNorm(self.parts)
-            if isinstance(self.optimizer, FusedAdamW) and self.host_optimizer is None:
-                self._fused = self.optimizer
-                self._fused.attach(self.buckets)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -270,7 +169,7 @@ class Step:
     @property
     def buckets(self) -> list[Bucket]:
         """Of all parts."""
-        return [bucket for part in self.parts for bucket in part.zero.buckets]
+        return buckets_of(self.parts)
 
     @property
     def executed(self) -> list[str]:
@@ -311,26 +210,11 @@ class Step:
         rank, but counts: the next one reads on in the data. Raises FloatingPointError where training is to stop.
         """
         if self.max_grad_norm is not None or self.guard.is_on:
-            self.grad_norm = self._global_norm()
+            self.grad_norm = self._update.global_norm()
         if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):
-            self._apply()
+            self._update.apply(self.grad_norm)
         self.rng.step += 1
         self.num_samples += self.num_micro_batches * self.rng.micro_batch_rows
-
-    def _apply(self) -> None:
-        """Clip by `grad_norm` and update."""
-        clip_factor = None if self.max_grad_norm is None else self._clip_factor(self.max_grad_norm)
-        if self._fused is not None:
-            self._fused.clip_factor = clip_factor
-        elif clip_factor is not None:
-            for bucket in self.buckets:
-                if bucket.key.requires_grad:
-                    bucket.gradient.mul_(clip_factor)
-        if self.host_optimizer is not None:
-            self.host_optimizer.update()
-        else:
-            self.optimizer.step()
-            self._publish(is_copied=self._fused is not None)
 
     @torch.no_grad()
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
@@ -370,28 +254,6 @@ class Step:
         """What `model`'s forward takes for each micro-batch."""
         return self.parts[0].prepare(local_batch)
 
-    def _publish(self, is_copied: bool = False) -> None:
-        for part in self.parts:
-            part.zero.publish(is_copied)
-
-    def _global_norm(self) -> Tensor:
-        """Of all gradients, equal on all ranks (0-dim)."""
-        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        if self._norm is not None:
-            total = total + self._norm.squared()
-        else:
-            for bucket in (bucket for part in self.parts for bucket in part.trainable()):
-                total = total + bucket.squared_norm()
-        if self.mesh.everyone.size > 1:
-            collectives.all_reduce(total, self.mesh.everyone.group)
-        return total.sqrt()
-
-    def _clip_factor(self, max_norm: float) -> Tensor | None:
-        """What all gradients are to be multiplied by (0-dim)."""
-        assert self.grad_norm is not None
-        # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
-        return (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if max_norm < float("inf") else None
-
     # State ------------------------------------------------------------------------------------------------------------
 
     def load(self, source: Source) -> None:
@@ -403,7 +265,8 @@ class Step:
         """
         for part in self.parts:
             part.load(source)
-        self._publish()
+        for part in self.parts:
+            part.zero.publish()
 
     def require_finite(self) -> None:
         """Raises FloatingPointError on all ranks if a parameter is inf or nan on one. Collective."""
@@ -452,11 +315,3 @@ class Step:
         for names, whole in self._course.read("state", rank0_only):
             if self.mesh.everyone.rank == 0 or not rank0_only:
                 yield names, whole
-
-
-def _declared(program: type[Module] | Pipeline) -> Iterator[GlobalParameter]:
-    """The trainable parameters that a program declares, each once."""
-    stages = program.stages if isinstance(program, Pipeline) else (Stage(program, 0),)
-    found = {name: spec for stage in stages for name, spec, _ in stage.parameters() if spec.requires_grad}
-    for name, spec in found.items():
-        yield GlobalParameter(name, spec.shape, str(spec.dtype).removeprefix("torch."))

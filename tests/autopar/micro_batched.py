@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.graph import Graph, LayerRun, Node, Ref, ancestors, base_name, map_refs
 from autopar.rules.loss import MEAN, SUM, cross_entropy_arguments
-from autopar.sharding.micro_batches import AccumulatingTrace
+from autopar.sharding.accumulating_trace import AccumulatingTrace
 from autopar.tracing.trace import trace
 from tests.autopar.interpret import run_layers, run_node, tensors_of
 

@@ -13,7 +13,8 @@ from autopar.errors import TraceError
 from autopar.graph import LayerRun
 from autopar.tracing.depth import Truncation, equal_runs
 from autopar.tracing.depth_check import verified
-from autopar.tracing.trace import skeleton_of, trace
+from autopar.tracing.skeleton import skeleton_of
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
 

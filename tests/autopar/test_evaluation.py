@@ -164,9 +164,9 @@ def test_dropout_of_attention_and_of_kernels_is_off(name: str, kernels: str) -> 
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None, inputs: Any) -> float:
-    from autopar.tracing.trace import _LossModule
+    from autopar.tracing.loss_module import LossModule
 
-    return float(_LossModule(model, loss_fn, tuple(inputs))(**inputs))
+    return float(LossModule(model, loss_fn, tuple(inputs))(**inputs))
 
 
 def test_momentum_none_is_refused_in_words() -> None:

@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.liveness import Liveness
 from autopar.costs.peak import Life, Slot, at_peak, peaks
 from autopar.costs.saved import saved_tensors
 from autopar.costs.stage_costs import holding_states
 from autopar.costs.updates import training_of
+from autopar.errors import InfeasibleError
 from autopar.graph import Node, Ref, TensorMeta
+from autopar.launch import run_ranks
 from autopar.planning.stage_points import HOLDING
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from codegen.runtime.zero import BUCKET_BYTES
@@ -147,3 +150,65 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
         out = model(x)
         assert live.num_bytes == 4 * 64 * (64 + 32)
         del out
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Unread(nn.Module):
+    """Layers from its first call on, and elements that forward never reads."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.spare = nn.Parameter(torch.ones(elements - 1000))
+        self.register_buffer("table", torch.ones(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def held_bytes(compiled: autopar.CompiledProgram, batch: dict[str, torch.Tensor]) -> int:
+    """Of a rank between steps, and nothing of it beside what its step holds."""
+    with LiveBytes() as live:
+        step = compiled.build()
+        step(compiled.local_batch(batch))
+        return live.num_bytes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("constraints", "precision"),
+    [
+        ({"dp": 2, "zero": 3}, "fp32"),
+        pytest.param({"dp": 2, "zero": 0}, "bf16", marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_what_no_call_reads_is_counted_where_it_is_held(constraints: dict[str, int], precision: str) -> None:
+    """Whole on every rank of one stage (here the second, which has the only block that is no layer), in fp32, without
+    gradients or state."""
+    batch = {"x": torch.randn(8, 8)}
+    predicted, held = [], []
+    for elements in (2000, 100_000):
+        compiled = autopar.compile(
+            Unread(elements), "2 cpu", example_inputs=batch, constraints=constraints, precision=precision
+        )
+        prediction = compiled.plan.prediction
+        positions = prediction.positions or (prediction.num_bytes,) * 2
+        predicted.append([sum(kinds.values()) for kinds in positions])
+        held.append(run_ranks(held_bytes, (compiled, batch), 2))
+    more = [[b - a for a, b in zip(*each, strict=True)] for each in (predicted, held)]
+    assert more[0] == more[1]
+    assert sum(more[0]) == 98_000 * 4 * (1 if "pp" in constraints else 2)
+    limits = {**constraints, "memory": 300_000}
+    with pytest.raises(InfeasibleError):
+        autopar.compile(Unread(100_000), "2 cpu", example_inputs=batch, constraints=limits, precision=precision)

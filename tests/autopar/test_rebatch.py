@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.graph import Graph
+from autopar.tracing.inputs import name_inputs
 from autopar.tracing.rebatch import BatchedTrace, NotAffineError, at_rows
-from autopar.tracing.trace import name_inputs, trace
+from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 
 QUICK = ("gpt2", "llama", "t5")

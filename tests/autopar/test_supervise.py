@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from autopar import scratch
+from autopar.errors import ConstraintError
 from autopar.launch import RankError, run_ranks
+from autopar.trainer import Trainer, TrainerConfig
+from codegen.runtime.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +150,81 @@ def test_a_stopped_rank_is_noticed() -> None:
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) has been stopped for 1 s"):
         run_ranks(stop_rank_one, (), 2, stopped_seconds=1.0)
     assert time.monotonic() - started < 60, "noticed by the collective's own limit"
+
+
+def hang(how: str) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        while True:
+            if how == "asleep":
+                time.sleep(1000)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["asleep", "busy"])
+def test_a_rank_that_hangs_is_named(how: str) -> None:
+    """When the others, which are given the time to get there on a busy machine, give up waiting for it."""
+    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) stands still; rank [02]: ") as caught:
+        run_ranks(hang, (how,), 3, group_seconds=20.0)
+    assert "imed out" in str(caught.value)
+
+
+def timeouts_of(axes: tuple[str, ...], sizes: tuple[int, ...], parts: bool) -> set[float]:
+    """Of all groups, in seconds."""
+    if parts:
+        Mesh.create_position([(axes, sizes), (axes, sizes)])
+    else:
+        Mesh.create(axes, sizes).joint(axes[:2])
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert len(backends) > 2
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("parts", [False, True])
+def test_all_groups_of_a_mesh_wait_as_long_as_the_first(parts: bool) -> None:
+    sizes = (2, 1, 2) if parts else (2, 2, 2)
+    found = run_ranks(timeouts_of, (("ddp", "dp", "tp"), sizes, parts), 8, group_seconds=777.0)
+    assert found == [{777.0}] * 8
+
+
+@dataclass(frozen=True)
+class SlowAt:
+    """Batches of which rank 1 never gets the one at `sample`."""
+
+    sample: int
+
+    def __call__(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            if start == self.sample and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+                time.sleep(1000)
+            yield {"x": torch.ones(4, 8)}
+            start += 4
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_users_say_how_long_ranks_wait_for_one_another() -> None:
+    config = TrainerConfig(cluster="2 cpu", steps=3, log_every=0, constraints={"dp": 2}, collective_seconds=20.0)
+    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) stands still; rank 0: ") as caught:
+        Trainer(Net(), config, SlowAt(4)).fit()
+    assert "imed out waiting 20000ms" in str(caught.value)
+    for wrong in (0, -1.0, float("nan"), "60"):
+        with pytest.raises(ConstraintError, match="collective_seconds is a finite number above 0"):
+            TrainerConfig(collective_seconds=wrong)
 
 
 def load_with_workers() -> list[int]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import checkpoints
+from autopar import checkpoints, training
 from autopar.costs.live_bytes import LiveBytes
-from autopar.errors import ConstraintError, WorldSizeError
+from autopar.errors import CheckpointError, ConstraintError, WorldSizeError
 from autopar.launch import RankError, run_ranks
 from autopar.trainer import Trainer, TrainerConfig, TrainResult
 from autopar.training import batches_from
@@ -56,10 +60,17 @@ class DiesOnce:
 
 
 def reference_losses(example: Example, steps: int) -> list[float]:
-    """A training loop as anyone would write it."""
+    """Of a training loop as anyone would write it."""
+    losses: list[float] = []
+    reference_model(example, steps, losses)
+    return losses
+
+
+def reference_model(example: Example, steps: int, losses: list[float], factory: Any = None) -> torch.nn.Module:
+    """The same loop's model; the losses are added to the list. factory: AdamW by default."""
     model = copy.deepcopy(example.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.learning_rate, weight_decay=CONFIG.weight_decay)
-    losses = []
+    adamw = functools.partial(torch.optim.AdamW, lr=CONFIG.learning_rate, weight_decay=CONFIG.weight_decay)
+    optimizer = (factory or adamw)(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
         loss = model(**batch_of(8 * step)).loss
@@ -67,7 +78,7 @@ def reference_losses(example: Example, steps: int) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return model
 
 
 def fit(example: Example, config: TrainerConfig, source: Any = batches) -> TrainResult:
@@ -135,10 +146,92 @@ def test_ranks_of_a_launcher_train_together() -> None:
     assert first.peak_bytes == second.peak_bytes and len(first.peak_bytes) == 2
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Unlike Adam it leaves what has no gradient but round-off (biases of keys) where it is."""
+    return torch.optim.SGD(parameters, 0.5, momentum=0.9)
+
+
+def trained_under_launcher(constraints: dict[str, int]) -> dict[str, Any]:
+    model = gpt2().model
+    Trainer(model, replace(CONFIG, constraints=constraints, steps=3), batches, optimizer=sgd).fit()
+    return {name: value.detach().clone().numpy() for name, value in model.state_dict().items()}
+
+
+def require_trained(found: dict[str, Any]) -> None:
+    """As three steps of a plain loop leave the model."""
+    example = gpt2()
+    before = copy.deepcopy(example.model.state_dict())
+    expected = reference_model(example, 3, [], sgd).state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), value, rtol=1e-4, atol=1e-5, msg=name)
+    moved = [name for name, value in expected.items() if (value - before[name]).abs().max() > 1e-2]
+    assert len(moved) > len(expected) / 2, "values that a model which was not trained would have, too"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "constraints", [{"dp": 2, "zero": 3}, pytest.param({"tp": 2}, marks=pytest.mark.slow), {"pp": 2}]
+)
+def test_every_rank_of_a_launcher_has_the_trained_model(constraints: dict[str, int]) -> None:
+    for found in run_ranks(trained_under_launcher, (constraints,), 2):
+        require_trained(found)
+
+
+TORCHRUN = """
+import os, sys
+import torch
+from tests.autopar.test_trainer import trained_under_launcher
+torch.save(trained_under_launcher({"dp": 2, "zero": 3}), sys.argv[1] + os.environ["RANK"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_rank_of_torchrun_has_the_trained_model(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    done = subprocess.run(
+        [*command, str(tmp_path / "rank")], env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in range(2):
+        require_trained(torch.load(tmp_path / f"rank{rank}", weights_only=False))
+
+
 @pytest.mark.distributed
 def test_other_number_of_processes_than_planned() -> None:
     with pytest.raises(WorldSizeError, match="the plan is for 4 processes"):
         run_ranks(fit_under_launcher, ("4 cpu",), 2)
+
+
+@pytest.mark.distributed
+def test_another_models_checkpoint_is_refused_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other layers, of another width, of another optimiser; the right one is trained on, whoever wrote it."""
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path / "run"), steps=1)
+    fit(gpt2(), replace(config, auto_parallel=False))
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "run_ranks", lambda *args: pytest.fail("ranks were started"))
+        for other, text in ((gpt2(layers=1), "it has, and the model has not,"), (gpt2(layers=3), "it lacks")):
+            with pytest.raises(CheckpointError, match=f"is of another model: {text}"):
+                fit(other, config)
+        with pytest.raises(CheckpointError, match="has shape .* in the checkpoint, .* in the program"):
+            fit(gpt2(width=16), config)
+        with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+            Trainer(gpt2().model, config, batches, optimizer=sgd).fit()
+    assert fit(gpt2(), replace(config, steps=2)).first_step == 1
+    # One that is damaged is passed over, whosever it is: ranks would not have read it either.
+    shutil.copytree(tmp_path / "run" / "step-00000001", tmp_path / "other" / "step-00000001")
+    fit(gpt2(layers=1), replace(config, auto_parallel=False, steps=2, checkpoint_directory=str(tmp_path / "one")))
+    damaged = shutil.copytree(tmp_path / "one" / "step-00000002", tmp_path / "other" / "step-00000002")
+    with (damaged / "rank00000-00000.safetensors").open("ab") as file:
+        file.write(b"x")
+    again = replace(config, steps=2, checkpoint_directory=str(tmp_path / "other"))
+    assert fit(gpt2(), again).first_step == 1
 
 
 def save_little(folder: Path) -> None:

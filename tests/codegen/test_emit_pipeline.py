@@ -28,7 +28,7 @@ from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
 from autopar.mesh import Mesh
 from autopar.planning.request import Candidate
-from autopar.tracing.trace import name_inputs
+from autopar.tracing.inputs import name_inputs
 from codegen.emit import emit_model
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline

@@ -45,7 +45,7 @@ def make_step(mesh: Mesh, zero: int, factory: Any = OURS, micro: int = 1, **opti
     program = make_program(zero, ROWS // micro, "float32")
     step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, kernels=factory is OURS, **options)
     step.load(initial())
-    assert (step._fused is not None) == (factory is OURS)
+    assert (step._update.fused is not None) == (factory is OURS)
     return step
 
 

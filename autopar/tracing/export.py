@@ -1,0 +1,117 @@
+"""torch.export of a model with its loss, what holds while forward is traced, and its errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from autopar.errors import TraceError
+from autopar.integrations.masks import plain_masks
+from autopar.tracing.inputs import Batch
+from autopar.tracing.loss_module import LossModule
+from autopar.tracing.user_line import raised_at
+
+
+def export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+    clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+    try:
+        # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
+        # The many graph modules that export makes on its way are read, never called: they need no code.
+        with traceable(batch), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+            return torch.export.export(module, (), clones, strict=False)
+    except TraceError:
+        raise
+    except Exception as error:  # torch.export raises many kinds; each becomes one readable error
+        raise _untraceable(error) from error
+
+
+_BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
+
+
+def _untraceable(error: Exception) -> TraceError:
+    """Forward's own error, or why torch could not trace it, with the user's line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = raised_at(error.__traceback__)
+    what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
+    if any(word in type(error).__name__ for word in _BY_VALUE):
+        return TraceError(
+            "torch.export could not trace the model",
+            values=what,
+            alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
+            "or wrap it in torch.library.custom_op",
+        )
+    return TraceError(
+        "the model or its loss fails on the example inputs",
+        values=what,
+        alternatives=[
+            "what runs in one process: try loss_fn(model(*inputs), *targets) on the same example inputs",
+            "for what only tracing cannot do (numpy, Python's control of values): torch operators, or "
+            "torch.library.custom_op",
+        ],
+    )
+
+
+def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> torch.Tensor:
+    """Forward and loss as they are exported."""
+    with traceable(batch):
+        loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
+        return loss
+
+
+@contextlib.contextmanager
+def traceable(batch: Batch) -> Iterator[None]:
+    """What holds while forward is traced."""
+    packed = any("position_ids" in name for name in batch)
+    with refuse_custom_backward(), plain_masks(packed_positions=packed):
+        yield
+
+
+@contextlib.contextmanager
+def refuse_custom_backward() -> Iterator[None]:
+    """What a trace of forward drops silently is refused: backward of a custom autograd.Function, hooks, gradients."""
+
+    # A classmethod of Python until torch 2.14, of C since.
+    registered = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
+            return registered.__get__(None, cls)(*args, **kwargs)
+        raise TraceError(
+            "the model calls a custom autograd.Function, whose backward torch.export would drop",
+            values=f"{cls.__module__}.{cls.__qualname__}",
+            alternatives="register it with torch.library.custom_op and register_autograd",
+        )
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise TraceError(
+                f"forward calls {name}, of which a traced graph shows nothing",
+                alternatives=[
+                    "call it in the training loop",
+                    "compute what it does with torch operators, or in a torch.library.custom_op with register_autograd",
+                ],
+            )
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        for owner, name, label in _DROPPED_CALLS:
+            stack.enter_context(mock.patch.object(owner, name, refused(label)))
+        yield
+
+
+_DROPPED_CALLS = (
+    (torch.Tensor, "register_hook", "Tensor.register_hook"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "Tensor.register_post_accumulate_grad_hook"),
+    (torch.Tensor, "backward", "Tensor.backward"),
+    (torch.autograd, "backward", "torch.autograd.backward"),
+    (torch.autograd, "grad", "torch.autograd.grad"),
+)

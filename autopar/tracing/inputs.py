@@ -1,0 +1,155 @@
+"""The batch by name: what of it the model takes and what the loss, its rows, and its tensors without memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.errors import TraceError
+from codegen.names import is_plain_name
+
+Batch = Mapping[str, Any]
+
+
+def name_inputs(
+    model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """The batch by name. A tuple's items get forward's parameter names, then `target`, `target1` ... for loss_fn."""
+    if isinstance(example_inputs, Mapping):
+        return _checked(dict(example_inputs))
+    items = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    names, has_args, _ = _parameters_of(model)
+    num_targets = _num_targets(loss_fn)
+    if num_targets < 0:
+        num_targets = len(items) - len(names) if not has_args else 1
+    num_model = len(items) - num_targets
+    if num_model < 1:
+        raise TraceError(
+            "example_inputs has too few items",
+            values=f"{len(items)} for a loss_fn that needs {num_targets} besides the model's own",
+            alternatives="pass (model inputs ..., targets ...)",
+        )
+    if num_model > len(names) and not has_args:
+        raise TraceError(
+            "example_inputs has more items than the model takes",
+            values=f"{num_model} for forward({', '.join(names)})",
+            alternatives="pass targets with a loss_fn that takes them, or a dict by name",
+        )
+    model_names = [names[i] if i < len(names) else f"arg{i - len(names)}" for i in range(num_model)]
+    target_names = ["target" if i == 0 else f"target{i}" for i in range(num_targets)]
+    return _checked(dict(zip(model_names + target_names, items, strict=True)))
+
+
+def _checked(batch: dict[str, Any]) -> dict[str, Any]:
+    """Raises TraceError for names that no argument can have, and for tensors that are no plain items of the batch."""
+    for name, value in batch.items():
+        if not isinstance(name, str) or not is_plain_name(name) or name.startswith("__") or name == "self":
+            raise TraceError(
+                "an input of the batch has a name that no argument of forward can have",
+                values=repr(name),
+                alternatives="a Python identifier that is neither a keyword nor self",
+            )
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise TraceError(
+                "an input of the batch is not a dense tensor",
+                values=f"{name}: {value.layout}",
+                alternatives=f"{name}.to_dense()",
+            )
+        leaves = [] if isinstance(value, torch.Tensor) else tree_leaves(value)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise TraceError(
+                "an input of the batch holds tensors inside a container",
+                values=f"{name}: {type(value).__name__} of {len(leaves)}",
+                alternatives="every tensor under a name of its own, as arguments of forward",
+            )
+    return batch
+
+
+def split_names(
+    model: nn.Module, names: tuple[str, ...], loss_fn: Callable[..., torch.Tensor] | None
+) -> tuple[list[str], list[str]]:
+    """Which batch entries the model takes, and which the loss takes, in order."""
+    accepted, _, has_kwargs = _parameters_of(model)
+    if loss_fn is None:
+        return list(names), []
+    num_targets = _num_targets(loss_fn)
+    for_loss = [n for n in names if n not in accepted and not is_positional_name(n)]
+    if has_kwargs and 0 <= num_targets < len(for_loss):
+        for_loss = for_loss[len(for_loss) - num_targets :]
+    return [n for n in names if n not in for_loss], for_loss
+
+
+def model_arguments(model: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional values for `*args` models (names arg0, arg1 ...), keyword for the rest."""
+    positional = tuple(value for name, value in given.items() if is_positional_name(name))
+    return positional, {name: value for name, value in given.items() if not is_positional_name(name)}
+
+
+def is_positional_name(name: str) -> bool:
+    return name.startswith("arg") and name[3:].isdigit()
+
+
+def _parameters_of(model: nn.Module) -> tuple[list[str], bool, bool]:
+    """Names that forward takes, and whether it has *args and **kwargs."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kinds = {p.kind for p in parameters}
+    return names, inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _num_targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
+    """How many arguments `loss_fn` requires after the output."""
+    if loss_fn is None:
+        return 0
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return -1
+    return max(len(required) - 1, 0)
+
+
+def common_batch(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Rows of the batch: dim 0 of the first input that has dims."""
+    sizes = [value.shape[0] for value in tensors.values() if value.dim() > 0]
+    if not sizes:
+        raise TraceError(
+            "example_inputs has no tensor with a batch dim",
+            values=f"inputs {sorted(tensors)}",
+            alternatives="pass the batch as a dict or tuple of tensors whose dim 0 is the batch",
+        )
+    if sizes[0] == 0:
+        raise TraceError(
+            "the batch of example_inputs is empty",
+            values=", ".join(f"{name}: {tuple(value.shape)}" for name, value in tensors.items()),
+            alternatives="at least one row",
+        )
+    return int(sizes[0])
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def fake_input(
+    value: Any, fake: FakeTensorMode, rows: int, batch_size: int | None, param_dtype: torch.dtype | None
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = list(value.shape)
+    if batch_size is not None and has_rows(value, rows):
+        shape[0] = batch_size
+    dtype = param_dtype if param_dtype is not None and value.is_floating_point() else value.dtype
+    with fake:
+        return torch.empty(shape, dtype=dtype, device="cpu")

@@ -1,0 +1,77 @@
+"""How the micro-batches of a step run through this rank's parts of a program; of a pipeline in `pipeline_course.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from .mesh import Mesh
+from .parameters import RngState
+from .part import Part, mean_loss
+
+What = Literal["gradients", "state"]
+
+
+class Course(Protocol):
+    """How the micro-batches of a step run through this rank's parts of the program."""
+
+    parts: tuple[Part, ...]
+    executed: list[str]
+
+    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of all, gradients reduced; the global mean loss."""
+        ...
+
+    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward of all; the global mean loss."""
+        ...
+
+    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Whole tensors by their names, on every rank or at least on rank 0."""
+        ...
+
+
+class Accumulation:
+    """One module on all ranks: micro-batches in turn, gradients added up."""
+
+    def __init__(self, part: Part, mesh: Mesh, rng: RngState) -> None:
+        self.parts: tuple[Part, ...] = (part,)
+        self.executed: list[str] = []
+        self.mesh = mesh
+        self.rng = rng
+
+    def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """As in `Course`."""
+        (part,) = self.parts
+        batches, targets = part.prepare(local_batch)
+        losses = []
+        for index, inputs in enumerate(batches):
+            self.rng.micro_batch = index
+            part.zero.begin(accumulate=index > 0, is_last=index == len(batches) - 1)
+            loss = part.model(**inputs, **targets)
+            (loss if len(batches) == 1 else loss / len(batches)).backward()
+            part.zero.end()
+            losses.append(loss.detach())
+        self.mesh.finish()
+        return mean_loss(losses)
+
+    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
+        """As in `Course`."""
+        (part,) = self.parts
+        batches, targets = part.prepare(local_batch)
+        losses = []
+        for index, inputs in enumerate(batches):
+            self.rng.micro_batch = index
+            part.zero.begin(accumulate=False, is_last=True)
+            losses.append(part.model(**inputs, **targets))
+            part.zero.end(has_backward=False)
+        self.mesh.finish()
+        return mean_loss(losses)
+
+    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """As in `Course`; all ranks get everything anyway."""
+        (part,) = self.parts
+        for whole, value in zip(part.describe(what), part.read(what), strict=True):
+            yield whole.names, value

@@ -1,0 +1,135 @@
+"""The end of a step: the gradients' norm, clipping, the optimiser's update, and its parameters on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives
+from .flat import Bucket
+from .host_optimizer import HostOptimizer
+from .mesh import Mesh
+from .optimizers import Factory, GlobalParameter, whole_optimizer
+from .parameters import Module
+from .part import Part
+from .pipeline import Pipeline, Stage
+
+if TYPE_CHECKING:
+    # Only programs with kernels have them beside them.
+    from .fused_adamw import FusedAdamW
+    from .gradient_norm import GradientNorm
+
+
+class Update:
+    """Of the parameters that one rank stores.
+
+    host: updates in its place where the optimiser's state is in host memory. kernels: where they can run, the
+    gradient's norm is one launch, and so is the update of a `FusedAdamW` on the device, clipping included.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        mesh: Mesh,
+        optimizer: torch.optim.Optimizer,
+        host: HostOptimizer | None,
+        *,
+        max_grad_norm: float | None,
+        kernels: bool,
+    ) -> None:
+        self.parts, self.mesh, self.optimizer, self.host = parts, mesh, optimizer, host
+        self.max_grad_norm = max_grad_norm
+        self._norm: GradientNorm | None = None
+        self.fused: FusedAdamW | None = None
+        if kernels:
+            self._use_kernels()
+
+    def _use_kernels(self) -> None:
+        # Imported here, since only programs with kernels have them beside them.
+        from ..kernels.dispatch import use_triton
+        from .fused_adamw import FusedAdamW
+        from .gradient_norm import GradientNorm
+
+        if use_triton(torch.empty(1, device=self.mesh.device)):
+            self._norm = GradientNorm(self.parts)
+            if isinstance(self.optimizer, FusedAdamW) and self.host is None:
+                self.fused = self.optimizer
+                self.fused.attach(buckets_of(self.parts))
+
+    def global_norm(self) -> Tensor:
+        """Of all gradients, equal on all ranks (0-dim). Collective."""
+        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        if self._norm is not None:
+            total = total + self._norm.squared()
+        else:
+            for bucket in (bucket for part in self.parts for bucket in part.trainable()):
+                total = total + bucket.squared_norm()
+        if self.mesh.everyone.size > 1:
+            collectives.all_reduce(total, self.mesh.everyone.group)
+        return total.sqrt()
+
+    def apply(self, grad_norm: Tensor | None) -> None:
+        """Clip by the norm, which is known where there is a `max_grad_norm`, and update."""
+        clip_factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, grad_norm)
+        if self.fused is not None:
+            self.fused.clip_factor = clip_factor
+        elif clip_factor is not None:
+            for bucket in buckets_of(self.parts):
+                if bucket.key.requires_grad:
+                    bucket.gradient.mul_(clip_factor)
+        if self.host is not None:
+            self.host.update()
+            return
+        self.optimizer.step()
+        for part in self.parts:
+            part.zero.publish(self.fused is not None)
+
+
+def _clip_factor(max_norm: float, grad_norm: Tensor | None) -> Tensor | None:
+    """What all gradients are to be multiplied by (0-dim)."""
+    assert grad_norm is not None
+    # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
+    return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0) if max_norm < float("inf") else None
+
+
+def buckets_of(parts: Sequence[Part]) -> list[Bucket]:
+    """Of all parts."""
+    return [bucket for part in parts for bucket in part.zero.buckets]
+
+
+# The optimiser --------------------------------------------------------------------------------------------------------
+
+
+def rank_optimizer(
+    factory: Factory, parameters: Sequence[GlobalParameter], parts: Sequence[Part], device: torch.device | str
+) -> torch.optim.Optimizer:
+    """The factory's optimiser with this rank's tensors in their places; of tied stages' copies all."""
+    stored: dict[str, list[nn.Parameter]] = {}
+    for part in parts:
+        for _, entry in part.entries():
+            if entry.stored is not None and entry.stored.requires_grad:
+                for name in part.names(entry.slot):
+                    stored.setdefault(name, []).append(entry.stored)
+    return whole_optimizer(factory, parameters, device).replace(stored)
+
+
+def stored_whole(parts: Sequence[Part]) -> dict[str, bool]:
+    """Whether this rank stores a parameter whole, for each of which it stores anything, under all names."""
+    return {
+        name: entry.stored.shape == entry.slot.spec.shape
+        for part in parts
+        for _, entry in part.entries()
+        if entry.stored is not None
+        for name in part.names(entry.slot)
+    }
+
+
+def declared(program: type[Module] | Pipeline) -> Iterator[GlobalParameter]:
+    """The trainable parameters that a program declares, each once."""
+    stages = program.stages if isinstance(program, Pipeline) else (Stage(program, 0),)
+    found = {name: spec for stage in stages for name, spec, _ in stage.parameters() if spec.requires_grad}
+    for name, spec in found.items():
+        yield GlobalParameter(name, spec.shape, str(spec.dtype).removeprefix("torch."))
