@@ -6,13 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
+from autopar import checkpoints
 from autopar.cli import app
 from autopar.plan import Plan
 
@@ -189,6 +192,18 @@ def test_verify_passes_and_fails() -> None:
     assert equal.exit_code == 0 and "equal within 1e-05" in equal.output, equal.output
     different = run(*words, "--tolerance", "1e-30")
     assert different.exit_code == 1 and "DIFFERENT within 1e-30" in different.output
+
+
+def test_no_ranks_are_started_on_another_models_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.nn.Linear(2, 2)
+    progress = {"step": 1, "num_samples": 1, "seed": 0}
+    save = partial(checkpoints.save_plain, other, torch.optim.AdamW(other.parameters()), progress)
+    checkpoints.write(tmp_path, 1, save, True, lambda: None)
+    monkeypatch.setattr("autopar.training.run_ranks", lambda *args: pytest.fail("ranks were started"))
+    result = run("train", "examples.models:gpt2", "--cluster", "2 cpu", "--steps", "2", "--checkpoint", str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert "error: the checkpoint" in result.output and "is of another model: it lacks " in result.output
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.distributed
