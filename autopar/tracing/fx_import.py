@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import TraceError
-from autopar.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, refs_in
+from autopar.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
 from autopar.tracing.user_line import user_line
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
@@ -190,7 +190,7 @@ class _Importer:
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        outputs = tuple(_static(v, grads and v.dtype.is_floating_point, node) for v in tensors)
+        outputs = tuple(_static(v, grads and has_gradients(v.dtype), node) for v in tensors)
         name = self._unique(node.name)
         self.flat.lines[name] = node.meta.get("stack_trace") or ""
         self.flat.nodes.append(Node(name, op, args, kwargs, outputs, _module_path(node)))
