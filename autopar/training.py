@@ -29,7 +29,8 @@ from autopar.launch import group_seconds, run_ranks
 from autopar.loaders import named_batch, num_rows
 from autopar.progress import TrainingProgress
 from autopar.scratch import temporary_folder
-from autopar.tracing.trace import _LossModule, name_inputs
+from autopar.surroundings import check_starting
+from autopar.tracing.trace import _LossModule, in_training, name_inputs
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
 from autopar.weights import read_values, set_values, write_values
 from codegen.runtime.checkpoint_files import settings_of
@@ -136,6 +137,7 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
+    check_starting("fit")
     program.require_backend()
     ranks, patience = program.plan.num_ranks, group_seconds(program)
     with temporary_folder() as folder:
@@ -393,7 +395,7 @@ class _Plain:
             raise ConstraintError("a plain run has no fp8", values="fp8=True", alternatives="auto_parallel")
         if self.config.backend != "eager":
             raise ConstraintError("a plain run is eager", values=self.config.backend, alternatives="auto_parallel")
-        self.model.train()
+        in_training(self.model)
         config = self.config
         self.guard = Guard(
             cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]

@@ -272,14 +272,17 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _parameters(module: nn.Module) -> dict[str, Parameter]:
-    """The user's parameters and buffers by first name, with tied names as aliases."""
+    """The user's parameters and buffers by first name, with tied names as aliases.
+
+    What a loss holds is constant, and no part of the model's state.
+    """
     names = _first_names(module)
     aliases: dict[str, list[str]] = {}
     for name, first in names.items():
         aliases.setdefault(first, [])
         if _root(name) != first:
             aliases[first].append(_root(name))
-    persistent = {_root(name) for name in module.state_dict(keep_vars=True)}
+    persistent = {_root(name) for name in module.state_dict(keep_vars=True) if name.startswith(_ROOT)}
     tensors: Mapping[str, torch.Tensor] = {
         **dict(module.named_parameters()),
         **dict(module.named_buffers()),
@@ -287,7 +290,7 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
     found = {}
     for name, tensor in tensors.items():
         root = _root(name)
-        is_buffer = not isinstance(tensor, nn.Parameter)
+        is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
         found[root] = Parameter(root, _meta(tensor), tuple(aliases[root]), is_buffer, root in persistent)
     return found
 
