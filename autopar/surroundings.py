@@ -24,7 +24,9 @@ def check_training(what: str) -> None:
     check_autocast()
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-        raise ConstraintError(f"{what} trains, which needs gradients", values=mode, alternatives=f"{what} outside of it")
+        raise ConstraintError(
+            f"{what} trains, which needs gradients", values=mode, alternatives=f"{what} outside of it"
+        )
     if torch.get_default_device().type == "meta":
         raise ConstraintError(
             f"{what} computes, which needs a default device that holds values",
@@ -34,7 +36,7 @@ def check_training(what: str) -> None:
 
 
 def check_starting(what: str) -> None:
-    """`check_training` of a call that starts ranks; ConstraintError in a process group too, which they would inherit."""
+    """`check_training` of a call that starts ranks; ConstraintError also in a process group: they would inherit it."""
     check_training(what)
     if dist.is_available() and dist.is_initialized():
         raise ConstraintError(

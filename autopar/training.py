@@ -26,7 +26,7 @@ from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, DataError, TrainingError
 from autopar.launch import group_seconds, run_ranks
-from autopar.loaders import named_batch, num_rows
+from autopar.loaders import named_batch, num_rows, peeking, untouched
 from autopar.progress import TrainingProgress
 from autopar.scratch import temporary_folder
 from autopar.surroundings import check_starting
@@ -189,7 +189,8 @@ def fit_plain(
 
 def first_batch(batches: Batches, config: TrainerConfig) -> Any:
     """Of the batches, which have the rows of a whole step. Raises ConstraintError, DataError."""
-    first = named_batch(next(batches_from(batches, 0, 1)))
+    with peeking(batches):
+        first = named_batch(next(batches_from(batches, 0, 1)))
     rows = num_rows(first)
     if config.global_batch_size not in (None, rows):
         raise ConstraintError(
@@ -205,6 +206,7 @@ def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterat
         yield from batches(start_sample)
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
     to_skip = start_sample // batch_size
+    batches = untouched(batches)
     while True:
         count = 0
         for batch in batches:

@@ -285,7 +285,7 @@ class _Reference:
         return float(loss.detach())
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> torch.Tensor:
-        """Of the batch, all in dtype if there is one: the model is already, a loss with tensors of its own becomes so."""
+        """Of the batch, all in dtype if there is one: the model is so already, a loss with own tensors becomes so."""
         batch = batch if dtype is None else _cast(batch, dtype)
         loss_fn = self.loss_fn
         if isinstance(loss_fn, nn.Module) and dtype is not None:

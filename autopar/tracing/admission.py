@@ -57,7 +57,7 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
 
 
 def check_loss(model: nn.Module, loss_fn: Any) -> None:
-    """Raises ModelError for a loss whose parameters would not be trained, or whose tensors have names of the model's."""
+    """Raises ModelError for a loss whose parameters would not be trained, or whose names are the model's."""
     if not isinstance(loss_fn, nn.Module):
         return
     trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]

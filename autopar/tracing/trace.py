@@ -405,7 +405,7 @@ def skeleton_of(
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are so on purpose."""
+    """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are on purpose."""
     return model if any(module.training for module in model.modules()) else model.train()
 
 
