@@ -33,7 +33,8 @@ from autopar.planning.planner import SearchResult, price_plan, search_plans
 from autopar.planning.request import Candidate, Request, operators_at
 from autopar.sharding.accumulating_trace import AccumulatingTrace
 from autopar.sharding.choices import expand
-from autopar.tracing.admission import check_model, warn_of_gradients
+from autopar.surroundings import check_autocast
+from autopar.tracing.admission import check_loss, check_model, warn_of_gradients
 from autopar.tracing.evaluation import check_norms, why_no_evaluation
 from autopar.tracing.inputs import common_batch, name_inputs
 from autopar.tracing.trace import find_cuts, trace
@@ -68,7 +69,8 @@ def compile(  # noqa: A001
     """Plan and generate the distributed program of `model` on `cluster_spec`.
 
     Args:
-        model: an ordinary module on one device or on meta; it is not changed.
+        model: an ordinary module on one device or on meta; it is not changed. One that is in evaluation mode as a whole
+        is trained in training mode; parts of another that are (frozen batch norm) stay so.
         cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
         example_inputs: one batch as the model takes it (tuple or dict), with the targets that loss_fn takes after the
             model's output. Shapes and dtypes matter, values do not.
@@ -156,8 +158,10 @@ def request_of(
 ) -> Request:
     """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
     check_compile(model, example_inputs, loss_fn, global_batch_size, optimizer, precision, kernels, fp8)
+    check_autocast()
     dtype = torch.bfloat16 if precision == "bf16" else None
     check_model(model, dtype)  # before the optimiser is tried on its parameters
+    check_loss(model, loss_fn)
     needs = examine(optimizer or adamw, model)
     coding = Compression.parse(compression)
     cluster = as_cluster(cluster_spec)

@@ -26,6 +26,7 @@ from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Candidate, Request
 from autopar.scratch import lasting_folder
+from autopar.surroundings import check_starting, check_training
 from autopar.tracing.inputs import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
@@ -114,6 +115,7 @@ class CompiledProgram:
         Raises WorldSizeError, and AutoparError for meta values without init.
         """
         check_world_size(self.plan)
+        check_training("build")
         self.require_backend()
         package = self.load_package()
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
@@ -138,7 +140,7 @@ class CompiledProgram:
             fp8=self.any_stage.fp8,
             non_finite=non_finite,
         )
-        step.load(value_source(self.model, init))
+        step.load(value_source(self.model, init, self.loss_fn))
         return step
 
     def _optimizer_factory(self, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:
@@ -192,6 +194,7 @@ class CompiledProgram:
         """
         from autopar.launch import launch_program
 
+        check_starting("launch")
         self.require_backend()
         return launch_program(self, function, args, max_restarts)
 

@@ -33,6 +33,11 @@ class TensorMeta:
         return self.numel * self.dtype.itemsize
 
 
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether torch differentiates through values of the dtype: floating and complex ones."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Ref:
     """A use of output `index` of the node (or parameter, buffer, input, layer run) called `node`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,27 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
                 values=f"batch {odd[0]} has {sizes[odd[0]]}",
                 alternatives="leave out a shorter last batch, or set global_batch_size",
             )
+
+
+def untouched(batches: Batches) -> Batches:
+    """Of a DataLoader a copy without the iterator that persistent workers have, which belong to one process."""
+    if not isinstance(batches, DataLoader):
+        return batches
+    own = copy.copy(batches)
+    own._iterator = None
+    return own
+
+
+@contextmanager
+def peeking(batches: Batches) -> Iterator[None]:
+    """Leaves the generator that shuffles a DataLoader as it was, so that training begins with its first order."""
+    generator = batches.generator if isinstance(batches, DataLoader) else None
+    state = None if generator is None else generator.get_state()
+    try:
+        yield
+    finally:
+        if generator is not None and state is not None:
+            generator.set_state(state)
 
 
 def _check_loader(loader: DataLoader[Any], global_batch_size: int | None) -> None:

@@ -26,11 +26,13 @@ from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, DataError, TrainingError
 from autopar.launch import group_seconds, run_ranks
-from autopar.loaders import named_batch, num_rows
+from autopar.loaders import named_batch, num_rows, peeking, untouched
 from autopar.progress import TrainingProgress
 from autopar.scratch import temporary_folder
+from autopar.surroundings import check_starting
 from autopar.tracing.inputs import name_inputs
 from autopar.tracing.loss_module import LossModule
+from autopar.tracing.skeleton import in_training
 from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
 from autopar.weights import read_values, set_values, write_values
 from codegen.runtime.checkpoint_files import settings_of
@@ -137,6 +139,7 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
+    check_starting("fit")
     program.require_backend()
     checkpoints.require_own(config.checkpoint_directory, program.model, program.optimizer)
     ranks, patience = program.plan.num_ranks, group_seconds(program, config.collective_seconds)
@@ -189,7 +192,8 @@ def fit_plain(
 
 def first_batch(batches: Batches, config: TrainerConfig) -> Any:
     """Of the batches, which have the rows of a whole step. Raises ConstraintError, DataError."""
-    first = named_batch(next(batches_from(batches, 0, 1)))
+    with peeking(batches):
+        first = named_batch(next(batches_from(batches, 0, 1)))
     rows = num_rows(first)
     if config.global_batch_size not in (None, rows):
         raise ConstraintError(
@@ -205,6 +209,7 @@ def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterat
         yield from batches(start_sample)
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
     to_skip = start_sample // batch_size
+    batches = untouched(batches)
     while True:
         count = 0
         for batch in batches:
@@ -395,7 +400,7 @@ class _Plain:
             raise ConstraintError("a plain run has no fp8", values="fp8=True", alternatives="auto_parallel")
         if self.config.backend != "eager":
             raise ConstraintError("a plain run is eager", values=self.config.backend, alternatives="auto_parallel")
-        self.model.train()
+        in_training(self.model)
         config = self.config
         self.guard = Guard(
             cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]

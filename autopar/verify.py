@@ -35,8 +35,10 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
 from autopar.fp8 import tolerance
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
+from autopar.surroundings import check_starting
 from autopar.tracing.inputs import name_inputs
 from autopar.tracing.loss_module import LossModule
+from autopar.tracing.skeleton import in_training
 from autopar.verify_report import VerifyReport
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
@@ -100,6 +102,7 @@ def verify_program(
 ) -> VerifyReport:
     """`verify` of a program that is compiled already."""
     check_verify(steps, max_grad_norm, seed)
+    check_starting("verify")
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
     args = (compiled, batches, max_grad_norm, seed)
@@ -270,8 +273,7 @@ class _Reference:
         self, compiled: CompiledProgram, max_grad_norm: float | None, seed: int, dtype: torch.dtype | None = None
     ) -> None:
         self.model = copy.deepcopy(compiled.model).cpu().to(dtype)
-        if not self.model.training:  # else parts may be in evaluation mode on purpose, and were traced so
-            self.model.train()
+        in_training(self.model)
         self.dtype = dtype
         self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -280,13 +282,18 @@ class _Reference:
 
     def forward_backward(self, batch: Mapping[str, Any]) -> float:
         self.model.zero_grad()  # also what the optimiser leaves out
-        loss = self._loss(self.model, batch if self.dtype is None else _cast(batch, self.dtype))
+        loss = self._loss(self.model, batch, self.dtype)
         torch.autograd.backward(loss)
         return float(loss.detach())
 
-    def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    def _loss(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> torch.Tensor:
+        """Of the batch, all in dtype if there is one: the model is so already, a loss with own tensors becomes so."""
+        batch = batch if dtype is None else _cast(batch, dtype)
+        loss_fn = self.loss_fn
+        if isinstance(loss_fn, nn.Module) and dtype is not None:
+            loss_fn = copy.deepcopy(loss_fn).to(dtype)
         with SameDropout(self.seed, self.step):
-            loss: torch.Tensor = LossModule(model, self.loss_fn, tuple(batch))(**batch)
+            loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
             return loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -300,7 +307,7 @@ class _Reference:
         """Per parameter: the relative error of its fp32 gradient, and which elements have no right digit."""
         exact = copy.deepcopy(self.model).double()
         exact.zero_grad()
-        torch.autograd.backward(self._loss(exact, _cast(batch, torch.float64)))
+        torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
         nothing = VANISHING * max(float(gradient.abs().max()) for gradient in truth.values())
         found = {}

@@ -14,14 +14,18 @@ from autopar.errors import ModelError
 Init = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
-def value_source(model: nn.Module, init: Init | None = None) -> Callable[[str], torch.Tensor]:
+def value_source(model: nn.Module, init: Init | None = None, loss_fn: Any = None) -> Callable[[str], torch.Tensor]:
     """`name -> whole tensor` over parameters and buffers, tied names included; asked for one name at a time.
+
+    loss_fn: if it is a module (`nn.CrossEntropyLoss(weight=...)`), its tensors are those below `loss_fn`.
 
     Values on meta come from `init(name, shape, dtype)`; buffers that a module computes in its constructor (rotary
     frequencies) are made again by building that module anew. Raises ModelError where neither is possible.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
+    if isinstance(loss_fn, nn.Module):
+        tensors |= {f"loss_fn.{name}": value for name, value in (*loss_fn.named_parameters(), *loss_fn.named_buffers())}
     remade: dict[str, dict[str, torch.Tensor]] = {}
 
     def value(name: str) -> torch.Tensor:

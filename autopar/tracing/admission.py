@@ -56,6 +56,28 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
     _check_state_dict(model)
 
 
+def check_loss(model: nn.Module, loss_fn: Any) -> None:
+    """Raises ModelError for a loss whose parameters would not be trained, or whose names are the model's."""
+    if not isinstance(loss_fn, nn.Module):
+        return
+    trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+    if trained:
+        raise ModelError(
+            "loss_fn has parameters of its own, and what is trained are the model's",
+            values=", ".join(trained),
+            alternatives=[
+                "a model that holds both and returns the loss",
+                "loss_fn.requires_grad_(False), if they are constants",
+            ],
+        )
+    if isinstance(getattr(model, "loss_fn", None), nn.Module) and loss_fn.state_dict():
+        raise ModelError(
+            "the model has a module called loss_fn, beside the loss_fn that is given",
+            values=", ".join(loss_fn.state_dict()),
+            alternatives="another name for the model's own",
+        )
+
+
 def warn_of_gradients(model: nn.Module) -> None:
     """Warns where parameters hold gradients already: a training step begins with zero_grad()."""
     held = [name for name, parameter in model.named_parameters() if parameter.grad is not None]

@@ -61,7 +61,9 @@ def why_no_evaluation(
     batch = {name: fake_input(value, fake, 0, None, None) for name, value in named.items()}
 
     def operators(is_training: bool) -> list[Any] | None:
-        skeleton = skeleton_of(model, fake, cuts=cuts).train(is_training)
+        skeleton = skeleton_of(model, fake, cuts=cuts)
+        if not is_training:
+            skeleton.eval()
         shorten(skeleton, cuts)
         forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch)
         with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import TraceError
-from autopar.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, refs_in
+from autopar.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
 from autopar.tracing.user_line import user_line
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
@@ -190,7 +190,7 @@ class _Importer:
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        outputs = tuple(_static(v, grads and v.dtype.is_floating_point, node) for v in tensors)
+        outputs = tuple(_static(v, grads and has_gradients(v.dtype), node) for v in tensors)
         name = self._unique(node.name)
         self.flat.lines[name] = node.meta.get("stack_trace") or ""
         self.flat.nodes.append(Node(name, op, args, kwargs, outputs, _module_path(node)))
@@ -272,14 +272,17 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _parameters(module: nn.Module) -> dict[str, Parameter]:
-    """The user's parameters and buffers by first name, with tied names as aliases."""
+    """The user's parameters and buffers by first name, with tied names as aliases.
+
+    What a loss holds is constant, and no part of the model's state.
+    """
     names = _first_names(module)
     aliases: dict[str, list[str]] = {}
     for name, first in names.items():
         aliases.setdefault(first, [])
         if _root(name) != first:
             aliases[first].append(_root(name))
-    persistent = {_root(name) for name in module.state_dict(keep_vars=True)}
+    persistent = {_root(name) for name in module.state_dict(keep_vars=True) if name.startswith(_ROOT)}
     tensors: Mapping[str, torch.Tensor] = {
         **dict(module.named_parameters()),
         **dict(module.named_buffers()),
@@ -287,7 +290,7 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
     found = {}
     for name, tensor in tensors.items():
         root = _root(name)
-        is_buffer = not isinstance(tensor, nn.Parameter)
+        is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
         found[root] = Parameter(root, _meta(tensor), tuple(aliases[root]), is_buffer, root in persistent)
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.graph import Node, Ref, TensorMeta, map_refs
+from autopar.graph import Node, Ref, TensorMeta, has_gradients, map_refs
 from autopar.tracing.fx_import import FlatGraph
 
 _DETACH = "aten.detach.default"
@@ -40,7 +40,7 @@ def detach_regions(flat: FlatGraph) -> None:
     for node in flat.nodes:
         node = _with_inputs(node, detached)
         crosses = node.op != _DETACH and any(metas[ref].requires_grad for ref in node.inputs)
-        cut = [i for i, meta in enumerate(node.outputs) if crosses and meta.dtype.is_floating_point]
+        cut = [i for i, meta in enumerate(node.outputs) if crosses and has_gradients(meta.dtype)]
         cut = [i for i in cut if not node.outputs[i].requires_grad]
         if not cut:
             nodes.append(node)

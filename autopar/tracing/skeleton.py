@@ -21,7 +21,7 @@ def skeleton_of(
     param_dtype: torch.dtype | None = None,
     cuts: tuple[Truncation, ...] = (),
 ) -> nn.Module:
-    """A deep copy of `model` in training mode with every parameter and buffer fake; ties are kept.
+    """A deep copy of `model`, `in_training`, with every parameter and buffer fake; ties are kept.
 
     On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device. cuts: runs
     that will be shortened: what is deleted then is not copied.
@@ -39,8 +39,12 @@ def skeleton_of(
     config = getattr(skeleton, "config", None)
     if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
-    # A model in training mode as a whole may keep parts in evaluation mode on purpose (frozen batch norm).
-    return skeleton if model.training else skeleton.train()
+    return in_training(skeleton)
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are on purpose."""
+    return model if any(module.training for module in model.modules()) else model.train()
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

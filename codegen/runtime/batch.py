@@ -126,7 +126,12 @@ class BatchCheck:
 
     def local(self, batch: Mapping[str, Tensor], step: int) -> None:
         """This rank's part of a batch is about to be used. Collective where hashes are due; raises BatchError then on
-        all ranks if it is wrong on one, else on this one."""
+        all ranks if it is wrong on one, else on this one. Raises RuntimeError inside torch.autocast."""
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            raise RuntimeError(
+                "torch.autocast is on around the step, which has a precision of its own: call it outside, and for bf16 "
+                'compile with precision="bf16"'
+            )
         error = self._local_error(batch)
         if self._is_due(step):
             hashes = {} if error else {(n, self._place(n)): _digest([batch[n]]) for n in self.own}

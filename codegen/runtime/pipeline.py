@@ -151,7 +151,8 @@ class Pipeline:
                 sent = self.stages[source].program.SENDS[name]
                 there, here = self.place(source), self.place(target)
                 forward = plan_copies(sent, there, received, here)
-                has_gradient = received.requires_grad and received.dtype.is_floating_point
+                dtype = received.dtype
+                has_gradient = received.requires_grad and (dtype.is_floating_point or dtype.is_complex)
                 backward = plan_copies(received, here, sent, there) if has_gradient else ()
                 dtype = torch.bfloat16 if precision == "bf16" and sent.dtype.is_floating_point else sent.dtype
                 found.append(Edge(name, source, target, sent, received, dtype, forward, backward))

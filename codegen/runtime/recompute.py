@@ -19,7 +19,7 @@ tensor that backward needs. This is torch.utils.checkpoint, non-reentrant:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .offload import Offload
 
 Mode = Literal["none", "selective", "full"]
+Context = AbstractContextManager[Any]
 
 _KEPT = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_addmm_activation", "_scaled_mm", "_grouped_mm",
@@ -84,28 +85,43 @@ def run(layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _checkpointed(layer: Layer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rng, micro_batch, names = layer.rng, layer.rng.micro_batch, tuple(kwargs)
 
-    buffers, num_runs = layer.written_buffers(), 0
-
     def body(*values: Any) -> Any:
-        nonlocal num_runs
-        num_runs += 1
         count = len(values) - len(names)
         # Of a pipeline's schedule another micro-batch may have set it meanwhile.
         current, rng.micro_batch = rng.micro_batch, micro_batch
-        kept = [buffer.clone() for buffer in buffers] if num_runs > 1 else []
         try:
             return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
         finally:
             rng.micro_batch = current
-            for buffer, value in zip(buffers, kept, strict=False):
-                buffer.data.copy_(value)  # not a change that backward, which keeps a reference, may see
 
+    contexts = partial(_contexts, layer.written_buffers(), is_selective=layer.recompute == "selective")
     # Positional, since only such tensors are saved as autograd saves tensors, and so can be offloaded.
     values = (*args, *kwargs.values())
-    if layer.recompute == "full":
-        return checkpoint(body, *values, use_reentrant=False, preserve_rng_state=False)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(body, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _contexts(buffers: list[torch.Tensor], is_selective: bool) -> tuple[Context, Context]:
+    """What the first run of a forward and its recomputation run in."""
+    first, again = create_selective_checkpoint_contexts(_policy) if is_selective else (nullcontext(), nullcontext())
+    return first, _Unwritten(buffers, again)
+
+
+class _Unwritten:
+    """Leaves buffers as they were. Outside of `inner`, which in a second run knows only what the first one called."""
+
+    def __init__(self, buffers: list[torch.Tensor], inner: Context) -> None:
+        self.buffers, self.inner = buffers, inner
+        self.kept: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        self.kept = [buffer.clone() for buffer in self.buffers]
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        for buffer, value in zip(self.buffers, self.kept, strict=True):
+            buffer.data.copy_(value)  # not a change that backward, which keeps a reference, may see
+        self.kept = []
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,0 +1,162 @@
+"""What a stranger's script has beside the model: modes, losses with tensors, loaders, another's process group."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar import AutoparError
+from autopar.launch import run_ranks
+from autopar.loaders import peeking
+from autopar.training import batches_from
+
+ROWS = 8
+
+
+class Complex(nn.Module):
+    """A parameter that acts on a complex tensor, as rotary embeddings and Fourier layers have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.filter = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x, y):
+        turned = torch.fft.rfft(self.inner(x)) * torch.view_as_complex(self.filter)
+        return F.mse_loss(torch.fft.irfft(turned, n=8), y)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def batch():
+    torch.manual_seed(1)
+    return {"x": torch.randn(ROWS, 8), "y": torch.randn(ROWS, 8)}
+
+
+def partly_frozen():
+    model = Stack().eval()
+    model.blocks[3].train()
+    return model
+
+
+def train(compiled, inputs):
+    step = compiled.build()
+    losses = [float(step(compiled.local_batch(inputs))) for _ in range(3)]
+    return losses, {name: value.numpy() for name, value in step.full_state_dict().items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("make", "constraints"),
+    [
+        (Complex, {"dp": 2}),
+        (Complex, {"tp": 2}),
+        (Stack, {"tp": 2, "recompute": "selective"}),
+        (Stack, {"tp": 2, "recompute": "full"}),
+        (partly_frozen, {"dp": 2}),
+    ],
+)
+def test_trained_as_by_a_plain_loop(make, constraints):
+    torch.manual_seed(0)
+    model, inputs = make(), batch()
+    plain = copy.deepcopy(model)
+    optimizer, losses = sgd(plain.parameters()), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(**inputs)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    compiled = autopar.compile(model, "2 cpu", example_inputs=inputs, optimizer=sgd, constraints=constraints)
+    found = run_ranks(train, (compiled, inputs), 2)[0]
+    torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=1e-6)
+    assert found[1].keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(torch.as_tensor(found[1][name]), value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.distributed
+def test_a_loss_module_keeps_its_tensors():
+    torch.manual_seed(0)
+    model, inputs = Plain(), {"x": batch()["x"], "target": torch.arange(ROWS) % 3}
+    loss_fn = nn.CrossEntropyLoss(weight=torch.arange(1.0, 9.0))
+    options = {"example_inputs": inputs, "loss_fn": loss_fn}
+    report = autopar.verify(model, "2 cpu", constraints={"dp": 2, "micro_batches": 2}, **options)
+    assert report.ok(1e-5), str(report)
+    compiled = autopar.compile(model, "2 cpu", optimizer=sgd, **options)
+    losses, state = run_ranks(train, (compiled, inputs), 2)[0]
+    assert losses[0] == pytest.approx(float(loss_fn(model(inputs["x"]), inputs["target"])))
+    assert state.keys() == model.state_dict().keys()
+
+
+def test_a_loss_with_parameters_is_refused():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, output, y):
+            return F.mse_loss(output * self.weight, y)
+
+    with pytest.raises(AutoparError, match="loss_fn has parameters of its own"):
+        autopar.compile(Plain(), "2 cpu", example_inputs=batch(), loss_fn=Head())
+
+
+def test_modes_around_a_call_are_refused():
+    options = {"example_inputs": batch(), "loss_fn": F.mse_loss}
+    with torch.autocast("cpu"), pytest.raises(AutoparError, match="autocast"):
+        autopar.compile(Plain(), "2 cpu", **options)
+    compiled = autopar.compile(Plain(), "2 cpu", **options)
+    with torch.no_grad(), pytest.raises(AutoparError, match=r"launch trains(.|\n)*no_grad"):
+        compiled.launch(print)
+    with torch.inference_mode(), pytest.raises(AutoparError, match=r"verify trains(.|\n)*inference_mode"):
+        autopar.verify(Plain(), "2 cpu", **options)
+
+
+def test_peeking_leaves_a_loader_as_it_was():
+    data = torch.arange(16)
+    loaders = [
+        torch.utils.data.DataLoader(
+            data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3), **options
+        )
+        for options in ({}, {"num_workers": 1, "persistent_workers": True})
+    ]
+    with peeking(loaders[1]):
+        next(batches_from(loaders[1], 0, 1))
+    assert loaders[1]._iterator is None
+    assert torch.equal(next(iter(loaders[0])), next(iter(loaders[1])))
