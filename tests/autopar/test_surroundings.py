@@ -120,7 +120,7 @@ def test_a_loss_module_keeps_its_tensors():
     assert report.ok(1e-5), str(report)
     compiled = autopar.compile(model, "2 cpu", optimizer=sgd, **options)
     losses, state = run_ranks(train, (compiled, inputs), 2)[0]
-    assert losses[0] == pytest.approx(float(loss_fn(model(inputs["x"]), inputs["target"])))
+    assert losses[0] == pytest.approx(loss_fn(model(inputs["x"]), inputs["target"]).item())
     assert state.keys() == model.state_dict().keys()
 
 
