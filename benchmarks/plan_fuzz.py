@@ -12,9 +12,9 @@ seed. Checked are
     budget      of an infeasible request: the named budget gives a plan, and 0.95 of it does not
     more        memory, bandwidth, arithmetic or nodes: the best plan is no slower, to TOLERANCE
 
-Every seed has the first three; the others, and explanations, are asked of some, in turn. `--csv` appends rows to
-benchmarks/results/plan_fuzz.csv (seed, request, outcome, CPU seconds, violations). Exits with 1 where any does not
-hold.
+Every seed has the first three, every answer that names a budget the fourth; the last, and explanations, are asked of
+some, in turn. `--csv` appends rows to benchmarks/results/plan_fuzz.csv (seed, request, outcome, CPU seconds, what was
+asked beside, violations). Exits with 1 where any does not hold.
 """
 
 from __future__ import annotations
@@ -49,21 +49,24 @@ positions of unlike meshes by a bound of 1 to 3 %, while plans predict a simulat
 LESS = 0.95
 """Of the smallest budget, which has no plan."""
 
-MORE_OF_EVERY, EXPLAINED_OF_EVERY, ADVISED_OF_EVERY, BUDGET_OF_EVERY = 8, 40, 8, 2
-"""Every so many seeds more of one thing is asked for, a plan explained, a refused one advised, a budget tried."""
+MORE_OF_EVERY, EXPLAINED_OF_EVERY, ADVISED_OF_EVERY = 2, 40, 8
+"""Every so many seeds more of one thing is asked for, a plan explained, a refused one advised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """kind: plan, infeasible, refused (another AutoparError) or crash. text: the plan or the error."""
+    """kind: plan, infeasible, refused (another AutoparError) or crash. text: the plan or the error. asked: the checks
+    that not every seed has, and of what."""
 
     kind: str
     text: str
     violations: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
 
 
 def examine(drawn: Draw) -> Outcome:
     """One request, and all that is checked of its answer."""
+    asked: list[str] = []
     try:
         request = request_of(drawn)
         found = search_plans(request).best
@@ -74,11 +77,11 @@ def examine(drawn: Draw) -> Outcome:
     except Exception:
         return Outcome("crash", traceback.format_exc(), ("crash",))
     else:
-        return Outcome("plan", _words(found.plan), tuple(_guarded(lambda: _after_plan(drawn, request, found))))
+        violations = tuple(_guarded(lambda: _after_plan(drawn, request, found, asked)))
+        return Outcome("plan", _words(found.plan), violations, tuple(asked))
     needed = f"; {answer.needed_bytes} bytes do" if answer.needed_bytes else ""
-    return Outcome(
-        "infeasible", answer.constraint + needed, tuple(_guarded(lambda: _after_refusal(drawn, request, answer)))
-    )
+    violations = tuple(_guarded(lambda: _after_refusal(drawn, request, answer, asked)))
+    return Outcome("infeasible", answer.constraint + needed, violations, tuple(asked))
 
 
 def _guarded(check: Callable[[], Iterator[str]]) -> Iterator[str]:
@@ -95,15 +98,18 @@ def _words(plan: Plan) -> str:
     return f"{plan.layout}, {plan.num_micro_batches} micro-batches: {step:.6g} s, {peak:.3f} GiB"
 
 
-def _after_plan(drawn: Draw, request: Request, found: Candidate) -> Iterator[str]:
+def _after_plan(drawn: Draw, request: Request, found: Candidate, asked: list[str]) -> Iterator[str]:
     plan = found.plan
     capacity = request.capacity_bytes(plan.fullest_group)
     if plan.prediction.peak_bytes > capacity:
         yield f"fits: {plan.prediction.peak_bytes / capacity:.4f} of the memory"
     yield from read_back(request, plan)
     if drawn.seed % MORE_OF_EVERY == 0:
-        yield from more(request, plan, drawn.seed // MORE_OF_EVERY)
+        condition = _condition(request, drawn.seed // MORE_OF_EVERY)
+        asked.append(f"more: {condition.words}")
+        yield from more(plan, condition)
     if drawn.seed % EXPLAINED_OF_EVERY == 1:
+        asked.append("explained")
         explain(request, seconds=1.0)
 
 
@@ -116,10 +122,14 @@ def read_back(request: Request, plan: Plan) -> Iterator[str]:
             yield f"read back: {what} {mine} and {its}"
 
 
-def more(request: Request, plan: Plan, number: int) -> Iterator[str]:
-    """The best plan with more of one thing, which `number` chooses, may not be slower."""
+def _condition(request: Request, number: int) -> Condition:
+    """The request with more of one thing, which `number` chooses."""
     known = [c for c in conditions(request) if _is_more(request, c)]
-    condition = known[number % len(known)]
+    return known[number % len(known)]
+
+
+def more(plan: Plan, condition: Condition) -> Iterator[str]:
+    """The best plan with more of one thing may not be slower."""
     before = plan.prediction.step_seconds
     try:
         after = search_plans(condition.request).best.plan
@@ -141,10 +151,12 @@ def _is_more(request: Request, condition: Condition) -> bool:
     )
 
 
-def _after_refusal(drawn: Draw, request: Request, error: InfeasibleError) -> Iterator[str]:
+def _after_refusal(drawn: Draw, request: Request, error: InfeasibleError, asked: list[str]) -> Iterator[str]:
     if drawn.seed % ADVISED_OF_EVERY == 0:
+        asked.append("advised")
         advised(request, error, seconds=1.0)
-    if error.needed_bytes is not None and drawn.seed % BUDGET_OF_EVERY == 0:
+    if error.needed_bytes is not None:
+        asked.append("budget")
         yield from smallest_budget(request, error.needed_bytes)
 
 
@@ -187,6 +199,7 @@ def main() -> int:
         outcome = examine(drawn)
         seconds = time.process_time() - started
         kinds[outcome.kind] += 1
+        kinds.update(f"asked: {each.partition(':')[0]}" for each in outcome.asked)
         kinds.update(f"violation: {each.partition(':')[0]}" for each in outcome.violations)
         _tell(drawn, outcome, seconds)
         if options.csv:
@@ -220,10 +233,11 @@ def _write(drawn: Draw, outcome: Outcome, seconds: float) -> None:
     with RESULTS.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow(["seed", "request", "outcome", "answer", "cpu_seconds", "violations"])
+            writer.writerow(["seed", "request", "outcome", "answer", "cpu_seconds", "asked", "violations"])
         answer = outcome.text.splitlines()[-1 if outcome.kind == "crash" else 0]
         violations = "; ".join(v.splitlines()[-1] for v in outcome.violations)
-        writer.writerow([drawn.seed, _request_text(drawn), outcome.kind, answer, f"{seconds:.2f}", violations])
+        asked, cpu_seconds = "; ".join(outcome.asked), f"{seconds:.2f}"
+        writer.writerow([drawn.seed, _request_text(drawn), outcome.kind, answer, cpu_seconds, asked, violations])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ from cost_models.machine import Cluster
 ADAM_BYTES = 28.0
 """Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
 
+TIE = 1e-9
+"""Share by which a reshard of a dim in sections counts as slower: of choices that take as long, the one that moves a
+dim in one piece is made. Rows are gathered before a view flattens them, where a product can be joined with that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -116,13 +120,14 @@ class Rates:
     def reshard_matrix(
         self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta
     ) -> np.ndarray:
-        """[len(sources), len(targets)] seconds of one forward and backward."""
+        """[len(sources), len(targets)] seconds of one forward and backward, for choosing: TIE more of sections."""
         key = (sources, targets, meta.num_bytes, meta.requires_grad)
         if key not in self._matrices:
             unique_s, index_s = _unique(sources)
             unique_t, index_t = _unique(targets)
             small = np.array([[self.reshard_seconds(s, t, meta) for t in unique_t] for s in unique_s])
-            self._matrices[key] = small[np.ix_(index_s, index_t)]
+            cut = np.logical_or.outer([_has_sections(s) for s in unique_s], [_has_sections(t) for t in unique_t])
+            self._matrices[key] = (small * np.where(cut, 1 + TIE, 1.0))[np.ix_(index_s, index_t)]
         return self._matrices[key]
 
     def hidden_seconds(self, source: Placements, target: Placements, meta: TensorMeta, beside_seconds: float) -> float:
@@ -161,6 +166,11 @@ def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int
 def _dtype_name(meta: TensorMeta) -> str:
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
+
+
+def _has_sections(placements: Placements) -> bool:
+    """Whether the tensor lies in sections on some axis."""
+    return any(placement.sections > 1 for placement in placements)
 
 
 def _unique(items: tuple[Placements, ...]) -> tuple[list[Placements], list[int]]:

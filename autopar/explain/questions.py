@@ -108,7 +108,7 @@ class _Questions:
         return Alternative(name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan))
 
     def _refusal(self, error: AutoparError) -> str:
-        capacity = self.request.capacity_bytes()
+        capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))
         if isinstance(error, InfeasibleError) and error.needed_bytes is not None:
             excess = bytes_text(max(error.needed_bytes - capacity, 0))
             return f"does not fit: it needs {bytes_text(error.needed_bytes)} per rank, {excess} more than there is"

@@ -8,7 +8,7 @@ the result is simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.block_costs import MODES, BlockCost
 from autopar.costs.host import host_of
@@ -48,7 +48,7 @@ def refined(search: PipelineSearch, found: tuple[Found, ...]) -> Iterator[Found]
     if pinned is not None:
         _check_depth(search)
         promising = [layout for _, layout in search.promising()]
-    for choice in _choices(search):
+    for choice in chunks_of(search):
         accepted = 0
         for layout in promising:
             better = _best_mode(search, layout, choice) if accepted < MOST_LAYOUTS else None
@@ -60,7 +60,7 @@ def refined(search: PipelineSearch, found: tuple[Found, ...]) -> Iterator[Found]
 def _check_depth(search: PipelineSearch) -> None:
     """Raises ConstraintError where the model is too short for the pinned schedule on every layout."""
     positions = sorted({each.num_positions for each in search.layouts if each.num_positions > 1})
-    needed = [p * choice.count for p in positions for choice in _choices(search)]
+    needed = [p * choice.count for p in positions for choice in chunks_of(search)]
     if needed and min(needed) > len(search.blocks):
         limits = search.request.constraints
         raise ConstraintError(
@@ -70,7 +70,8 @@ def _check_depth(search: PipelineSearch) -> None:
         )
 
 
-def _choices(search: PipelineSearch) -> Iterator[Chunks]:
+def chunks_of(search: PipelineSearch) -> Iterator[Chunks]:
+    """Those that the constraints leave."""
     limits = search.request.constraints
     for schedule in CHUNKED:
         if limits.schedule in (None, schedule):
@@ -80,25 +81,24 @@ def _choices(search: PipelineSearch) -> Iterator[Chunks]:
 
 def _best_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Found | None:
     """The layout under the first recompute mode that fits."""
+    for num_bytes, solution in cuts_by_mode(search, layout, chunks):
+        if num_bytes <= usable_bytes(search.request):
+            seconds = _seconds(search, layout, chunks, search.costs(layout), solution)
+            return replace(search.found(layout, chunks.schedule, solution), objective=seconds)
+    return None
+
+
+def cuts_by_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Iterator[tuple[float, PipelineSolution]]:
+    """(bytes of the fullest rank, the even cut) under every recompute mode, the one that keeps most first."""
     num_stages = layout.num_positions * chunks.count
-    if num_stages > len(search.blocks) or layout.num_micro_batches < 2:
-        return None
-    base, costs = search.base(layout), search.costs(layout)
-    if base is None:
-        return None
+    if num_stages > len(search.blocks) or layout.num_micro_batches < 2 or search.base(layout) is None:
+        return
+    costs, pinned = search.costs(layout), search.request.constraints.recompute
     for mode in MODES:
-        pinned = search.request.constraints.recompute
         if pinned == mode or (pinned is None and (mode != "offload" or not is_cpu(search.request.cluster))):
             solution = _even_cut(search, layout, costs, mode, num_stages)
-            if solution is None:
-                continue
-            fullest = max(
-                sum(kinds.values()) for kinds in search.position_bytes(layout, chunks.schedule, costs, solution)
-            )
-            if fullest <= usable_bytes(search.request):
-                seconds = _seconds(search, layout, chunks, costs, solution)
-                return Found(seconds, layout, chunks.schedule, solution, base, costs)
-    return None
+            if solution is not None:
+                yield search.peak_bytes(layout, chunks.schedule, costs, solution), solution
 
 
 def _even_cut(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.block_costs import Mode
 from autopar.costs.memory_bound import least_seconds
@@ -30,6 +30,20 @@ NOTHING = 1.0
 
 ROUNDING = 1e-6
 """Share of the memory by which a bound is loosened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A pipeline to be cut. memory_bytes: of a rank of every submesh, by its name, that its solutions may hold."""
+
+    problem: WithLimits
+    held: Held
+    memory_bytes: Mapping[str, float]
+
+    def within(self, num_bytes: float) -> Fitting:
+        """With `num_bytes` on a rank of the roomiest submesh, and as much more or less on the others."""
+        raised = num_bytes - max(self.memory_bytes.values())
+        return replace(self, memory_bytes={name: own + raised for name, own in self.memory_bytes.items()})
 
 
 def least_recompute(
@@ -59,60 +73,54 @@ def least_kept(
     return sum(count * min(holding.least(positions, mode) for mode in modes) for count, modes in blocks)
 
 
-def solve_in_rounds(
-    problem: WithLimits,
-    held: Held,
-    memory_bytes: Mapping[str, float],
-    cutoff: float = math.inf,
-) -> PipelineSolution:
-    """The best pipeline whose ranks hold no more than `memory_bytes`, by name of their submesh.
+def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution:
+    """The best pipeline whose ranks hold no more than their memory.
 
-    problem: with limits of memory by submesh. held: bytes on the fullest rank of every submesh that is used, as the
-    prediction will count them. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is
-    faster.
+    Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is faster.
     """
+    memory_bytes = fitting.memory_bytes
     limits = dict(memory_bytes)
     for number in range(MAX_ROUNDS):
         try:
-            solution = solve_pipeline(problem(limits), cutoff=cutoff, diagnose=False)
+            solution = solve_pipeline(fitting.problem(limits), cutoff=cutoff, diagnose=False)
         except PipelineInfeasibleError:
             if not number:
                 raise
             break
-        excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in held(solution).items()}
+        excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in fitting.held(solution).items()}
         if max(excess.values()) <= 0:
             return solution
         limits |= {name: limits[name] - max(lacking, 0.0) for name, lacking in excess.items()}
-    lean = leanest(problem, held, *memory_bytes) if len(memory_bytes) == 1 and cutoff == math.inf else None
-    if lean is None or lean.num_bytes > next(iter(memory_bytes.values())):
+    lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None
+    if lean is None or lean.num_bytes > max(memory_bytes.values()):
         raise PipelineInfeasibleError(())
     return lean.solution
 
 
+def least_bytes(fitting: Fitting) -> float:
+    """Bytes on a rank of the roomiest submesh below which nothing fits, by the closed form; inf where no cut uses the
+    devices, whatever the memory."""
+    try:
+        solve_pipeline(fitting.problem(fitting.within(NOTHING).memory_bytes))
+    except PipelineInfeasibleError as error:
+        return math.inf if math.isnan(error.smallest_excess) else NOTHING + error.smallest_excess
+    return NOTHING
+
+
 @dataclass(frozen=True, slots=True)
 class Lean:
-    """The pipeline that keeps least by the closed form. least_bytes: of a rank, below which there is none;
-    num_bytes: with which it is found, as the prediction counts."""
+    """The pipeline that keeps least by the closed form, and the bytes on a rank of the roomiest submesh with which it
+    is found and fits as the prediction counts."""
 
-    least_bytes: float
     num_bytes: float
     solution: PipelineSolution
 
 
-def leanest(
-    problem: WithLimits,
-    held: Held,
-    submesh: str,
-) -> Lean | None:
-    """Of a problem with one submesh; None where no cut uses its devices, whatever the memory."""
-    try:
-        solve_pipeline(problem({submesh: NOTHING}))
-    except PipelineInfeasibleError as error:
-        if math.isnan(error.smallest_excess):
-            return None
-        least = NOTHING + error.smallest_excess
-    else:
-        least = NOTHING
-    enough = least * (1 + 1e-9)
-    solution = solve_pipeline(problem({submesh: enough}))
-    return Lean(least, max(enough, *held(solution).values()), solution)
+def leanest(fitting: Fitting, least: float) -> Lean | None:
+    """Of a pipeline whose `least_bytes` are known; None where they are without limit."""
+    if least == math.inf:
+        return None
+    enough = fitting.within(least * (1 + 1e-9)).memory_bytes
+    solution = solve_pipeline(fitting.problem(enough))
+    lacking = max(num_bytes - enough[name] for name, num_bytes in fitting.held(solution).items())
+    return Lean(max(enough.values()) + max(lacking, 0.0), solution)

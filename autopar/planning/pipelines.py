@@ -28,7 +28,7 @@ from autopar.placement import Stored
 from autopar.plan import StagePlan
 from autopar.planning.bases import Base, Bases
 from autopar.planning.layouts import Layout, layouts
-from autopar.planning.memory_fit import Held, WithLimits, least_kept, least_recompute, solve_in_rounds
+from autopar.planning.memory_fit import Fitting, least_kept, least_recompute, solve_in_rounds
 from autopar.planning.one_stage import Failure
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of, stretched
@@ -80,11 +80,11 @@ class Pipelines:
     search: PipelineSearch
 
     @cached_property
-    def smallest(self) -> tuple[Failure, ...]:
+    def smallest(self) -> Failure | None:
         """The pipeline that needs the least memory, where nothing fits."""
         from autopar.planning.smallest import smallest_pipeline
 
-        return () if self.found else smallest_pipeline(self.search)
+        return None if self.found else smallest_pipeline(self.search)
 
 
 @dataclass
@@ -221,13 +221,18 @@ class PipelineSearch:
         holding = HOLDING[schedule](layout.num_micro_batches)
         return (fixed + least_kept(blocks, holding, [(p, i) for i in range(p)])) / p
 
+    def stored_bytes(self, layout: Layout) -> float:
+        """Of one rank of every position together: all that stays from step to step."""
+        stored = self.stored(layout)
+        return sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
+
     def _kept_of_blocks(self, layout: Layout) -> tuple[list[tuple[int, Iterable[Mode]]], float]:
-        """How often each block stands in the model with the modes it may run in, and the bytes of all that stay."""
+        """How often each block stands in the model with the modes it may run in, and `stored_bytes`."""
         base = self.base(layout)
         assert base is not None
-        stored = self.stored(layout)
-        fixed = sum(sum(stored[n].fixed.values()) * count for n, count in self.counts.items() if n in stored)
-        return [(count, self.modes(base.costs[name]).values()) for name, count in self.counts.items()], fixed
+        modes: list[tuple[int, Iterable[Mode]]] = []
+        modes += ((count, self.modes(base.costs[name]).values()) for name, count in self.counts.items())
+        return modes, self.stored_bytes(layout)
 
     def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
         """The modes of a block that the constraints and the device leave."""
@@ -278,21 +283,24 @@ class PipelineSearch:
     def solve(self, layout: Layout, schedule: str, memory_bytes: float, cutoff: float = math.inf) -> Found:
         """The best stages of a layout in `memory_bytes` per rank. Raises PipelineInfeasibleError; with a cutoff
         NothingBelowCutoffError where none is faster."""
-        base, costs, name = self.base(layout), self.costs(layout), str(layout.mesh)
-        assert base is not None
-        problem, held = self.fitting(layout, schedule)
-        solution = solve_in_rounds(problem, held, {name: memory_bytes}, cutoff)
-        return Found(solution.objective, layout, schedule, solution, base, costs)
+        return self.found(layout, schedule, solve_in_rounds(self.fitting(layout, schedule, memory_bytes), cutoff))
 
-    def fitting(self, layout: Layout, schedule: str) -> tuple[WithLimits, Held]:
-        """What `memory_fit` asks of a layout: its problem, and what a solution of it holds."""
+    def found(self, layout: Layout, schedule: str, solution: PipelineSolution) -> Found:
+        """A layout with its solution."""
+        base = self.base(layout)
+        assert base is not None
+        return Found(solution.objective, layout, schedule, solution, base, self.costs(layout))
+
+    def fitting(self, layout: Layout, schedule: str, memory_bytes: float) -> Fitting:
+        """A layout to be cut in `memory_bytes` per rank."""
         costs, name = self.costs(layout), str(layout.mesh)
-        return (
+        return Fitting(
             lambda limits: self.problem(layout, schedule, costs, limits[name]),
-            lambda solution: {name: self._peak_bytes(layout, schedule, costs, solution)},
+            lambda solution: {name: self.peak_bytes(layout, schedule, costs, solution)},
+            {name: memory_bytes},
         )
 
-    def _peak_bytes(
+    def peak_bytes(
         self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
     ) -> float:
         """Of the fullest position, as the prediction will count it."""

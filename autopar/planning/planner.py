@@ -125,19 +125,13 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
     found, request = search.run(), search.request
     if found is not None:
         return SearchResult((unequal_candidate(found, request),), (), ())
-    capacities = {str(g): bytes_text(request.capacity_bytes(i)) for i, g in enumerate(request.whole.groups)}
-    if search.smallest_excess < math.inf:
-        error = InfeasibleError(
-            "no pipeline over the groups of nodes fits the memory of their ranks",
-            values={f"memory per rank of {group}": size for group, size in capacities.items()}
-            | {"lacking at least": bytes_text(search.smallest_excess)},
-            alternatives=["more devices, a smaller batch or sequence, or bf16 precision"],
-        )
+    error = nothing_fits(request, [], None, search)
+    if error.needed_bytes is not None:
         raise error
     raise InfeasibleError(
         "no pipeline uses all devices of all groups of nodes",
         values={
-            "groups": ", ".join(capacities),
+            "groups": ", ".join(map(str, request.whole.groups)),
             "blocks of the model": len(search.costs.blocks),
             "global batch": request.global_batch_size,
         },

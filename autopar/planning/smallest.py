@@ -7,25 +7,31 @@ is bisected between the two, with the very searches that the budget will be give
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
-from autopar.planning.candidates import unequal_candidate
-from autopar.planning.layouts import Layout
-from autopar.planning.memory_fit import leanest
+from autopar.planning.candidates import candidate_of, unequal_candidate
+from autopar.planning.chunked import CHUNKED, chunks_of, cuts_by_mode
+from autopar.planning.memory_fit import Fitting, leanest, least_bytes, solve_in_rounds
 from autopar.planning.one_stage import Failure, at_budget
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.pipelines import Found, PipelineSearch
 from autopar.planning.request import Request, divisors, usable_bytes
-from autopar.planning.unequal.problem import FoundUnequal
+from autopar.planning.unequal import problem as unequal_problem
+from autopar.planning.unequal.bounds import bytes_bound
 from autopar.planning.unequal.search import UnequalSearch
+from autopar.planning.unequal.terms import all_terms
 from autopar.units import bytes_text
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
 """Share by which the budget that is named may be larger than the smallest."""
+
+T = TypeVar("T")
 
 
 def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
@@ -41,40 +47,46 @@ def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
     return high
 
 
-def smallest_pipeline(search: PipelineSearch) -> tuple[Failure, ...]:
-    """The layout of which a rank needs the least bytes, with those of its leanest cut by kind."""
-    reserved = search.request.capacity_bytes() - usable_bytes(search.request)
-    bounded = []
-    for number, layout in enumerate(search.layouts):
-        if search.base(layout) is not None and not search.bases.repeats(layout.mesh, layout.rows, layout.price):
-            for schedule in search.schedules_of(layout):
-                bounded.append((search.least_bytes(layout, schedule), number, schedule))
-    best: Failure | None = None
-    limit = math.inf
-    for bound, number, schedule in sorted(bounded):
-        if bound * (1 + NEAR) >= limit:
-            break
-        layout = search.layouts[number]
-        found = _leanest_below(search, layout, schedule, limit)
+@dataclass(frozen=True, slots=True)
+class Cut(Generic[T]):
+    """What was cut, and into what, by the bytes of a rank (of the roomiest submesh) that it was found with."""
+
+    num_bytes: float
+    what: T
+    solution: PipelineSolution
+
+
+def smallest_cut(bounded: Iterable[tuple[float, T]], fitting: Callable[[T], Fitting], limit: float) -> Cut[T] | None:
+    """The cut that is found with the least memory, where that is less than `limit`.
+
+    bounded: bytes below which something has no cut. A bound is replaced by the least bytes of the closed form, which
+    take longer, when its turn comes, and the leanest cut is looked for where it still comes first.
+    """
+    best: Cut[T] | None = None
+    queue = [(bound, number, what, False) for number, (bound, what) in enumerate(bounded)]
+    heapq.heapify(queue)
+    while queue and queue[0][0] * (1 + NEAR) < limit:
+        bound, number, what, is_least = heapq.heappop(queue)
+        if not is_least:
+            heapq.heappush(queue, (least_bytes(fitting(what)), number, what, True))
+            continue
+        found = _found_below(fitting(what), bound, limit)
         if found is not None:
             limit, solution = found
-            best = _failure(search, layout, schedule, solution, limit + reserved)
-    return (best,) if best is not None else ()
+            best = Cut(limit, what, solution)
+    return best
 
 
-def _leanest_below(
-    search: PipelineSearch, layout: Layout, schedule: str, limit: float
-) -> tuple[float, PipelineSolution] | None:
-    """The least usable bytes with which a layout is found to fit, if that is less than `limit`."""
-    problem, held = search.fitting(layout, schedule)
-    lean = leanest(problem, held, str(layout.mesh))
-    if lean is None or lean.least_bytes * (1 + NEAR) >= limit:
+def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, PipelineSolution] | None:
+    """The least memory with which a cut is found, and the cut, if that is less than `limit`."""
+    lean = leanest(fitting, least)
+    if lean is None:
         return None
     solutions = {lean.num_bytes: lean.solution}
 
     def fits(num_bytes: float) -> bool:
         try:
-            solutions[num_bytes] = search.solve(layout, schedule, num_bytes).solution
+            solutions[num_bytes] = solve_in_rounds(fitting.within(num_bytes))
         except PipelineInfeasibleError:
             return False
         return True
@@ -84,21 +96,53 @@ def _leanest_below(
         high = math.floor(limit / (1 + NEAR))
         if not fits(high):
             return None
-    least = bisected(lean.least_bytes, high, fits)
-    return least, solutions[least]
+    num_bytes = bisected(least, high, fits)
+    return num_bytes, solutions[num_bytes]
 
 
-def _failure(
-    search: PipelineSearch, layout: Layout, schedule: str, solution: PipelineSolution, num_bytes: float
-) -> Failure:
-    kinds = max(
-        search.position_bytes(layout, schedule, search.costs(layout), solution), key=lambda kinds: sum(kinds.values())
-    )
-    reserved = search.request.capacity_bytes() - usable_bytes(search.request)
-    axes, sizes = layout.mesh.axes, layout.mesh.sizes
-    if layout.num_positions > 1:
-        axes, sizes = ("pp", *axes), (layout.num_positions, *sizes)
-    return Failure(num_bytes, Mesh(axes, sizes), layout.num_micro_batches, kinds | {"workspace": float(reserved)})
+def smallest_pipeline(search: PipelineSearch) -> Failure | None:
+    """The layout of which a rank needs the least bytes, with those of its leanest cut by kind."""
+    if search.request.constraints.schedule in CHUNKED:
+        least = _smallest_chunked(search)
+    else:
+        bounded = (
+            (search.least_bytes(layout, schedule), (layout, schedule))
+            for layout in search.layouts
+            if search.base(layout) is not None and not search.bases.repeats(layout.mesh, layout.rows, layout.price)
+            for schedule in search.schedules_of(layout)
+        )
+        cut = smallest_cut(bounded, lambda what: search.fitting(*what, usable_bytes(search.request)), math.inf)
+        least = None if cut is None else (cut.num_bytes, search.found(*cut.what, cut.solution))
+    if least is None:
+        return None
+    num_bytes, found = least
+    plan = candidate_of(found, search.request).plan
+    axes, sizes, positions = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_positions
+    mesh = Mesh(("pp", *axes), (positions, *sizes)) if positions > 1 else plan.mesh
+    # A search within the budget will hold the plan to what it needs on the graph of its own micro-batch.
+    needed = max(num_bytes + _reserved(search.request), plan.prediction.peak_bytes)
+    return Failure(needed, mesh, plan.num_micro_batches, plan.prediction.num_bytes)
+
+
+def _smallest_chunked(search: PipelineSearch) -> tuple[float, Found] | None:
+    """Usable bytes and the layout under the pinned schedule with several stages per position that needs the least."""
+    least: tuple[float, Found] | None = None
+    for stored, _, layout in sorted(
+        (search.stored_bytes(layout) / layout.num_positions, number, layout)
+        for number, (_, layout) in enumerate(search.promising())
+    ):
+        if least is not None and stored >= least[0]:
+            break
+        for chunks in chunks_of(search):
+            for num_bytes, solution in cuts_by_mode(search, layout, chunks):
+                if least is None or num_bytes < least[0]:
+                    least = num_bytes, search.found(layout, chunks.schedule, solution)
+    return least
+
+
+def _reserved(request: Request) -> float:
+    """Bytes of a rank that no decision may take."""
+    return request.capacity_bytes() - usable_bytes(request)
 
 
 def smallest_of_one_stage(request: Request, failures: list[Failure], limit: float) -> Failure | None:
@@ -126,42 +170,31 @@ def smallest_of_one_stage(request: Request, failures: list[Failure], limit: floa
 
 
 def smallest_unequal(search: UnequalSearch, limit: float) -> Failure | None:
-    """Of positions that are not alike, where they fit in less than `limit`. search: which found nothing."""
-    request, low = search.request, search.request.capacity_bytes() + search.smallest_excess
-    if low == math.inf or low * (1 + NEAR) >= limit:
+    """Of positions that are not alike, where they fit in less than `limit` on every rank."""
+    limited = replace(search.request.constraints, memory_bytes=search.request.capacity_bytes())
+    request = replace(search.request, constraints=limited)
+    costs = search.asked(request).costs
+    reserved = min(_reserved(request.of_group(number)) for number in range(len(request.whole.groups)))
+    cut = smallest_cut(
+        ((bytes_bound(costs, terms), terms) for terms in all_terms(costs.decisions, len(costs.blocks))),
+        lambda terms: unequal_problem.fitting(costs, terms),
+        limit - reserved,
+    )
+    if cut is None:
         return None
-    found: dict[float, FoundUnequal] = {}
-
-    def fits(num_bytes: float) -> bool:
-        limits = replace(request.constraints, memory_bytes=int(num_bytes))
-        solved = search.asked(replace(request, constraints=limits)).run()
-        if solved is not None:
-            found[num_bytes] = solved
-        return solved is not None
-
-    if limit == math.inf:
-        high = float(math.ceil(low))
-        while not fits(high):
-            high = float(math.ceil(high * (1 + NEAR)))
-    else:
-        high = float(math.floor(limit / (1 + NEAR)))
-        if not fits(high):
-            return None
-        high = bisected(low, high, fits)
-    plan = unequal_candidate(found[high], request).plan
-    return Failure(high, plan.mesh, plan.num_micro_batches, plan.prediction.num_bytes)
+    plan = unequal_candidate(unequal_problem.found(costs, cut.what, cut.solution), request).plan
+    return Failure(cut.num_bytes + reserved, plan.mesh, plan.num_micro_batches, plan.prediction.num_bytes)
 
 
 def nothing_fits(
-    request: Request, failures: list[Failure], pipelines: tuple[Failure, ...], unequal: UnequalSearch | None
+    request: Request, failures: list[Failure], pipeline: Failure | None, unequal: UnequalSearch | None
 ) -> InfeasibleError:
     """The error with the smallest budget that gives a plan, and that plan's bytes by kind.
 
-    failures: of one stage. pipelines: the smallest of them. unequal: the search over positions that are not alike.
+    failures: of one stage. pipeline: the smallest. unequal: the search over positions that are not alike.
     """
-    best = pipelines[0] if pipelines else None
-    one = smallest_of_one_stage(request, failures, best.num_bytes if best else math.inf)
-    best = one or best
+    best = pipeline
+    best = smallest_of_one_stage(request, failures, best.num_bytes if best else math.inf) or best
     if unequal is not None:
         best = smallest_unequal(unequal, best.num_bytes if best else math.inf) or best
     if best is None or best.num_bytes == math.inf:
@@ -172,7 +205,7 @@ def nothing_fits(
     error = InfeasibleError(
         "no plan fits the memory of one rank",
         values={
-            "memory per rank": bytes_text(request.capacity_bytes()),
+            **capacities(request),
             "smallest that was found to do": f"{bytes_text(best.num_bytes)} ({best.where})",
             "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         }
@@ -184,6 +217,14 @@ def nothing_fits(
     )
     error.needed_bytes = needed
     return error
+
+
+def capacities(request: Request) -> dict[str, str]:
+    """The memory of a rank, of every group of nodes, in words."""
+    if request.mixed is None:
+        return {"memory per rank": bytes_text(request.capacity_bytes())}
+    groups = enumerate(request.whole.groups)
+    return {f"memory per rank of {group}": bytes_text(request.capacity_bytes(number)) for number, group in groups}
 
 
 def _kept_whole(request: Request) -> dict[str, str]:

@@ -5,6 +5,8 @@ Their plan files are in test_unequal_plan_file.py, programs of such plans are ru
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +22,7 @@ from autopar.planning import memory_fit
 from autopar.planning.candidates import unequal_candidate
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
+from autopar.planning.smallest import smallest_unequal
 from autopar.planning.unequal.bounds import bound
 from autopar.planning.unequal.decisions import Decisions
 from autopar.planning.unequal.problem import solve
@@ -110,10 +113,16 @@ def test_the_best_of_all_terms_equals_brute_force(
     found = search.run()
     with monkeypatch.context() as patched:
         patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
-        solved, lacking = all_solved(search.costs)
+        solved = all_solved(search.costs)
     assert (found is None) == (not solved)
     if found is None:
-        assert share < 1 and search.smallest_excess == pytest.approx(min(lacking), rel=1e-9) and min(lacking) > 0
+        smallest = smallest_unequal(search, math.inf)
+        assert share < 1 and smallest is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
+            for part, fits in ((1.0, True), (0.95, False)):
+                budget = math.ceil(part * smallest.num_bytes)
+                assert bool(all_solved(costs_of(request_for(cluster, name, memory=budget)))) == fits
         return
     assert share > 0.2
     assert found.objective == pytest.approx(min(solved.values()), rel=1e-9)
@@ -124,15 +133,13 @@ def test_the_best_of_all_terms_equals_brute_force(
         assert sum(kinds.values()) <= request.capacity_bytes(seat.group)
 
 
-def all_solved(costs: SeatCosts) -> tuple[dict[Terms, float], list[float]]:
-    """The objective of all terms that fit, and the bytes that the others lack."""
-    solved, lacking = {}, []
+def all_solved(costs: SeatCosts) -> dict[Terms, float]:
+    """The objective of all terms that fit."""
+    solved = {}
     for terms in terms_of(costs):
-        try:
+        with contextlib.suppress(PipelineInfeasibleError):
             solved[terms] = solve(costs, terms).objective
-        except PipelineInfeasibleError as error:
-            lacking += [error.smallest_excess] if error.needs else []
-    return solved, lacking
+    return solved
 
 
 def test_a_cutoff_below_the_best_finds_nothing() -> None:
@@ -149,9 +156,16 @@ def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
 
 
 def test_what_does_not_fit_is_said_group_by_group() -> None:
+    """With the smallest budget that does: every rank's."""
     request = request_for(TWO_AND_ONE, memory=1540 * 2**20, micro_batches=1)
-    with pytest.raises(InfeasibleError, match="(?s)memory per rank of 1 v100-32g.*lacking at least"):
+    with pytest.raises(InfeasibleError, match="(?s)memory per rank of 1 v100-32g.*smallest that was found") as caught:
         search_plans(request)
+    needed = caught.value.needed_bytes
+    assert needed is not None
+    plan = search_plans(request_for(TWO_AND_ONE, memory=needed, micro_batches=1)).best.plan
+    assert plan.prediction.peak_bytes <= needed
+    with pytest.raises(InfeasibleError):
+        search_plans(request_for(TWO_AND_ONE, memory=int(0.95 * needed), micro_batches=1))
 
 
 def test_the_fastest_group_may_be_the_smallest() -> None:

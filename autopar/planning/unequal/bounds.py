@@ -20,7 +20,8 @@ weight gradients, w of t: in the first sum it counts t - 2 w.
 
 from __future__ import annotations
 
-from autopar.planning.memory_fit import least_recompute
+from autopar.costs.block_costs import Mode
+from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.request import usable_bytes
 from autopar.planning.stage_points import HOLDING, modes_of
 from autopar.planning.unequal.seat_costs import ClassSeconds, SeatCosts
@@ -46,21 +47,36 @@ def outline_bound(costs: SeatCosts, outline: Terms) -> float:
 def recompute_bound(costs: SeatCosts, terms: Terms) -> float:
     """Seconds per micro-batch that recomputation takes at least, with every block on the seat, in the mode and on the
     position that suit best; inf where even so nothing fits."""
-    own = [costs.costs(seat, terms) for seat in terms.seats]
-    numbers, pinned = costs.positions(terms.seats), costs.request.constraints.recompute
+    numbers = costs.positions(terms.seats)
     usable = [usable_bytes(costs.request.of_group(group)) for group in range(len(costs.groups))]
     if len(costs.groups) == 1:
         memory = usable[0] * max(numbers)
     else:
         ranks = {seat.group: seat.mesh.num_ranks for seat in terms.seats}
         memory = sum(usable[g] * (costs.groups[g].num_devices // n) for g, n in ranks.items())
-    fixed = sum(count * min(each[name].fixed_bytes for each in own) for name, count in costs.counts.items())
-    blocks = (
-        (count, [mode for each in own for mode in modes_of(each[name], pinned, not costs.is_on_cpu).values()])
-        for name, count in costs.counts.items()
-    )
+    blocks, fixed = _kept_of_blocks(costs, terms)
     holding = HOLDING[terms.schedule](terms.num_micro_batches)
     return least_recompute(blocks, holding, [(p, i) for p in numbers for i in range(p)], memory, fixed)
+
+
+def bytes_bound(costs: SeatCosts, terms: Terms) -> float:
+    """Of the fullest rank: no cut needs less, with every block as in `recompute_bound`."""
+    numbers = costs.positions(terms.seats)
+    blocks, fixed = _kept_of_blocks(costs, terms)
+    holding = HOLDING[terms.schedule](terms.num_micro_batches)
+    return (fixed + least_kept(blocks, holding, [(p, i) for p in numbers for i in range(p)])) / max(numbers)
+
+
+def _kept_of_blocks(costs: SeatCosts, terms: Terms) -> tuple[list[tuple[int, list[Mode]]], float]:
+    """How often each block stands in the model with the modes that it may run in on any seat, and the bytes of all that
+    stay, each on the seat where they are fewest."""
+    own, pinned = [costs.costs(seat, terms) for seat in terms.seats], costs.request.constraints.recompute
+    fixed = sum(count * min(each[name].fixed_bytes for each in own) for name, count in costs.counts.items())
+    blocks = [
+        (count, [mode for each in own for mode in modes_of(each[name], pinned, not costs.is_on_cpu).values()])
+        for name, count in costs.counts.items()
+    ]
+    return blocks, fixed
 
 
 def _bound(costs: SeatCosts, terms: Terms, totals: list[list[ClassSeconds]], recompute_seconds: float) -> float:

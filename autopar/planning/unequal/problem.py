@@ -15,7 +15,7 @@ from autopar.costs.borders import hop_seconds, last_holders
 from autopar.costs.stage_costs import position_bytes, shared_costs, stage_cost
 from autopar.plan import Pipeline, StagePlan
 from autopar.planning.bases import stored_parameters
-from autopar.planning.memory_fit import solve_in_rounds
+from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.request import usable_bytes
 from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of
 from autopar.planning.unequal.seat_costs import SeatCosts
@@ -44,18 +44,28 @@ class FoundUnequal:
 
 def solve(costs: SeatCosts, terms: Terms, cutoff: float = math.inf) -> FoundUnequal:
     """The best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is faster."""
+    return found(costs, terms, solve_in_rounds(fitting(costs, terms), cutoff))
+
+
+def fitting(costs: SeatCosts, terms: Terms) -> Fitting:
+    """A pipeline under the terms to be cut in the memory of the request's devices."""
     seats = {str(seat): seat for seat in terms.seats}
     table = {name: costs.costs(seat, terms) for name, seat in seats.items()}
 
     def held(solution: PipelineSolution) -> dict[str, float]:
-        found: dict[str, float] = {}
+        fullest: dict[str, float] = {}
         pipeline = _pipeline(costs, solution, terms, seats)
         for seat, num_bytes in zip(pipeline.seats, _held(costs, pipeline, terms, table), strict=True):
-            found[str(seat)] = max(found.get(str(seat), 0.0), num_bytes)
-        return found
+            fullest[str(seat)] = max(fullest.get(str(seat), 0.0), num_bytes)
+        return fullest
 
     usable = {name: usable_bytes(costs.request.of_group(seat.group)) for name, seat in seats.items()}
-    solution = solve_in_rounds(lambda limits: _problem(costs, terms, seats, table, limits), held, usable, cutoff)
+    return Fitting(lambda limits: _problem(costs, terms, seats, table, limits), held, usable)
+
+
+def found(costs: SeatCosts, terms: Terms, solution: PipelineSolution) -> FoundUnequal:
+    """Terms with a solution of their problem."""
+    seats = {str(seat): seat for seat in terms.seats}
     choices, axes = costs.choices(terms)
     here = costs.choices_at(terms, terms.rows)
     staged = replace(here, parameters=stored_parameters(choices, axes, axes, terms.zero))

@@ -15,7 +15,7 @@ from autopar.planning.unequal.bounds import bound, outline_bound, recompute_boun
 from autopar.planning.unequal.decisions import Decisions
 from autopar.planning.unequal.problem import FoundUnequal, solve
 from autopar.planning.unequal.seat_costs import SeatCosts
-from autopar.planning.unequal.terms import Terms, outlines, variants
+from autopar.planning.unequal.terms import outlines, variants
 from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import PipelineInfeasibleError
 
@@ -28,15 +28,11 @@ MOST_SOLVED = 300
 
 
 class UnequalSearch:
-    """The search for one request. costs: where those of another one are to be used.
-
-    smallest_excess: bytes per rank that the pipeline nearest to fitting lacks, where none fits.
-    """
+    """The search for one request. costs: where those of another one are to be used."""
 
     def __init__(self, request: Request, costs: SeatCosts | None = None) -> None:
         self.request = request
         self.costs = costs or SeatCosts(Decisions(request))
-        self.smallest_excess = math.inf
 
     def run(self, cutoff: float = math.inf) -> FoundUnequal | None:
         """The best pipeline that takes less than `cutoff` seconds; on many devices the best to GAP, or that of the
@@ -48,7 +44,7 @@ class UnequalSearch:
         tried = outlines(self.costs.decisions, len(self.costs.blocks))
         queue = [(outline_bound(self.costs, outline), next(numbers), outline, True) for outline in tried]
         heapq.heapify(queue)
-        best, found, too_large = cutoff, None, list[Terms]()
+        best, found = cutoff, None
         while queue and queue[0][0] < best * share:
             _, _, terms, is_outline = heapq.heappop(queue)
             if is_outline:
@@ -57,30 +53,16 @@ class UnequalSearch:
                 continue
             tightened = bound(self.costs, terms, recompute_bound(self.costs, terms))
             if tightened >= best * share:
-                too_large += [terms] if tightened == math.inf else []
                 continue
             num_solved += 1
             if found is not None and num_solved > most:
                 break
             try:
                 solved = solve(self.costs, terms, best * share)
-            except NothingBelowCutoffError:
-                continue
-            except PipelineInfeasibleError as error:
-                self.smallest_excess = min(self.smallest_excess, error.smallest_excess)
+            except (NothingBelowCutoffError, PipelineInfeasibleError):
                 continue
             best, found = solved.objective, solved
-        if found is None and cutoff == math.inf:
-            self._measure_excess(too_large)
         return found
-
-    def _measure_excess(self, too_large: list[Terms]) -> None:
-        """What those that fit in no way lack at least."""
-        for terms in too_large:
-            try:
-                solve(self.costs, terms)
-            except PipelineInfeasibleError as error:
-                self.smallest_excess = min(self.smallest_excess, error.smallest_excess)
 
     def asked(self, request: Request) -> UnequalSearch:
         """A search for other constraints or another batch, with the same decisions and prices."""
