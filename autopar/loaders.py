@@ -43,13 +43,14 @@ def untouched(batches: Batches) -> Batches:
 
 @contextmanager
 def peeking(batches: Batches) -> Iterator[None]:
-    """Leaves the generator that shuffles a DataLoader as it was, so that training begins with its first order."""
-    generator = batches.generator if isinstance(batches, DataLoader) else None
-    state = None if generator is None else generator.get_state()
+    """Leaves the generators that shuffle a DataLoader as they were, so that training begins with its first order."""
+    sources = (batches, batches.sampler) if isinstance(batches, DataLoader) else ()
+    found = [getattr(source, "generator", None) for source in sources]
+    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
     try:
         yield
     finally:
-        if generator is not None and state is not None:
+        for generator, state in states:
             generator.set_state(state)
 
 

@@ -209,10 +209,10 @@ def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterat
         yield from batches(start_sample)
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
     to_skip = start_sample // batch_size
-    batches = untouched(batches)
+    again = untouched(batches)
     while True:
         count = 0
-        for batch in batches:
+        for batch in again:
             count += 1
             if to_skip:
                 to_skip -= 1
