@@ -32,7 +32,7 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
             )
 
 
-def untouched(batches: Batches) -> Batches:
+def untouched[T](batches: T) -> T:
     """Of a DataLoader a copy without the iterator that persistent workers have, which belong to one process."""
     if not isinstance(batches, DataLoader):
         return batches
