@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
             )
 
 
-def untouched[T](batches: T) -> T:
+def untouched(batches: Iterable[Any]) -> Iterable[Any]:
     """Of a DataLoader a copy without the iterator that persistent workers have, which belong to one process."""
     if not isinstance(batches, DataLoader):
         return batches
