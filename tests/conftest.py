@@ -17,6 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from autopar.tracing.fakes import count_devices
+
+# Tests make fake tensors and compile before they fork ranks.
+count_devices()
+
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 
 # Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import TraceError
+from autopar.tracing import fakes
 from autopar.tracing.depth import Truncation, shorten
 from autopar.tracing.export import forward_and_loss
 from autopar.tracing.fakes import Results
@@ -56,7 +56,7 @@ def why_no_evaluation(
     cuts: tuple[Truncation, ...] = (),
 ) -> str:
     """ "" where the program can evaluate, else what differs, in one clause. cuts: runs of equal blocks to shorten."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
     batch = {name: fake_input(value, fake, 0, None, None) for name, value in named.items()}
 

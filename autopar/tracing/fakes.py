@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,24 @@ CPU = torch.device("cpu")
 
 _BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 """Operators that choose a kernel by device, and lay their results out as it does."""
+
+
+def mode() -> FakeTensorMode:
+    """A mode in which tensors are fake, and the model's own may be read."""
+    count_devices()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@cache
+def count_devices() -> None:
+    """Have autograd count the devices of this machine, so that ranks can be forked after a trace.
+
+    It counts in the first backward, and starts a thread for each, after which a forked process has no backward. Where
+    torch is built for GPUs and there is none, the mode of fake tensors lets one appear to be there from then on.
+    """
+    if not torch.accelerator.is_available():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward(torch.ones((), requires_grad=True, device=CPU))
 
 
 def empty(fake: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

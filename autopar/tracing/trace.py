@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import TraceError
 from autopar.graph import Graph, Input
+from autopar.tracing import fakes
 from autopar.tracing.admission import check_model
 from autopar.tracing.depth import Truncation, equal_runs, shorten
 from autopar.tracing.depth_check import verified
@@ -79,7 +80,7 @@ def trace(
     batch = name_inputs(model, example_inputs, loss_fn)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fakes.mode()
     fake_batch = {name: fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
     if cuts is None:
         skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
@@ -145,7 +146,7 @@ def find_cuts(
 
     Traces that are given the same object share an export where they can.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fakes.mode()
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
     fake_batch = {name: fake_input(value, fake, 0, None, None) for name, value in batch.items()}

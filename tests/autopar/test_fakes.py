@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +108,21 @@ def test_parameters() -> None:
     assert isinstance(made, torch.nn.Parameter) and isinstance(made, FakeTensor)
     assert (made.shape, made.dtype, made.requires_grad, made.device) == ((3, 4), torch.bfloat16, False, like.device)
     assert fakes.parameter(fake, torch.nn.Parameter(torch.randn(2)), torch.float32).requires_grad
+
+
+PLANNED_THEN_FORKED = """
+import os, torch, autopar
+model = torch.nn.Linear(4, 4)
+autopar.compile(model, "1 cpu", example_inputs=(torch.ones(2, 4),), loss_fn=lambda y: y.sum())
+model(torch.ones(2, 4)).sum().backward()
+child = os.fork()
+if child == 0:
+    model(torch.ones(2, 4)).sum().backward()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_process_that_has_planned_and_trained_may_fork_ranks() -> None:
+    """Where torch is built for GPUs and there is none, fake tensors let one appear to be there."""
+    subprocess.run([sys.executable, "-c", PLANNED_THEN_FORKED], check=True, timeout=600)

@@ -146,10 +146,8 @@ def stop_rank_one() -> None:
 
 @pytest.mark.distributed
 def test_a_stopped_rank_is_noticed() -> None:
-    started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) has been stopped for 1 s"):
         run_ranks(stop_rank_one, (), 2, stopped_seconds=1.0)
-    assert time.monotonic() - started < 60, "noticed by the collective's own limit"
 
 
 def hang(how: str) -> None:

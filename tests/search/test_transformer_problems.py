@@ -1,4 +1,4 @@
-"""Transformer-sized problems: time, memory, time limits, and agreement of independent routes to one number."""
+"""Transformer-sized problems: memory, time limits, and agreement of independent routes to one number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
-import time
 from types import ModuleType
 
 import pytest
@@ -63,13 +62,11 @@ def test_a_time_limit_returns_the_incumbent_with_a_true_bound() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("budget_fraction", "max_seconds"), [(None, 2.0), (0.9, 10.0), (0.6, 10.0), (0.3, 10.0)])
-def test_twelve_layers_in_time(budget_fraction: float | None, max_seconds: float) -> None:
-    """147 variables of 40 to 80 options, width 3; CPU seconds of one thread."""
+@pytest.mark.parametrize("budget_fraction", [None, 0.9, 0.6, 0.3])
+def test_twelve_layers(budget_fraction: float | None) -> None:
+    """147 variables of 40 to 80 options, width 3: some seconds each."""
     problem = problems().transformer(0, structured=True, budget_fraction=budget_fraction)
-    start = time.process_time()
     solution = intra_op.solve(problem)
-    assert time.process_time() - start < max_seconds
     assert solution.lower_bound == solution.objective
     if budget_fraction is None:
         # The unreduced elimination is an independent route to the optimum.
