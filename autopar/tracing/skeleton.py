@@ -39,12 +39,17 @@ def skeleton_of(
     config = getattr(skeleton, "config", None)
     if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
-    return in_training(skeleton)
+    # Not by the copy's: what stands for a dropped block has a mode of its own.
+    return skeleton if _is_in_training(model) else skeleton.train()
 
 
 def in_training(model: nn.Module) -> nn.Module:
     """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are on purpose."""
-    return model if any(module.training for module in model.modules()) else model.train()
+    return model if _is_in_training(model) else model.train()
+
+
+def _is_in_training(model: nn.Module) -> bool:
+    return any(module.training for module in model.modules())
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
