@@ -19,7 +19,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def _in_a_fork(request: Recorded) -> Answer:
 
 def _plan(request: Recorded) -> Answer:
     case = MODELS[request.model]
-    model, batch = build(Case(**{**_fields(case), "batch": request.batch, "seq": request.seq or case.seq}))
+    model, batch = build(replace(case, batch=request.batch, seq=request.seq or case.seq))
     started = time.process_time()
     plan = error = ""
     try:
@@ -180,10 +180,6 @@ def _plan(request: Recorded) -> Answer:
     except AutoparError as refusal:
         error = str(refusal)
     return Answer(plan, error, time.process_time() - started)
-
-
-def _fields(case: Case) -> dict[str, Any]:
-    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

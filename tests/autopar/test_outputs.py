@@ -50,16 +50,16 @@ def test_a_folder_of_others_is_refused_before_any_work(place: str, tmp_path: Pat
     assert listing(tmp_path) == before and (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("place", ["home", "home/..", "home/work", "/", "home/work/deeper/.."])
+@pytest.mark.parametrize("place", ["home", "home/..", "home/project", "/", "home/project/deeper/.."])
 def test_home_and_parents_are_refused_even_with_a_mark(
     place: str, program: CompiledProgram, tmp_path: Path, monkeypatch
 ) -> None:
-    work = tmp_path / "home" / "work"
-    (work / "deeper").mkdir(parents=True)
-    for folder in (tmp_path, tmp_path / "home", work):
+    project = tmp_path / "home" / "project"
+    (project / "deeper").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "home", project):
         (folder / MARK).write_text('{"written by": "autopar", "files": {}}')
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(work / "deeper")
+    monkeypatch.chdir(project / "deeper")
     before = listing(tmp_path)
     with pytest.raises(OutputError, match="is not empty"):
         program.save(tmp_path / place)
