@@ -335,7 +335,7 @@ def _explore(chain: Chain, best: _Best) -> None:
         _offer(chain, path, best)
         steady, step = max(entry.steady for _, entry in path), max(entry.step for _, entry in path)
         parts: list[tuple[float, float, float, float]] = []
-        if steady * BELOW > t0:
+        if per_steady and steady * BELOW > t0:
             middle = (t0 + steady) / 2
             parts += [(t0, middle, u0, u1), (middle, steady * BELOW, u0, u1)]
         if step * BELOW > u0:

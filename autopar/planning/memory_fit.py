@@ -28,6 +28,9 @@ MAX_ROUNDS = 8
 NOTHING = 1.0
 """Bytes: less than any stage needs."""
 
+SAME = 1e-6
+"""Share of their time by which two solutions may differ of which the second is no other for having less memory."""
+
 ROUNDING = 1e-6
 """Share of the memory by which a bound is loosened."""
 
@@ -80,6 +83,7 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
     """
     memory_bytes = fitting.memory_bytes
     limits = dict(memory_bytes)
+    before, stride = math.inf, 1.0
     for number in range(MAX_ROUNDS):
         try:
             solution = solve_pipeline(fitting.problem(limits), cutoff=cutoff, diagnose=False)
@@ -90,7 +94,10 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
         excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in fitting.held(solution).items()}
         if max(excess.values()) <= 0:
             return solution
-        limits |= {name: limits[name] - max(lacking, 0.0) for name, lacking in excess.items()}
+        # Another solution of the same time lacks as much again, as a rule.
+        stride = 2 * stride if math.isclose(solution.objective, before, rel_tol=SAME) else 1.0
+        before = solution.objective
+        limits |= {name: limits[name] - stride * max(lacking, 0.0) for name, lacking in excess.items()}
     lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None
     if lean is None or lean.num_bytes > max(memory_bytes.values()):
         raise PipelineInfeasibleError(())
