@@ -25,6 +25,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Placement, Stored
 from autopar.plan import Plan
 from autopar.sharding.strategies import scopes_of
+from autopar.tracing import fakes
 from codegen.main import MainOptimizer
 from codegen.runtime.optimizer_probe import Needs, needs_of
 from codegen.runtime.optimizers import (
@@ -43,6 +44,7 @@ from codegen.runtime.optimizers import (
 _SETTINGS_OF_NAMES = ("params", "param_names")
 
 
+@fakes.probing()
 def examine(factory: Factory, model: nn.Module) -> Needs:
     """What the optimiser's update must see whole, after it was tried on small tensors.
 

@@ -25,7 +25,6 @@ from autopar.tracing.fakes import Results
 from autopar.tracing.inputs import fake_input, name_inputs
 from autopar.tracing.recorder import Source, record
 from autopar.tracing.skeleton import skeleton_of
-from autopar.tracing.uncollected import uncollected
 
 _FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.dropout.default": ("train", False),
@@ -48,7 +47,7 @@ def check_norms(model: nn.Module) -> None:
             )
 
 
-@uncollected()
+@fakes.probing()
 def why_no_evaluation(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],

@@ -36,7 +36,6 @@ from autopar.tracing.recorder import Record, record
 from autopar.tracing.repeats import check_repeats
 from autopar.tracing.simplify import simplify
 from autopar.tracing.skeleton import skeleton_of
-from autopar.tracing.uncollected import uncollected
 
 
 class Cuts(tuple[Truncation, ...]):
@@ -58,7 +57,7 @@ class _First:
     param_dtype: torch.dtype | None
 
 
-@uncollected()
+@fakes.probing()
 def trace(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Batch,
@@ -135,7 +134,7 @@ def _flat_graph(
     return flat
 
 
-@uncollected()
+@fakes.probing()
 def find_cuts(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Batch,
