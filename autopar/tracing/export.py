@@ -87,6 +87,16 @@ def refuse_custom_backward() -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
             return applied(cls, *args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise TraceError(
+                "the model uses reentrant activation checkpointing, whose backward a traced graph does not have",
+                values="torch.utils.checkpoint.checkpoint with use_reentrant=True",
+                alternatives=[
+                    "use_reentrant=False, which is traced through (transformers: gradient_checkpointing_enable("
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}))',
+                    'none in the model: plans choose what to recompute, and {"recompute": "full"} asks for all layers',
+                ],
+            )
         raise TraceError(
             "the model calls a custom autograd.Function, whose backward torch.export would drop",
             values=f"{cls.__module__}.{cls.__qualname__}",
@@ -106,11 +116,11 @@ def refuse_custom_backward() -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        own = classmethod(in_this_thread(apply, applied))
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", own))
+        apply_here = classmethod(in_this_thread(apply, applied))
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply_here))
         for owner, name, label in _DROPPED_CALLS:
-            own = in_this_thread(refused(label), getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, own))
+            call = in_this_thread(refused(label), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, call))
         yield
 
 

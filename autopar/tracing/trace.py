@@ -127,7 +127,7 @@ def _flat_graph(
         with contextlib.suppress(Exception):
             return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
     module = LossModule(short(), loss_fn, tuple(batch))
-    flat = import_program(export(module, batch), module, batch)
+    flat = import_program(export(module, batch), module, batch, model)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(flat.copy(), batch, param_dtype)
