@@ -56,14 +56,15 @@ def examine(factory: Factory, model: nn.Module) -> Needs:
     parameters = parameters_of(model)
     if not parameters:
         return Needs()  # what cannot be trained is refused elsewhere
-    with _as_constraint_errors():
+    with as_constraint_errors():
         made = whole_optimizer(factory, parameters)
         _check_groups(factory, model, made)
         return needs_of(factory, parameters)
 
 
 @contextlib.contextmanager
-def _as_constraint_errors() -> Iterator[None]:
+def as_constraint_errors() -> Iterator[None]:
+    """What a factory raises, or is told by us, as errors of autopar."""
     try:
         yield
     except OptimizerError as error:

@@ -192,6 +192,30 @@ def test_another_optimisers_checkpoint_is_refused(saved: Path) -> None:
         checkpoints.load_plain(net, torch.optim.SGD(net.parameters(), 0.1), saved / "step-00000002")
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize(("depth", "optimizer", "text"), [(3, adamw, "of another model"), (2, sgd, "is AdamW's")])
+def test_another_checkpoint_is_refused_before_planning(
+    depth: int, optimizer: Any, text: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_anyway(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("planned before the checkpoint was looked at")
+
+    monkeypatch.setattr("autopar.training.compile", compile_anyway)
+    config = replace(CONFIG, auto_parallel=True, cluster="2 cpu", checkpoint_directory=str(saved))
+    batches = [{"x": torch.ones(8, 4)}]
+    with pytest.raises(CheckpointError, match=text):
+        Trainer(Net(depth=depth), config, batches, optimizer=optimizer).compile()
+    with pytest.raises(AssertionError):
+        Trainer(Net(), config, batches, optimizer=adamw).compile()
+
+
 def test_new_settings_win_and_schedules_continue(tmp_path: Path) -> None:
     net = Net()
     optimizer = trained(net, lr=0.1, weight_decay=0.3)
