@@ -101,8 +101,10 @@ def save_plain(
     files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
 
 
+@readable()
 def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The numbers in the optimiser's state, by name. Raises CheckpointError if it could not be saved."""
+    files.require_own_state(optimizer)
     numbers: dict[str, Any] = {}
     for name, parameter in _optimized(model):
         for key, value in optimizer.state.get(parameter, {}).items():
