@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keyword
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from autopar.errors import AutoparError, ConstraintError, ModelError, PlanError, TraceError
 from autopar.plan import PRECISIONS, Plan
 from autopar.text_files import shown
+from codegen.runtime.options import problem
 
 KERNEL_CHOICES = ("auto", "on", "off")
 
@@ -76,13 +76,17 @@ def check_batch(example_inputs: Any) -> None:
         raise TraceError("example_inputs is empty", alternatives=forms)
 
 
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Raises ConstraintError for a number outside of what a run's numbers of that name may be."""
+    for name, value in values.items():
+        if wrong := problem(name, value):
+            raise ConstraintError(wrong, values=shown(value))
+
+
 def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
     """Raises ConstraintError for what `verify` cannot run with."""
     whole("steps", steps, 1)
-    whole("seed", seed, 0)
-    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_number and math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise ConstraintError("max_grad_norm is a number above 0", values=shown(max_grad_norm), alternatives="1.0")
+    check_numbers({"seed": seed} | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
 
 
 def as_plan(plan: Any) -> Plan:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CheckpointError
+from autopar.optimizers import as_constraint_errors
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime import checkpoint_folder
 from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
@@ -64,7 +65,9 @@ def require_own(directory: str | Path | None, model: nn.Module, factory: Factory
         manifest = files.read_manifest(path)
         try:
             _require_same_model(_under_stored_names(model, manifest), manifest, path)
-            files.require_same_optimizer(whole_optimizer(factory, parameters_of(model)).optimizer, manifest.record)
+            with as_constraint_errors():
+                optimizer = whole_optimizer(factory, parameters_of(model)).optimizer
+            files.require_same_optimizer(optimizer, manifest.record)
         except files.CheckpointError:
             files.require_intact(path, manifest, 0, 1)  # what is damaged is passed over, whosever it is
             raise
@@ -98,8 +101,10 @@ def save_plain(
     files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
 
 
+@readable()
 def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The numbers in the optimiser's state, by name. Raises CheckpointError if it could not be saved."""
+    files.require_own_state(optimizer)
     numbers: dict[str, Any] = {}
     for name, parameter in _optimized(model):
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.arguments import check_numbers
 from autopar.backend import backend_of, require_backend
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import DefaultAdamW
@@ -114,6 +115,7 @@ class CompiledProgram:
         with equal results on every rank. non_finite: as in TrainerConfig.
         Raises WorldSizeError, and AutoparError for meta values without init.
         """
+        check_numbers({"seed": seed} | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
         check_world_size(self.plan)
         check_training("build")
         self.require_backend()

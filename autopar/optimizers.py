@@ -25,6 +25,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Placement, Stored
 from autopar.plan import Plan
 from autopar.sharding.strategies import scopes_of
+from autopar.tracing import fakes
 from codegen.main import MainOptimizer
 from codegen.runtime.optimizer_probe import Needs, needs_of
 from codegen.runtime.optimizers import (
@@ -43,6 +44,7 @@ from codegen.runtime.optimizers import (
 _SETTINGS_OF_NAMES = ("params", "param_names")
 
 
+@fakes.probing()
 def examine(factory: Factory, model: nn.Module) -> Needs:
     """What the optimiser's update must see whole, after it was tried on small tensors.
 
@@ -54,14 +56,15 @@ def examine(factory: Factory, model: nn.Module) -> Needs:
     parameters = parameters_of(model)
     if not parameters:
         return Needs()  # what cannot be trained is refused elsewhere
-    with _as_constraint_errors():
+    with as_constraint_errors():
         made = whole_optimizer(factory, parameters)
         _check_groups(factory, model, made)
         return needs_of(factory, parameters)
 
 
 @contextlib.contextmanager
-def _as_constraint_errors() -> Iterator[None]:
+def as_constraint_errors() -> Iterator[None]:
+    """What a factory raises, or is told by us, as errors of autopar."""
     try:
         yield
     except OptimizerError as error:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.arguments import check_numbers
 from autopar.errors import ConstraintError
 from autopar.text_files import read_mapping
+from codegen.runtime.options import RANGES
 from cost_models.mixed import AnyCluster
 
 if TYPE_CHECKING:
@@ -78,22 +79,9 @@ class TrainerConfig:
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name, (least, may_be_none) in _WHOLE_NUMBERS.items():
-            value = getattr(self, name)
-            if value is None and may_be_none:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConstraintError(f"{name} is a whole number of at least {least}", values=repr(value))
-        for name in ("learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
-                raise ConstraintError(f"{name} is a finite number of at least 0", values=repr(value))
-        norm = self.max_grad_norm
-        if norm is not None and (not _is_number(norm) or not norm > 0):
-            raise ConstraintError("max_grad_norm is a number above 0, or None for no clipping", values=repr(norm))
-        seconds = self.collective_seconds
-        if seconds is not None and (not _is_number(seconds) or not 0 < seconds < math.inf):
-            raise ConstraintError("collective_seconds is a finite number above 0", values=repr(seconds))
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        numbers = {name: getattr(self, name) for name in RANGES if name in fields}
+        check_numbers({name: value for name, value in numbers.items() if value is not None or fields[name] is not None})
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
@@ -130,26 +118,11 @@ class TrainerConfig:
         return cls.from_mapping(read_mapping(path), str(path))
 
 
-_WHOLE_NUMBERS = {
-    "steps": (0, False),
-    "checkpoint_every": (0, False),
-    "keep_checkpoints": (2, False),
-    "log_every": (0, False),
-    "seed": (0, False),
-    "global_batch_size": (1, True),
-    "num_processes": (1, True),
-}
-"""Field -> the least value, and whether it may be None."""
-
 _CHOICES = {
     "precision": ("fp32", "bf16"),
     "backend": ("eager", "inductor", "async-tp"),
     "non_finite": ("skip", "stop", "ignore"),
 }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)

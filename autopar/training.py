@@ -101,7 +101,12 @@ def compile_program(
     loss_fn: Callable[..., torch.Tensor] | None,
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> CompiledProgram:
-    """autopar.compile with what the configuration says; under a launcher on all ranks together."""
+    """autopar.compile with what the configuration says; under a launcher on all ranks together.
+
+    Where this process starts the ranks, a checkpoint of another model or optimiser is refused before planning.
+    """
+    if not under_launcher():
+        checkpoints.require_own(config.checkpoint_directory, model, optimizer)
     cluster = resolve_cluster(config.cluster, config.num_processes)
     if config.measure_memory and config.backend == "inductor" and is_cpu(cluster.groups[0]):
         raise ConstraintError(
@@ -141,7 +146,6 @@ def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batche
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     check_starting("fit")
     program.require_backend()
-    checkpoints.require_own(config.checkpoint_directory, program.model, program.optimizer)
     ranks, patience = program.plan.num_ranks, group_seconds(program, config.collective_seconds)
     with temporary_folder() as folder:
         args = (program, config, batches, folder)

@@ -74,6 +74,8 @@ def verify(
     Arguments as autopar.compile; optimizer defaults to SGD with momentum. Each step uses the batch with its rows
     rotated by one more. Runs on this machine, so the cluster must be as many ranks as it can hold.
     """
+    check_verify(steps, max_grad_norm, seed)
+    check_starting("verify")
     factory = optimizer or sgd_with_momentum
     compiled = compile(
         model,

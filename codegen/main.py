@@ -16,7 +16,6 @@ is filled with consecutive pieces of it. Replace `batches` with your own data: i
 `step.local_batch` takes this rank's part. Needs torch only (and safetensors to read weights.safetensors).
 {optimizer_note}"""
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -32,6 +31,7 @@ spec = importlib.util.spec_from_file_location(package, HERE / "__init__.py", sub
 sys.modules[package] = importlib.util.module_from_spec(spec)
 checkpoint = importlib.import_module(f"{{package}}.runtime.checkpoint")
 checkpoint_folder = importlib.import_module(f"{{package}}.runtime.checkpoint_folder")
+options = importlib.import_module(f"{{package}}.runtime.options")
 processes = importlib.import_module(f"{{package}}.runtime.processes")
 {imports}
 
@@ -71,16 +71,40 @@ def initial_value(name):
     raise SystemExit(f"{{path}} is missing: save the program with weights, or write initial_value yourself")
 
 
+def read_bytes(path, parser):
+    """The file of --data as numbers below VOCABULARY."""
+    try:
+        found = torch.tensor(bytearray(path.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
+    except OSError as error:
+        parser.error(f"argument --data: {{path}}: {{error.strerror}}")
+    specs = [spec for spec in {inputs}.values() if not spec.dtype.is_floating_point]
+    longest = max((spec.shape[-1] for spec in specs if spec.shape), default=0)
+    if len(found) <= longest:
+        parser.error(f"argument --data: {{path}} has {{len(found)}} bytes, and pieces of {{longest}} are drawn from it")
+    return found
+
+
 {optimizer_function}def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10, help="to train from where the run begins or resumes")
-    parser.add_argument("--until", type=int, help="steps in all instead, those before a resumption included")
+    parser = options.Parser(description=__doc__)
+    number = options.number
+    how_long = parser.add_mutually_exclusive_group()
+    how_long.add_argument(
+        "--steps", type=number("steps"), default=10, help="to train from where the run begins or resumes"
+    )
+    how_long.add_argument(
+        "--until", type=number("steps"), help="steps in all instead, those before a resumption included"
+    )
     {optimizer_option}
     parser.add_argument("--data", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to, also on SIGTERM")
-    parser.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints")
-    parser.add_argument("--max-grad-norm", type=float)
-{wait_option}    options = parser.parse_args()
+    parser.add_argument(
+        "--checkpoint-every", type=number("checkpoint_every"), default=0, help="steps between checkpoints"
+    )
+    parser.add_argument("--max-grad-norm", type=number("max_grad_norm"))
+{wait_option}    given = parser.parse_args()
+    if given.checkpoint_every and given.checkpoint is None:
+        parser.error("argument --checkpoint-every: it needs --checkpoint, a folder")
+    data = None if given.data is None else read_bytes(given.data, parser)
 {optimizer_choice}    running = int(os.environ.get("WORLD_SIZE", "1"))
     if running != {ranks}:
         launch = f"torchrun --nproc-per-node {ranks} {{sys.argv[0]}}"
@@ -96,25 +120,22 @@ def initial_value(name):
         optimizer_factory={optimizer},
         num_micro_batches=NUM_MICRO_BATCHES,
         precision={precision},
-        max_grad_norm=options.max_grad_norm,
+        max_grad_norm=given.max_grad_norm,
 {options}    )
     step.load(initial_value)
     is_first = dist.get_rank() == 0
-    with checkpoint_folder.locked(options.checkpoint if is_first else None):
-        checkpoint_folder.resume(options.checkpoint, lambda path: checkpoint.load(step, path), is_first)
-        train(step, options, is_first)
+    with checkpoint_folder.locked(given.checkpoint if is_first else None):
+        checkpoint_folder.resume(given.checkpoint, lambda path: checkpoint.load(step, path), is_first)
+        train(step, given, data, is_first)
     dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     dist.destroy_process_group()
 
 
-def train(step, options, is_first):
+def train(step, given, data, is_first):
     """Ends early, with a checkpoint and exit code 143, when it is told to (SIGTERM) and has where to write one."""
-    ending = processes.Ending(step.mesh.device) if options.checkpoint else None
-    data = None
-    if options.data:
-        data = torch.tensor(bytearray(options.data.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
+    ending = processes.Ending(step.mesh.device) if given.checkpoint else None
     source = batches(step.num_samples, data)
-    until = step.rng.step + options.steps if options.until is None else options.until
+    until = step.rng.step + given.steps if given.until is None else given.until
     while step.rng.step < until:
         started = time.perf_counter()
         loss = step(step.local_batch(next(source))).item()
@@ -122,10 +143,10 @@ def train(step, options, is_first):
         if is_first:
             print(f"step {{done}} loss {{loss:.4f}} {{time.perf_counter() - started:.3f}} s", flush=True)
         is_told = ending is not None and ending.is_told()
-        is_due = options.checkpoint_every > 0 and done % options.checkpoint_every == 0
-        if options.checkpoint and (is_told or is_due or done == until):
+        is_due = given.checkpoint_every > 0 and done % given.checkpoint_every == 0
+        if given.checkpoint and (is_told or is_due or done == until):
             checkpoint_folder.write(
-                options.checkpoint, done, lambda path: checkpoint.save(step, path), is_first, dist.barrier
+                given.checkpoint, done, lambda path: checkpoint.save(step, path), is_first, dist.barrier
             )
         if is_told:
             raise SystemExit(143)
@@ -152,9 +173,9 @@ SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())"""
 _FUSED_IMPORT = '\nFusedAdamW = importlib.import_module(f"{package}.runtime.fused_adamw").FusedAdamW'
 _OPTIMIZERS_IMPORT = '\noptimizers = importlib.import_module(f"{package}.runtime.optimizers")'
 
-_JOIN = 'processes.join("nccl" if on_gpu else "gloo", options.collective_seconds)'
+_JOIN = 'processes.join("nccl" if on_gpu else "gloo", given.collective_seconds)'
 _WAIT_OPTION = """    waits = "seconds until ranks that wait for another end with an error [default: 1800, of NCCL 600]"
-    parser.add_argument("--collective-seconds", type=float, help=waits)
+    parser.add_argument("--collective-seconds", type=number("collective_seconds"), help=waits)
 """
 _ALONE = 'dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)'
 """One process needs no launcher to tell it where the others are."""
@@ -194,7 +215,7 @@ _OPTIMIZER_FUNCTION = '''def compiled_optimizer():
 
 '''
 _OPTIMIZER_OPTION = 'parser.add_argument("--optimizer", help="module:factory, instead of the one compiled in")'
-_OPTIMIZER_CHOICE = """    chosen = options.optimizer
+_OPTIMIZER_CHOICE = """    chosen = given.optimizer
     factory = optimizers.imported(chosen) if chosen else compiled_optimizer()
 """
 
@@ -208,9 +229,9 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
         return {
             "optimizer_note": "",
             "optimizer_function": "",
-            "optimizer_option": f'parser.add_argument("--lr", type=float, default={rate})',
+            "optimizer_option": f'parser.add_argument("--lr", type=number("learning_rate"), default={rate})',
             "optimizer_choice": "",
-            "optimizer": f"lambda params: {name}(params, lr=options.lr{decay}{fused})",
+            "optimizer": f"lambda params: {name}(params, lr=given.lr{decay}{fused})",
         }
     if optimizer.path:
         arguments = "".join(f", {name}={value!r}" for name, value in optimizer.arguments.items())

@@ -41,5 +41,5 @@ class ByteText:
             start += self.batch_size
 
     def _place(self, sample: int, num_places: int) -> int:
-        generator = torch.Generator().manual_seed((self.seed << 40) + sample)
+        generator = torch.Generator().manual_seed(((self.seed << 40) + sample) % 2**64)
         return int(torch.randint(num_places, (), generator=generator))

@@ -25,7 +25,6 @@ from autopar.tracing.fakes import Results
 from autopar.tracing.inputs import fake_input, name_inputs
 from autopar.tracing.recorder import Source, record
 from autopar.tracing.skeleton import skeleton_of
-from autopar.tracing.uncollected import uncollected
 
 _FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.dropout.default": ("train", False),
@@ -38,17 +37,18 @@ _FLAGS: Mapping[str, tuple[str, Any]] = {
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raises TraceError for batch norm whose statistics depend on a count of steps, which no static graph has."""
+    """Raises TraceError for norms whose statistics depend on a count of steps, which no static graph has."""
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False) and getattr(module, "momentum", 0) is None:
             raise TraceError(
-                "a batch norm that averages over all steps (momentum=None) has no static graph",
+                "running statistics that are averages over all steps so far (momentum=None) have no static graph: each "
+                "step weighs them otherwise",
                 values=f"{type(module).__name__} {name or 'of the model'} with momentum=None",
                 alternatives="a number, such as torch's default momentum=0.1, or track_running_stats=False",
             )
 
 
-@uncollected()
+@fakes.probing()
 def why_no_evaluation(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],

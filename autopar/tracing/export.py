@@ -14,6 +14,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.errors import TraceError
 from autopar.integrations.masks import plain_masks
+from autopar.tracing.fakes import in_this_thread
 from autopar.tracing.inputs import Batch
 from autopar.tracing.loss_module import LossModule
 from autopar.tracing.user_line import raised_at
@@ -80,9 +81,22 @@ def refuse_custom_backward() -> Iterator[None]:
     # A classmethod of Python until torch 2.14, of C since.
     registered = torch.autograd.Function.__dict__["apply"]
 
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return registered.__get__(None, cls)(*args, **kwargs)
+
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
-            return registered.__get__(None, cls)(*args, **kwargs)
+            return applied(cls, *args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise TraceError(
+                "the model uses reentrant activation checkpointing, whose backward a traced graph does not have",
+                values="torch.utils.checkpoint.checkpoint with use_reentrant=True",
+                alternatives=[
+                    "use_reentrant=False, which is traced through (transformers: gradient_checkpointing_enable("
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}))',
+                    'none in the model: plans choose what to recompute, and {"recompute": "full"} asks for all layers',
+                ],
+            )
         raise TraceError(
             "the model calls a custom autograd.Function, whose backward torch.export would drop",
             values=f"{cls.__module__}.{cls.__qualname__}",
@@ -102,9 +116,11 @@ def refuse_custom_backward() -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        apply_here = classmethod(in_this_thread(apply, applied))
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply_here))
         for owner, name, label in _DROPPED_CALLS:
-            stack.enter_context(mock.patch.object(owner, name, refused(label)))
+            call = in_this_thread(refused(label), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, call))
         yield
 
 

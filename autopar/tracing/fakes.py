@@ -1,13 +1,17 @@
-"""Fake tensors made cheaply: without a dispatch, and from the shapes of an equal call seen before.
+"""Running a model on fake tensors: one thread at a time, without torch's own words about it, and cheaply.
 
 Torch propagates shapes through its own dispatcher in about 200 microseconds a call, an empty tensor included. A model
-of a hundred equal blocks makes thousands of calls that differ in nothing that shapes depend on, and as many parameters.
+of a hundred equal blocks makes thousands of calls that differ in nothing that shapes depend on, and as many parameters:
+they are made without a dispatch, and from the shapes of an equal call seen before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,10 +20,58 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.tracing.uncollected import uncollected
+
 CPU = torch.device("cpu")
 
 _BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 """Operators that choose a kernel by device, and lay their results out as it does."""
+
+_alone = threading.RLock()
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """What holds while a model is traced or its optimiser tried; it may be nested.
+
+    No other thread does so: torch.export, and what records a forward, replace functions of torch for the whole process,
+    and all threads share random numbers. Torch logs nothing of this thread: it writes a traceback for a call on fake
+    tensors that fails, which here is an answer (a model that cannot do with fewer rows), or becomes an error of ours.
+    """
+    with _alone, uncollected(), contextlib.ExitStack() as stack:
+        quiet = _Quiet()
+        for handler in _handlers():
+            handler.addFilter(quiet)
+            stack.callback(handler.removeFilter, quiet)
+        yield
+
+
+class _Quiet(logging.Filter):
+    """Holds back warnings and errors of the thread that made it; what a user asks for (TORCH_LOGS) is below them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self.thread or record.levelno < logging.WARNING
+
+
+def _handlers() -> set[logging.Handler]:
+    """Those that torch's loggers write through."""
+    loggers = list(logging.Logger.manager.loggerDict.items())
+    own = [each for name, each in loggers if name.partition(".")[0] == "torch" and isinstance(each, logging.Logger)]
+    return {handler for logger in own for handler in logger.handlers}
+
+
+def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `replacement` for this thread, and for others, which may be training, what it stands in for."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return call
 
 
 def mode() -> FakeTensorMode:

@@ -65,13 +65,21 @@ class FlatGraph:
         return found
 
 
-def import_program(program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str]) -> FlatGraph:
-    """Convert the exported graph of `module` (loss_module.LossModule). names: of the batch, in its order."""
-    return _Importer(program, module, names).run()
+def import_program(
+    program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str], model: nn.Module
+) -> FlatGraph:
+    """Convert the exported graph of `module`, a loss_module.LossModule of a copy of `model`.
+
+    names: of the batch, in its order. Raises TraceError for what a graph would hold otherwise than forward means it.
+    """
+    return _Importer(program, module, names, model).run()
 
 
 class _Importer:
-    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str]) -> None:
+    def __init__(
+        self, program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str], model: nn.Module
+    ) -> None:
+        self.model = model
         self.program = program
         self.module = module
         self.flat = FlatGraph(_parameters(module), {}, [], Ref(""), _class_names(module))
@@ -121,6 +129,18 @@ class _Importer:
                 "forward uses the .data of a tensor, which a traced graph takes for a constant",
                 values=line or f"a tensor of shape {tuple(value.shape)}",
                 alternatives="detach() to read it; change parameters and buffers in the training loop",
+            )
+        if node.users and (value.is_meta or (own := _name_of_memory(value, self.model))):
+            line = user_line(next(iter(node.users)).meta.get("stack_trace"))
+            raise TraceError(
+                "forward or the loss reaches the model itself, past the copy that is traced, and would take its "
+                "parameters and buffers for constants",
+                values=("a tensor on meta" if value.is_meta else own) + f" at {line}" * bool(line),
+                alternatives=[
+                    "for a forward that is set on an instance: types.MethodType(function, module), where the function "
+                    "has its module from its first argument",
+                    "for a loss_fn: outputs of forward as its arguments, or a model that computes the loss itself",
+                ],
             )
         name = _root(target)
         self.flat.constants[name] = value.detach().clone()
@@ -269,6 +289,16 @@ def _first_names(module: nn.Module) -> dict[str, str]:
         for name, tensor in named:
             names[name] = first.setdefault(id(tensor), _root(name))
     return names
+
+
+def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
+    """The parameter or buffer of the user's own model that a tensor shares its memory with, or ""."""
+    address = value.untyped_storage().data_ptr()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        has_memory = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if address and has_memory and tensor.untyped_storage().data_ptr() == address:
+            return name
+    return ""
 
 
 def _parameters(module: nn.Module) -> dict[str, Parameter]:

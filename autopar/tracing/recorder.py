@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.tracing.depth import Truncation
-from autopar.tracing.fakes import Results
+from autopar.tracing.fakes import Results, in_this_thread
 
 Forward = Callable[[nn.Module], Tensor]
 """Runs a (copy of the) model up to the scalar loss."""
@@ -190,11 +190,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def is_enabled() -> bool:
             return ask() if self.inside_operator else self.grad_enabled
 
-        with (
-            mock.patch.object(torch._C, "_set_grad_enabled", set_enabled),
-            mock.patch.object(torch, "is_grad_enabled", is_enabled),
-            mock.patch.object(torch, "is_inference_mode_enabled", lambda: False),
-        ):
+        answers = (
+            (torch._C, "_set_grad_enabled", set_enabled),
+            (torch, "is_grad_enabled", is_enabled),
+            (torch, "is_inference_mode_enabled", lambda: False),
+        )
+        with contextlib.ExitStack() as stack:
+            for owner, name, answer in answers:
+                stack.enter_context(mock.patch.object(owner, name, in_this_thread(answer, getattr(owner, name))))
             yield
 
 

@@ -36,7 +36,6 @@ from autopar.tracing.recorder import Record, record
 from autopar.tracing.repeats import check_repeats
 from autopar.tracing.simplify import simplify
 from autopar.tracing.skeleton import skeleton_of
-from autopar.tracing.uncollected import uncollected
 
 
 class Cuts(tuple[Truncation, ...]):
@@ -58,7 +57,7 @@ class _First:
     param_dtype: torch.dtype | None
 
 
-@uncollected()
+@fakes.probing()
 def trace(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Batch,
@@ -128,14 +127,14 @@ def _flat_graph(
         with contextlib.suppress(Exception):
             return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
     module = LossModule(short(), loss_fn, tuple(batch))
-    flat = import_program(export(module, batch), module, batch)
+    flat = import_program(export(module, batch), module, batch, model)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(flat.copy(), batch, param_dtype)
     return flat
 
 
-@uncollected()
+@fakes.probing()
 def find_cuts(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Batch,

@@ -140,6 +140,7 @@ def _put(fresh: Path, final: Path) -> None:
 
 def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
     """What this rank stores, and the numbers in its optimiser's state by name. Raises CheckpointError."""
+    files.require_own_state(step.optimizer)
     pieces = list(_model_pieces(step, with_copies=False))
     numbers: dict[str, Any] = {}
     for entry, parameter in _optimized(step, with_copies=False):

@@ -108,6 +108,13 @@ def _tried(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch
         together = trial.run(pairs)
         for name, changes in zip(names, together, strict=True):
             if (changes[0].numel() and not changes[0].any()) or not all(change.isfinite().all() for change in changes):
+                if trial.inner:
+                    raise OptimizerError(
+                        f"{trial.optimizer} is an optimiser around another, which keeps parameters of its own",
+                        f"{trial.inner}, after {STEPS} steps of which a tensor in the place of {name} is as it was",
+                        "one that shares the inner one's groups (self.param_groups = inner.param_groups), or the inner "
+                        "optimiser alone",
+                    )
                 raise OptimizerError(
                     f"{trial.optimizer} does not update what its param_groups hold",
                     f"after {STEPS} steps a tensor in the place of {name} is as it was, or not finite",
@@ -132,18 +139,21 @@ class _StepError(OptimizerError):
 class _Trial:
     """Runs of one factory's optimiser, with tensors in the places of some parameters.
 
-    odd_state: those of whose state something is neither one number nor as large as the tensor.
+    inner: the optimisers that it is around, in words. odd_state: those of whose state something is neither one number
+    nor as large as the tensor.
     """
 
     def __init__(self, factory: Factory, parameters: Sequence[GlobalParameter], names: list[str]) -> None:
         self.factory, self.parameters, self.names = factory, parameters, names
-        self.optimizer = ""
+        self.optimizer = self.inner = ""
         self.odd_state: set[str] = set()
 
     def run(self, courses: Sequence[Sequence[_Course]]) -> list[list[Tensor]]:
         """The change of every tensor; courses: those that take the place of each name's parameter."""
         made = whole_optimizer(self.factory, self.parameters)
         self.optimizer = type(made.optimizer).__name__
+        around = {k: v for k, v in vars(made.optimizer).items() if isinstance(v, torch.optim.Optimizer)}
+        self.inner = ", ".join(f"{name}, a {type(each).__name__}" for name, each in around.items())
         tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
         optimizer = made.replace(dict(zip(self.names, tensors, strict=True)))
         for group in optimizer.param_groups:

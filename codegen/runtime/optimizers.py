@@ -151,7 +151,10 @@ def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
     """Raises OptimizerError unless this is an optimiser of (some of) the given parameters alone that can step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
-            "the optimiser factory must return a torch.optim.Optimizer", f"a {type(optimizer).__name__}"
+            "the optimiser factory must return a torch.optim.Optimizer",
+            f"a {type(optimizer).__name__}",
+            "for several optimisers, one with several param_groups; for what wraps an optimiser and is none, a class "
+            "derived from torch.optim.Optimizer, or the inner one",
         )
     kind = type(optimizer).__name__
     given = list(given)

@@ -22,6 +22,7 @@ from .mesh import Mesh
 from .offload import Offload
 from .optimizer_probe import check_stored, needs_of
 from .optimizers import Factory, GlobalParameter
+from .options import problem
 from .parameters import Module, RngState
 from .part import Batches, Part, Source
 from .pipeline import Pipeline
@@ -90,6 +91,9 @@ class Step:
             raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be 'fp32' or 'bf16', got {precision!r}")
+        for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
+            if value is not None and (wrong := problem(name, value)):
+                raise ValueError(f"{wrong}, got {value!r}")
         self.mesh = mesh
         self.num_micro_batches = num_micro_batches
         self.precision = precision

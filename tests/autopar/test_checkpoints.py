@@ -192,6 +192,59 @@ def test_another_optimisers_checkpoint_is_refused(saved: Path) -> None:
         checkpoints.load_plain(net, torch.optim.SGD(net.parameters(), 0.1), saved / "step-00000002")
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize(("depth", "optimizer", "text"), [(3, adamw, "of another model"), (2, sgd, "is AdamW's")])
+def test_another_checkpoint_is_refused_before_planning(
+    depth: int, optimizer: Any, text: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_anyway(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("planned before the checkpoint was looked at")
+
+    monkeypatch.setattr("autopar.training.compile", compile_anyway)
+    config = replace(CONFIG, auto_parallel=True, cluster="2 cpu", checkpoint_directory=str(saved))
+    batches = [{"x": torch.ones(8, 4)}]
+    with pytest.raises(CheckpointError, match=text):
+        Trainer(Net(depth=depth), config, batches, optimizer=optimizer).compile()
+    with pytest.raises(AssertionError):
+        Trainer(Net(), config, batches, optimizer=adamw).compile()
+
+
+class Slow(torch.optim.Optimizer):
+    """Around another optimiser, as libraries write Lookahead (Zhang et al. 2019). is_one: with one state for both."""
+
+    def __init__(self, inner: torch.optim.Optimizer, is_one: bool) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = inner.state if is_one else {}
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("auto_parallel", [False, True])
+def test_state_of_an_inner_optimiser_is_not_lost(auto_parallel: bool, tmp_path: Path) -> None:
+    def fit(is_one: bool, steps: int, folder: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        net, config = Net(), replace(CONFIG, auto_parallel=auto_parallel, cluster="1 cpu", steps=steps)
+        batches = [{"x": torch.ones(8, 4)}]
+        config = replace(config, checkpoint_directory=str(tmp_path / folder))
+        Trainer(net, config, batches, optimizer=lambda params: Slow(adamw(params), is_one)).fit()
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    with pytest.raises(CheckpointError, match="around another .inner, a AdamW., whose state is not in its own"):
+        fit(False, 2, "two")
+    assert not list((tmp_path / "two").glob("step-*"))
+    straight = fit(True, 4, "straight")
+    fit(True, 2, "resumed")
+    torch.testing.assert_close(fit(True, 4, "resumed"), straight)
+
+
 def test_new_settings_win_and_schedules_continue(tmp_path: Path) -> None:
     net = Net()
     optimizer = trained(net, lr=0.1, weight_decay=0.3)

@@ -175,9 +175,7 @@ def test_llama_in_three_stages_for_zero_bubble(golden: Any) -> None:
 
 def test_equal_stages_share_a_file(golden: Any) -> None:
     modes = {"LlamaDecoderLayer": (("full", 2),)}
-    pipeline = pipeline_of(
-        "llama", (0, 3, 5, 7, 8), (0, 1, 2, 0, 1), layers=8, recompute=(modes, {}, modes, {}, {})
-    )
+    pipeline = pipeline_of("llama", (0, 3, 5, 7, 8), (0, 1, 2, 0, 1), layers=8, recompute=(modes, {}, modes, {}, {}))
     texts = emit_pipeline(pipeline)
     assert list(texts) == ["stage_0.py", "stage_1.py", "stage_4.py", "pipeline.py", "schedule.txt"]
     assert texts["schedule.txt"].splitlines() == ["F0.0 F3.0 B3.0 B0.0", "F1.0 F4.0 B4.0 B1.0", "F2.0 B2.0"]

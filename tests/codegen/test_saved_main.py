@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -14,7 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 import autopar
+from autopar.errors import ConstraintError
+from autopar.trainer import TrainerConfig
 from codegen.runtime import checkpoint_files as files
+from codegen.runtime import options
 from codegen.runtime.checkpoint_folder import latest
 from examples.models import EXAMPLES
 
@@ -158,6 +164,57 @@ def test_another_models_checkpoint_is_one_error(
     if ranks == 1:
         assert done.stderr.splitlines() == said
     assert contents(tmp_path / "run" / "step-00000001") == before
+
+
+ABSURD = (
+    ("--steps", "-1"), ("--steps", "1.5"), ("--until", "-3"), ("--lr", "nan"), ("--lr", "inf"), ("--lr", "-0.1"),
+    ("--max-grad-norm", "nan"), ("--max-grad-norm", "0"), ("--checkpoint-every", "-1"), ("--checkpoint-every", "2"),
+    ("--steps", "2", "--until", "3"), ("--data", "nowhere.txt"), ("--data", "short.txt"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_absurd_options_are_one_error_before_anything_starts(alone: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    for words in ABSURD:
+        done = run(alone, *words, cwd=tmp_path)
+        *_, last = done.stderr.splitlines()
+        assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr, (words, done.stderr)
+        assert last.startswith(f"main.py: error: argument {words[-2]}: "), last
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_absurd_options_are_said_once(pair: Path) -> None:
+    done = run(pair, "--collective-seconds", "1e300", ranks=2)
+    said = [line for line in done.stderr.splitlines() if line.startswith("main.py: error")]
+    assert said == [
+        "main.py: error: argument --collective-seconds: collective_seconds is a finite number above 0 and at most "
+        "1e+09, got '1e300'"
+    ]
+    assert done.returncode and not done.stdout
+
+
+@pytest.mark.parametrize("name", options.RANGES)
+@pytest.mark.parametrize("text", ["nan", "-1", "-inf", "", "one", "1e999", "1.5", "0", "2"])
+def test_main_takes_the_numbers_that_the_trainer_takes(name: str, text: str) -> None:
+    """The same rule, whether a number comes as text or as a number."""
+    allowed = options.RANGES[name]
+    try:
+        value = int(text) if allowed.is_whole else float(text)
+    except ValueError:
+        value = None
+    if value is None or value not in allowed:
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"{name} is {allowed}, got {text!r}")):
+            options.number(name)(text)
+    else:
+        assert options.number(name)(text) == value
+    fields = {field.name for field in dataclasses.fields(TrainerConfig)}
+    if value is not None and name in fields:
+        more = {"checkpoint_directory": "somewhere"} if name == "checkpoint_every" else {}
+        with contextlib.nullcontext() if value in allowed else pytest.raises(ConstraintError, match=f"^{name} is "):
+            TrainerConfig(**{name: value}, **more)
 
 
 STRANGERS = ("torch.py", "random.py", "safetensors.py", "argparse.py", "runtime.py", "model.py", "program.py")

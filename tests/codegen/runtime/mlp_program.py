@@ -77,9 +77,7 @@ def whole_state(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         shapes[block + "gate_up.bias"] = (2 * INNER,)
         shapes[block + "down.weight"] = (WIDTH, INNER)
         shapes[block + "frozen"] = (WIDTH,)
-    return {
-        name: 0.4 * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()
-    }
+    return {name: 0.4 * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
 
 
 def whole_batch(rows: int, seed: int) -> dict[str, Tensor]:

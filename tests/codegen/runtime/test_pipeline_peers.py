@@ -49,8 +49,11 @@ class Last(Module):
 
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    shapes = {f"{i}.{name}": shape for i in range(NUM_LAYERS) for name, shape in
-              (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))}
+    shapes = {
+        f"{i}.{name}": shape
+        for i in range(NUM_LAYERS)
+        for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))
+    }
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 

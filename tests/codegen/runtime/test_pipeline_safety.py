@@ -99,6 +99,7 @@ def test_pipelines_that_cannot_be_are_refused() -> None:
         Pipeline((stages[0], Stage(Other, 1)), tied=(("w", (0, 1)),))
     with pytest.raises(ValueError, match="v is tied, but stage 0 has no parameter of that name"):
         Pipeline(stages, tied=(("w", (0, 1)), ("v", (0, 1))))
+
     class Wrong(Receiver):
         PARAMETERS = {}
         RECEIVES = {"x": Param((4,), dtype="int64")}

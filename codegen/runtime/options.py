@@ -1,0 +1,77 @@
+"""What the numbers of a run may be, wherever they are given: to a Trainer, a step, or a saved program's main.py."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `least`, which belongs to them unless it is_open, to `most`. nan is in none."""
+
+    least: float
+    most: float = sys.float_info.max
+    is_whole: bool = False
+    is_open: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
+            return False
+        return self.least <= value <= self.most and not (self.is_open and value == self.least)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.is_whole else "a number" if self.most == math.inf else "a finite number"
+        limit = f"above {self.least}" if self.is_open else f"of at least {self.least}"
+        return f"{kind} {limit}" + (f" and at most {self.most:g}" if self.most < sys.float_info.max else "")
+
+
+RANGES = {
+    "steps": Range(0, math.inf, is_whole=True),
+    "checkpoint_every": Range(0, math.inf, is_whole=True),
+    "keep_checkpoints": Range(2, math.inf, is_whole=True),
+    "log_every": Range(0, math.inf, is_whole=True),
+    "seed": Range(0, math.inf, is_whole=True),
+    "global_batch_size": Range(1, math.inf, is_whole=True),
+    "num_processes": Range(1, math.inf, is_whole=True),
+    "learning_rate": Range(0),
+    "weight_decay": Range(0),
+    "max_grad_norm": Range(0, math.inf, is_open=True),  # inf only computes the norm
+    "collective_seconds": Range(0, 1e9, is_open=True),  # clocks count nanoseconds in 64 bits
+    "tolerance": Range(0),
+}
+"""By the names that TrainerConfig has; some of them may be None there."""
+
+
+def problem(name: str, value: object) -> str:
+    """What is wrong with a number of that name, in one clause; "" if nothing is."""
+    return "" if value in RANGES[name] else f"{name} is {RANGES[name]}"
+
+
+def number(name: str) -> Callable[[str], float]:
+    """`type=` of an argparse option for a number of that name."""
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if RANGES[name].is_whole else float(text)
+        except ValueError:
+            value = math.nan
+        if wrong := problem(name, value):
+            raise argparse.ArgumentTypeError(f"{wrong}, got {text!r}")
+        return value
+
+    return read
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors only the first rank prints."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(2)
+        super().error(message)

@@ -1,0 +1,114 @@
+"""Forwards set on instances, and functions that hold the user's own model: traced as they mean, or refused."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.errors import TraceError
+
+REACHES = "reaches the model itself"
+
+
+class Net(nn.Module):
+    """The norm's weights are all one, and so would pass for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+def mean(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def compiled(net: nn.Module, loss_fn: Callable[[Tensor], Tensor] = mean) -> str:
+    return autopar.compile(net, "2 cpu", example_inputs={"x": torch.randn(4, 8)}, loss_fn=loss_fn).source
+
+
+def scaled(self: nn.Module, x: Tensor) -> Tensor:
+    return 3 * type(self).forward(self, x)
+
+
+def test_methods_set_on_instances_are_traced() -> None:
+    """As methods of the class would be."""
+
+    class Linear(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)
+
+    as_class, as_method, as_partial = Net(), Net(), Net()
+    as_class.norm.__class__ = Linear
+    as_method.norm.forward = types.MethodType(scaled, as_method.norm)
+    as_partial.norm.forward = functools.partial(lambda old, x: 3 * old(x), as_partial.norm.forward)
+    sources = {compiled(net).replace("Linear", "LayerNorm") for net in (as_class, as_method, as_partial)}
+    assert len(sources) == 1 and "norm.weight" in sources.pop()
+
+
+def wraps_its_old_forward(net: Net) -> Callable[[Tensor], Tensor]:
+    old = net.norm.forward
+    net.norm.forward = lambda x: 3 * old(x)
+    return mean
+
+
+LOSSES: dict[str, Callable[[Net], Callable[[Tensor], Tensor]]] = {
+    "a forward around the old one": wraps_its_old_forward,
+    "decay of a weight": lambda net: lambda output: mean(output) + net.norm.weight.pow(2).sum(),
+    "decay of all weights": lambda net: lambda output: mean(output) + sum(p.pow(2).sum() for p in net.parameters()),
+    "a module of the model": lambda net: lambda output: mean(net.norm(output)),
+    "a buffer": lambda net: lambda output: mean(output * net.scale),
+    "detached": lambda net: lambda output: mean(output) * net.norm.weight.detach().sum(),
+}
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_model_itself_is_no_constant(name: str, on_meta: bool) -> None:
+    """One process would train what a graph would hold as a number for ever."""
+    with torch.device("meta" if on_meta else "cpu"):
+        net = Net()
+    with pytest.raises(TraceError) as caught:
+        compiled(net, LOSSES[name](net))
+    said = str(caught.value)
+    if on_meta:  # torch says that two devices meet
+        assert REACHES in said or "meta" in said
+    else:
+        assert (
+            REACHES in said
+            and "types.MethodType" in said
+            and ("norm.weight" in said or "scale" in said or "linear.weight" in said)
+        )
+
+
+def test_tensors_that_are_not_the_models_stay_numbers() -> None:
+    ones = torch.ones(8)
+    assert "norm.weight" in compiled(Net(), lambda output: mean(output * ones))
+
+
+class Recomputed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_reentrant_checkpointing_says_what_to_do() -> None:
+    with pytest.raises(TraceError, match="reentrant activation checkpointing.*\n(.*\n)*.*use_reentrant=False"):
+        compiled(Recomputed())
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(8, momentum=None), nn.InstanceNorm1d(8, momentum=None, track_running_stats=True)]
+)
+def test_averages_over_all_steps_say_what_to_do(norm: nn.Module) -> None:
+    with pytest.raises(TraceError, match=f"momentum=None(.*\n)*.*{type(norm).__name__} 1(.*\n)*.*momentum=0.1"):
+        compiled(nn.Sequential(nn.Linear(8, 8), norm))
