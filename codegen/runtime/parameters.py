@@ -104,7 +104,7 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
 
 def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    index = torch.arange(spec.shape[dim])
+    index = torch.arange(spec.shape[dim], device="cpu")
     for axis, sharded, sections in shards(spec.placements, mesh):
         if sharded == dim:
             index = reshard.own_part(index, 0, sections, mesh.axis(axis))
