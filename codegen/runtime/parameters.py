@@ -109,7 +109,7 @@ def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
         if sharded == dim:
             index = reshard.own_part(index, 0, sections, mesh.axis(axis))
     starts = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist()] if len(index) else []
-    stops = [*starts[1:], len(index)]
+    stops = [*starts[1:], len(index)] if starts else []
     return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
 
 
