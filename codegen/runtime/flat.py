@@ -74,11 +74,12 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
 class Bucket:
     """The flat buffers of some parameters of equal key.
 
-    master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and
-    reduced once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the
-    optimiser is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the
-    update only. attached: stored parameters with their gradients, where those stay attached. compression: of its gathers and reductions, where it has any and its master is in fp32; `flat` is then
-    rounded to it on the owner of a range too, and never the master itself.
+    master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and reduced
+    once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the optimiser
+    is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the update only.
+    attached: stored parameters with their gradients, where those stay attached. compression: of its gathers and
+    reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of a range too,
+    and never the master itself.
     """
 
     def __init__(

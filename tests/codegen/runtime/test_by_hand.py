@@ -1,8 +1,9 @@
-"""What training loops do to a step's gradients, optimiser and parameters: as in plain torch on one process, or refused."""
+"""What loops do to a step's gradients, optimiser and parameters: as in plain torch on one process, or refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def steps_by_hand(rank: int, world_size: int) -> None:
         assert_equal(step, eager, f"{case}, after dropped gradients")
         refused(step.update, "update\\(\\) without gradients")
         with torch.no_grad():
-            refused(lambda: step(batch_of(step, 5)), "gradients are switched off")
+            refused(partial(step, batch_of(step, 5)), "gradients are switched off")
         assert_equal(step, eager, f"{case}, after refusals")
         _check_clipping(mesh, zero, case)
         _check_settings(step)
@@ -80,9 +81,13 @@ def _check_clipping(mesh: Mesh, zero: int, case: str) -> None:
 
 
 def _check_settings(step: Step) -> None:
-    refused(lambda: setattr(step, "optimizer", torch.optim.SGD(step.stored_parameters().values())), "optimizer", AttributeError)
+    refused(
+        lambda: setattr(step, "optimizer", torch.optim.SGD(step.stored_parameters().values())),
+        "optimizer",
+        AttributeError,
+    )
     refused(lambda: setattr(step, "max_grad_norm", 1.0), "max_grad_norm", AttributeError)
-    for name, parameter in (*step.stored_parameters().items(), *step.model.named_parameters()):
+    for parameter in (*step.stored_parameters().values(), *step.model.parameters()):
         parameter.requires_grad_(not parameter.requires_grad)
         refused(lambda: step(batch_of(step, 6)), "frozen|made trainable")
         parameter.requires_grad_(not parameter.requires_grad)
