@@ -39,9 +39,11 @@ def readable(runtime: Any = files) -> Iterator[None]:
         raise
     except runtime.DamagedError as error:
         raise DamagedCheckpoint(str(error)) from None
+    except runtime.DiskError as error:
+        alternatives = ["what it lacks there: the run then goes on from its last checkpoint", "another folder"]
+        raise CheckpointError(f"the file system refuses: {error}", alternatives=alternatives) from None
     except runtime.CheckpointError as error:
-        alternatives = ["another checkpoint folder", "the model and optimiser that the checkpoint is of"]
-        raise CheckpointError(str(error), alternatives=alternatives) from None
+        raise CheckpointError(str(error), alternatives="another checkpoint folder") from None
 
 
 resume = readable()(checkpoint_folder.resume)

@@ -90,10 +90,14 @@ def copy_package(package: str, target: Path) -> None:
 
 
 def _write_weights(compiled: CompiledProgram, path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     value = value_source(compiled.model, loss_fn=compiled.loss_fn)
     names = dict.fromkeys(p.name for p in compiled.best.graph.parameters) | dict.fromkeys(
         name for name, _ in compiled.model.named_buffers() if name in compiled.model.state_dict(keep_vars=True)
     )
-    save_file({name: value(name).detach().cpu().contiguous().clone() for name in names}, path)
+    try:
+        save_file({name: value(name).detach().cpu().contiguous().clone() for name in names}, path)
+    except SafetensorError as error:  # what the system says is in its text alone
+        raise OSError(str(error)) from None

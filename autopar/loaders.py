@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
     """Raises ConstraintError for batches that would end a run, or train ranks apart, later on."""
     if isinstance(batches, DataLoader):
         _check_loader(batches, global_batch_size)
+    elif callable(batches):
+        _check_function(batches)
     elif isinstance(batches, Sequence):
         sizes = [num_rows(batch) for batch in batches]
         odd = [index for index, size in enumerate(sizes) if size != (global_batch_size or sizes[0])]
@@ -52,6 +55,19 @@ def peeking(batches: Batches) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
+
+
+def _check_function(batches: Callable[[int], Iterator[Any]]) -> None:
+    try:
+        inspect.signature(batches).bind(0)
+    except TypeError as error:
+        raise ConstraintError(
+            "batches, as a function, takes the number of the sample to begin at: a resumed run goes on in the data",
+            values=str(error),
+            alternatives="def batches(start_sample): ..., which yields whole global batches",
+        ) from None
+    except ValueError:  # of C, and says nothing of its arguments
+        return
 
 
 def _check_loader(loader: DataLoader[Any], global_batch_size: int | None) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -210,7 +210,12 @@ def first_batch(batches: Batches, config: TrainerConfig) -> Any:
 def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterator[Batch]:
     """Endless batches from a sample on. Raises ConstraintError if there are none."""
     if callable(batches):
-        yield from batches(start_sample)
+        found = batches(start_sample)
+        if not isinstance(found, Iterable):
+            raise ConstraintError(
+                "batches(start) gives no batches", values=type(found).__name__, alternatives="a generator function"
+            )
+        yield from found
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
     to_skip = start_sample // batch_size
     again = untouched(batches)

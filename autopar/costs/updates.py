@@ -79,9 +79,9 @@ class _Probe:
         largest = max((n for names in made.groups for n in names), key=lambda n: made.stand_ins[n].numel())
         dims = made.stand_ins[largest].ndim
         shape = (32, PROBE_ELEMENTS // 32, *(1 for _ in range(dims - 2))) if dims > 1 else (PROBE_ELEMENTS,)
-        parameters = [nn.Parameter(torch.zeros(shape)) for _ in range(count)]
+        parameters = [nn.Parameter(torch.zeros(shape, device="cpu")) for _ in range(count)]
         for parameter in parameters:
-            parameter.grad = torch.zeros(shape)
+            parameter.grad = torch.zeros_like(parameter)
         optimizer = made.replace({largest: parameters})
         for group in optimizer.param_groups:
             if on_gpu and group.get("foreach", True) is None and not group.get("fused"):

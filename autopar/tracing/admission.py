@@ -50,6 +50,13 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
         )
     _check_materialised(model)
     _check_module_hooks(model)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_inference():
+            raise ModelError(
+                "a tensor that was made under torch.inference_mode cannot be trained",
+                values=name,
+                alternatives="the model made, or loaded, outside of it",
+            )
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter, param_dtype)
     _check_memory(model)

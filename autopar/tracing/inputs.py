@@ -42,6 +42,14 @@ def name_inputs(
             alternatives="pass targets with a loss_fn that takes them, or a dict by name",
         )
     model_names = [names[i] if i < len(names) else f"arg{i - len(names)}" for i in range(num_model)]
+    fields = getattr(items, "_fields", ())
+    moved = [field for field, name in zip(fields, model_names, strict=False) if field != name and field in model_names]
+    if moved:
+        raise TraceError(
+            "a named tuple's fields are in another order than forward's arguments, and items go by their places",
+            values=f"{', '.join(fields)} for forward({', '.join(names)})",
+            alternatives="batch._asdict(), a dict by name, or a plain tuple in forward's order",
+        )
     target_names = ["target" if i == 0 else f"target{i}" for i in range(num_targets)]
     return _checked(dict(zip(model_names + target_names, items, strict=True)))
 

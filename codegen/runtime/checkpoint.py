@@ -64,7 +64,12 @@ def save(
         "numbers": dict(itertools.chain(*(each.items() for each in gather(numbers)))),
         "notes": dict(notes or {}),
     }
-    files.write(fresh, pieces, record, rank, gather)
+    try:
+        files.write(fresh, pieces, record, rank, gather)
+    except BaseException:
+        if rank == 0:  # a full disk needs the place
+            shutil.rmtree(fresh, ignore_errors=True)
+        raise
     files.in_unison(gather, lambda: _put(fresh, final) if rank == 0 else None)
 
 

@@ -40,6 +40,10 @@ class DamagedError(CheckpointError):
     """A checkpoint is not as it was written."""
 
 
+class DiskError(CheckpointError):
+    """The file system does not do what it is asked: there is no room, or no permission."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of the global tensor `name` that this rank stores: `value` (a view of the stored memory) at `offsets`."""
@@ -79,16 +83,18 @@ class Manifest:
 
 def in_unison(gather: Gather, action: Callable[[], T]) -> T:
     """This rank's result; where one rank fails, all raise its error."""
-    problem: tuple[bool, str] | None = None
+    kinds = (DamagedError, DiskError, CheckpointError)
+    problem: tuple[int, str] | None = None
     try:
         result = action()
     except OSError as error:
-        problem = False, f"{error.filename or 'the checkpoint'}: {error.strerror or error}"
+        problem = kinds.index(DiskError), f"{error.filename or 'the checkpoint'}: {error.strerror or error}"
     except ValueError as error:
-        problem = isinstance(error, DamagedError), str(error)
+        kind = next((index for index, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds) - 1)
+        problem = kind, str(error)
     for found in gather(problem):
         if found is not None:
-            raise (DamagedError if found[0] else CheckpointError)(found[1])
+            raise kinds[found[0]](found[1])
     return result
 
 
@@ -183,10 +189,13 @@ def _write_manifest(directory: Path, written: list[Any], record: Mapping[str, An
 
 def write_synced(path: Path, data: bytes) -> None:
     """All of it on the disk when this returns."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a full disk's error has no name in it
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def move(source: Path, target: Path) -> None:

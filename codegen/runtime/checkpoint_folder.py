@@ -18,6 +18,7 @@ from .checkpoint_files import CheckpointError, DamagedError
 KEPT = 2
 """The least number: one may turn out to be damaged."""
 _NAME = re.compile(r"step-(\d+)")
+_PARTIAL = re.compile(r"\.{1,2}step-\d+\.partial(\.partial)?")
 _LOCK = ".in_use"
 
 
@@ -98,7 +99,7 @@ def write(
 def locked(directory: str | Path | None) -> Iterator[None]:
     """Nobody else writes into the folder meanwhile; for one rank of a run. The lock goes with its process.
 
-    Raises CheckpointError naming who has it.
+    What runs that were killed had begun to write is removed. Raises CheckpointError naming who has the folder.
     """
     if directory is None:
         yield
@@ -117,7 +118,11 @@ def locked(directory: str | Path | None) -> Iterator[None]:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             raise CheckpointError(f"another trainer writes its checkpoints into {home}: {holder}") from None
         os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        with contextlib.suppress(OSError):  # on a full disk the lock is still there, without its name
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        for path in home.iterdir():
+            if _PARTIAL.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
         yield
         os.ftruncate(handle, 0)
     finally:

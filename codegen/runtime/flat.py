@@ -74,11 +74,12 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
 class Bucket:
     """The flat buffers of some parameters of equal key.
 
-    master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and
-    reduced once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the
-    optimiser is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the
-    update only. compression: of its gathers and reductions, where it has any and its master is in fp32; `flat` is then
-    rounded to it on the owner of a range too, and never the master itself.
+    master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and reduced
+    once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the optimiser
+    is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the update only.
+    attached: stored parameters with their gradients, where those stay attached. compression: of its gathers and
+    reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of a range too,
+    and never the master itself.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Bucket:
 
     def _allocate_gradients(self, whole: bool) -> None:
         self.whole_gradient: Tensor | None = None
+        self.attached: list[tuple[nn.Parameter, Tensor]] = []
         if not self.key.requires_grad:
             return
         device = self.mesh.device
@@ -169,18 +171,22 @@ class Bucket:
         elif whole:
             self.whole_gradient = torch.zeros(len(self.flat), dtype=self.master_dtype, device=device)
         if self.host is None:
-            self.attach(self.gradient)
+            self.attached = self.attach(self.gradient)
         if self.whole_gradient is not None:
             self._whole_views = self._views(self.whole_gradient)
 
-    def attach(self, gradient: Tensor | None) -> None:
+    def attach(self, gradient: Tensor | None) -> list[tuple[nn.Parameter, Tensor]]:
         """Make views of this line (of this rank's range) the stored parameters' gradients; None: they have none."""
+        attached = []
         for entry in self.entries:
             if entry.stored is not None and gradient is None:
                 entry.stored.grad = None
             elif entry.stored is not None and gradient is not None:
                 first = entry.start + entry.lo - self.offset
-                entry.stored.grad = gradient.narrow(0, first, entry.hi - entry.lo).view_as(entry.stored)
+                view = gradient.narrow(0, first, entry.hi - entry.lo).view_as(entry.stored)
+                entry.stored.grad = view
+                attached.append((entry.stored, view))
+        return attached
 
     def _views(self, line: Tensor) -> list[Tensor]:
         parts = torch.split(line[: self.numel], [entry.numel for entry in self.entries])

@@ -104,12 +104,12 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
 
 def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    index = torch.arange(spec.shape[dim])
+    index = torch.arange(spec.shape[dim], device="cpu")
     for axis, sharded, sections in shards(spec.placements, mesh):
         if sharded == dim:
             index = reshard.own_part(index, 0, sections, mesh.axis(axis))
     starts = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist()] if len(index) else []
-    stops = [*starts[1:], len(index)]
+    stops = [*starts[1:], len(index)] if starts else []
     return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
 
 

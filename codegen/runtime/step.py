@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import collectives, compiled_layers, symmetric_memory
 from .batch import BatchCheck
+from .by_hand import ByHand
 from .checkpoint_files import settings_of
 from .compiled_layers import CompiledLayers
 from .course import Accumulation, Course
@@ -149,11 +150,18 @@ class Step:
         self._update = Update(
             self.parts, mesh, self.optimizer, self.host_optimizer, max_grad_norm=max_grad_norm, kernels=kernels
         )
+        self._by_hand = ByHand(self.parts, self.optimizer)
         self.num_samples = 0
         self.guard = Guard(non_finite, [value for part in self.parts for value in part.written_buffers()])
         self.grad_norm: Tensor | None = None
         """Global gradient norm of the last step before clipping (0-dim), unless max_grad_norm is None and non_finite
         "ignore"."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
+        if name in self.__dict__ and not name.startswith("_") and name not in ("num_samples", "grad_norm"):
+            raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
+        super().__setattr__(name, value)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -197,6 +205,7 @@ class Step:
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
+        self._by_hand.before_forward()
         self._batch.local(local_batch, self.rng.step)
         self.offload.traffic.reset()
         self.guard.before_forward()
@@ -205,14 +214,17 @@ class Step:
         for part in self._course.parts:
             part.count_forward()
         self.guard.after_backward(loss)
+        self._by_hand.after_backward()
         return loss
 
     def update(self) -> None:
         """Clip, let the optimiser step, bring the new parameters to all ranks.
 
         A step that `non_finite` makes skip changes neither parameters nor the optimiser's state nor buffers, on any
-        rank, but counts: the next one reads on in the data. Raises FloatingPointError where training is to stop.
+        rank, but counts: the next one reads on in the data. Raises FloatingPointError where training is to stop, and
+        RuntimeError where a script did to gradients or optimiser what would be dropped or differ between ranks.
         """
+        self._by_hand.before_update()
         if self.max_grad_norm is not None or self.guard.is_on:
             self.grad_norm = self._update.global_norm()
         if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,11 @@ from autopar import checkpoints
 from autopar.checkpoints import DamagedCheckpoint
 from autopar.errors import CheckpointError, ConstraintError, OutputError
 from autopar.trainer import Trainer, TrainerConfig
+from codegen.runtime import checkpoint as runtime_checkpoint
 from codegen.runtime import checkpoint_files as files
+from codegen.runtime.mesh import Mesh
+from tests.codegen.runtime.mlp_program import whole_state
+from tests.codegen.runtime.test_checkpoint import make_step
 
 PROGRESS = {"step": 3, "num_samples": 24, "seed": 7}
 CONFIG = TrainerConfig(auto_parallel=False, steps=2, log_every=0, learning_rate=0.1)
@@ -304,6 +309,33 @@ def test_a_full_disk_keeps_the_last_good_one(saved: Path, monkeypatch) -> None:
         checkpoints.write(saved, 3, save, True, nothing)
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]
     load(saved)(saved / "step-00000002")
+
+
+def test_a_ranks_full_disk_is_named_and_left_as_it_was(tmp_path: Path) -> None:
+    step = make_step(Mesh.create((), ()), 3)
+    step.load(whole_state())
+    save = lambda folder: runtime_checkpoint.save(step, folder)  # noqa: E731
+    checkpoints.write(tmp_path, 1, save, True, nothing)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # python has its signal ignored
+    try:
+        with pytest.raises(CheckpointError, match=r"file system refuses: .*safetensors: File too large") as found:
+            checkpoints.write(tmp_path, 2, save, True, nothing)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "another model" not in str(found.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_a_killed_run_had_begun_is_removed_by_the_next(tmp_path: Path) -> None:
+    begun = [tmp_path / name for name in (".step-00000003.partial", "..step-00000007.partial.partial")]
+    kept = [tmp_path / name for name in ("step-00000003.replaced", ".step-3.partial.mine", "step-00000004.partial")]
+    for folder in (*begun, *kept):
+        folder.mkdir()
+        (folder / "rank00000-00000.safetensors").write_text("half")
+    with checkpoints.locked(tmp_path):
+        assert not any(folder.exists() for folder in begun)
+    assert all(folder.exists() for folder in kept)
 
 
 def holds_the_lock(directory: Path, pipe: Any) -> None:

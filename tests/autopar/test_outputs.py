@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,19 @@ def test_a_failing_save_leaves_the_older_program(program: CompiledProgram, tmp_p
     with pytest.raises(OutputError, match="No space left"):
         program.save(folder)
     assert listing(tmp_path) == before
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(program: CompiledProgram, tmp_path: Path) -> None:
+    weights = sum(value.nbytes for value in program.model.state_dict().values())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (100, weights // 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # python has its signal ignored
+        try:
+            with pytest.raises(OutputError, match="the program cannot be written[^$]*File too large"):
+                program.save(tmp_path / "saved")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not list(tmp_path.iterdir())
 
 
 def test_files_of_others_are_not_written_over(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ import autopar
 from autopar import AutoparError
 from autopar.launch import run_ranks
 from autopar.loaders import peeking
+from autopar.tracing.inputs import name_inputs
 from autopar.training import batches_from
+from codegen.runtime.mesh import Mesh
+from codegen.runtime.parameters import Param, runs
 
 ROWS = 8
 
@@ -160,3 +164,40 @@ def test_peeking_leaves_a_loader_as_it_was():
         next(batches_from(loaders[1], 0, 1))
     assert loaders[1]._iterator is None
     assert torch.equal(next(iter(loaders[0])), next(iter(loaders[1])))
+
+
+# --- tensors and batches of an odd make -------------------------------------------------------------------------------
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.inner(x), y)
+
+
+InOrder = namedtuple("InOrder", "x y")
+Reversed = namedtuple("Reversed", "y x")
+Unrelated = namedtuple("Unrelated", "features labels")
+
+
+def test_a_named_tuple_goes_by_places_that_agree_with_its_names() -> None:
+    x, y = torch.ones(2, 8), torch.zeros(2, 8)
+    for kind in (InOrder, Unrelated):
+        assert name_inputs(TwoInputs(), kind(x, y)) == {"x": x, "y": y}
+    with pytest.raises(AutoparError, match="another order than forward's arguments"):
+        name_inputs(TwoInputs(), Reversed(y=y, x=x))
+
+
+def test_tensors_of_inference_mode_are_refused_before_training() -> None:
+    """Else the run is trained to its end, and its values cannot be put into the model."""
+    with torch.inference_mode():
+        model = TwoInputs()
+    with pytest.raises(AutoparError, match=r"under torch.inference_mode cannot be trained\n.*inner.weight"):
+        autopar.compile(model, "1 cpu", example_inputs=(torch.ones(2, 8), torch.zeros(2, 8)))
+
+
+def test_a_dimension_without_elements_has_no_runs() -> None:
+    assert runs(0, Param((0, 4)), Mesh.create((), ())) == []

@@ -83,6 +83,7 @@ def moved_without_kernels(precision: str) -> float:
     step.load(whole_state())
     step(step.local_batch(whole_batch(4, 0)))
     buckets = [bucket for part in step.parts for bucket in part.trainable()]
+    step.forward_backward(step.local_batch(whole_batch(4, 1)))
     with Moved({bucket.own_copy.data_ptr() for bucket in buckets if bucket.own_copy is not None}) as moved:
         step.update()
     updated = sum(entry.numel for bucket in buckets for entry in bucket.entries)

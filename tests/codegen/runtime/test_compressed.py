@@ -357,6 +357,7 @@ def offload_and_checkpoints(rank: int, world_size: int, folder: str) -> None:
         batch = step.local_batch(transformer_program.whole_batch(ROWS, seed=7))
         before = step.evaluate(batch)
         assert torch.equal(before, step.forward_backward(batch)), f"{case}: evaluation"
+        step.optimizer.zero_grad()
         expected = train(step, range(2, 4))
         other = make_step(mesh, stage, **options)
         checkpoint.load(other, path)
