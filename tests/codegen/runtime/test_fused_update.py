@@ -48,9 +48,9 @@ def mlp(**options: Any) -> autopar.CompiledProgram:
 def test_the_programs_own_script(kernels: str) -> None:
     text = emit_main(mlp(kernels=kernels, constraints={"dp": 2}).program)
     ast.parse(text)
-    assert ("params: FusedAdamW(params, lr=options.lr)" in text) == (kernels == "on")
+    assert ("params: FusedAdamW(params, lr=given.lr)" in text) == (kernels == "on")
     assert ("runtime.fused_adamw" in text) == ("kernels=True" in text) == (kernels == "on")
-    assert ("params: torch.optim.AdamW(params, lr=options.lr, fused=True)" in text) == (kernels == "off")
+    assert ("params: torch.optim.AdamW(params, lr=given.lr, fused=True)" in text) == (kernels == "off")
 
 
 def test_hosts_update_with_torch() -> None:
