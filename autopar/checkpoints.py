@@ -21,7 +21,8 @@ from codegen.runtime import checkpoint_folder
 from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
 from codegen.runtime.checkpoint_files import Piece
 from codegen.runtime.checkpoint_folder import latest
-from codegen.runtime.optimizers import Factory, parameters_of, whole_optimizer
+from codegen.runtime.optimizer_probe import forgotten
+from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, whole_optimizer
 
 __all__ = ["latest", "load_plain", "locked", "readable", "require_own", "resume", "save_plain", "write"]
 
@@ -104,9 +105,16 @@ def save_plain(
 
 
 @readable()
+def require_resumable(model: nn.Module, factory: Factory) -> None:
+    """Raises CheckpointError for an optimiser that could not go on from a checkpoint as if there had been no end."""
+    with contextlib.suppress(OptimizerError):  # no stand-ins for its parameters, which a plain run does not need
+        if reason := forgotten(factory, parameters_of(model)):
+            raise files.CheckpointError(reason)
+
+
+@readable()
 def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The numbers in the optimiser's state, by name. Raises CheckpointError if it could not be saved."""
-    files.require_own_state(optimizer)
     numbers: dict[str, Any] = {}
     for name, parameter in _optimized(model):
         for key, value in optimizer.state.get(parameter, {}).items():

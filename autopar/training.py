@@ -435,6 +435,7 @@ class _Plain:
         return float(loss.detach())
 
     def check(self) -> None:
+        checkpoints.require_resumable(self.model, self.factory)
         checkpoints.check_plain(self.model, self.optimizer)
 
     def save(self, directory: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError, Gather, Manifest, Piece
 from .checkpoint_files import DamagedError as DamagedError
+from .checkpoint_files import DiskError as DiskError
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Param, runs
@@ -145,7 +146,8 @@ def _put(fresh: Path, final: Path) -> None:
 
 def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
     """What this rank stores, and the numbers in its optimiser's state by name. Raises CheckpointError."""
-    files.require_own_state(step.optimizer)
+    if step.forgotten:
+        raise CheckpointError(step.forgotten)
     pieces = list(_model_pieces(step, with_copies=False))
     numbers: dict[str, Any] = {}
     for entry, parameter in _optimized(step, with_copies=False):

@@ -377,18 +377,6 @@ def optimizer_record(optimizer: torch.optim.Optimizer, initial: list[dict[str, A
     return {"kinds": [base.__name__ for base in bases], "initial": initial, "groups": settings_of(optimizer)}
 
 
-def require_own_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raises CheckpointError for an optimiser around another whose state is not its own, and would be left out."""
-    for name, inner in vars(optimizer).items():
-        held = inner.state.items() if isinstance(inner, torch.optim.Optimizer) else ()
-        if any(not state.keys() <= optimizer.state.get(parameter, {}).keys() for parameter, state in held):
-            raise CheckpointError(
-                f"{type(optimizer).__name__} is an optimiser around another ({name}, a {type(inner).__name__}), whose "
-                "state is not in its own: a checkpoint would be without it. Give it one state (self.state = "
-                f"{name}.state), take the inner optimiser alone, or train without checkpoints"
-            )
-
-
 def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
     """Raises CheckpointError where another optimiser's state was saved: it would mean nothing to this one."""
     bases = type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]

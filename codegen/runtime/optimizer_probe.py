@@ -7,12 +7,14 @@ clip by the global norm inside a step). Runs of a few steps tell them apart:
     together   two tensors for every kind of parameter, in one optimiser
     apart      the first tensors in one optimiser, the second ones in another: equal unless tensors are coupled
     in parts   halves of the first tensors, flat, by rows and by columns, in two: equal if updates are elementwise
+    resumed    together, by an optimiser that is made anew in between, with what checkpoints hold of the first
 
 A kind is the settings of a group and a number of dims; the tensors have real shapes cut to LARGEST.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpoint_files import continue_settings, optimizer_record, settings_of
 from .optimizers import Factory, GlobalParameter, OptimizerError, whole_optimizer
 
 STEPS = 8
@@ -29,6 +32,8 @@ SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.1, 3.0, 1.0)
 LARGEST = {1: 4224, 2: 136}
 """Elements of a dim, by the number of dims (else 12). Some optimisers do otherwise from 4,096 elements on, or from 128
 in a dim."""
+RESUMED = 4
+"""Steps before the optimiser is made anew."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of the largest change. In fp64 sums in another order are off by 1e-13, updates by another formula by 1e-3 and more.
 Optimisers that take no fp64 are tried in fp32, where those that change little are taken for ones that need more."""
@@ -94,13 +99,44 @@ def needs_of(factory: Factory, parameters: Sequence[GlobalParameter]) -> Needs:
         return _tried(factory, parameters, torch.float32)
 
 
-def _tried(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch.dtype) -> Needs:
+def forgotten(factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
+    """Why a checkpoint would be without something that the optimiser's updates depend on, in words; "" if not."""
+    try:
+        return _forgotten(factory, parameters, torch.float64)
+    except _StepError:
+        return _forgotten(factory, parameters, torch.float32)
+
+
+def _forgotten(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch.dtype) -> str:
     kinds = tuple(_kinds(factory, parameters))
+    names, *drawn = _drawn(kinds, dtype)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        trial, pairs = _Trial(factory, parameters, names), list(map(list, zip(*drawn, strict=True)))
+        torch.manual_seed(1)
+        straight = trial.run(pairs)
+        torch.manual_seed(1)
+        if _equal(trial.run(pairs, resumed=RESUMED), straight):
+            return ""
+    around = f" (it is around {trial.inner})" * bool(trial.inner)
+    return (
+        f"{trial.optimizer} keeps something that its steps depend on neither in its state of parameters nor in its "
+        f"groups{around}: resumed after {RESUMED} steps it goes on otherwise. Keep it there, as in "
+        "self.state[parameter], or train without checkpoints"
+    )
+
+
+def _drawn(kinds: Sequence[_Kind], dtype: torch.dtype) -> tuple[list[str], list[_Course], list[_Course]]:
+    """The names of the tensors that are tried, and two courses for each."""
     tensors = [each for kind in kinds for each in kind.tensors]
     generator = torch.Generator("cpu").manual_seed(0)
     firsts = [_Course.draw(shape, dtype, generator) for _, shape in tensors]
     seconds = [_Course.draw(shape, dtype, generator) for _, shape in tensors]
-    names = [name for name, _ in tensors]
+    return [name for name, _ in tensors], firsts, seconds
+
+
+def _tried(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch.dtype) -> Needs:
+    kinds = tuple(_kinds(factory, parameters))
+    names, firsts, seconds = _drawn(kinds, dtype)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         trial = _Trial(factory, parameters, names)
         pairs = [[one, other] for one, other in zip(firsts, seconds, strict=True)]
@@ -148,20 +184,16 @@ class _Trial:
         self.optimizer = self.inner = ""
         self.odd_state: set[str] = set()
 
-    def run(self, courses: Sequence[Sequence[_Course]]) -> list[list[Tensor]]:
-        """The change of every tensor; courses: those that take the place of each name's parameter."""
-        made = whole_optimizer(self.factory, self.parameters)
-        self.optimizer = type(made.optimizer).__name__
-        around = {k: v for k, v in vars(made.optimizer).items() if isinstance(v, torch.optim.Optimizer)}
-        self.inner = ", ".join(f"{name}, a {type(each).__name__}" for name, each in around.items())
+    def run(self, courses: Sequence[Sequence[_Course]], resumed: int | None = None) -> list[list[Tensor]]:
+        """The change of every tensor; courses: those that take the place of each name's parameter. resumed: the step
+        before which the optimiser is made anew."""
         tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
-        optimizer = made.replace(dict(zip(self.names, tensors, strict=True)))
-        for group in optimizer.param_groups:
-            # What a schedule starts from hides the update.
-            if "lr" in group and float(group["lr"]) == 0.0:
-                group["lr"] = group["lr"] + 0.01
+        optimizer = self._made(tensors)
+        initial = settings_of(optimizer)
         try:
             for step in range(STEPS):
+                if step == resumed:
+                    optimizer = self._again(optimizer, initial, tensors)
                 for tensor, course in _both(tensors, courses):
                     tensor.grad = course.gradients[step].clone()
                 optimizer.step()
@@ -175,6 +207,32 @@ class _Trial:
             [tensor.detach() - course.value for tensor, course in zip(own, given, strict=True)]
             for own, given in zip(tensors, courses, strict=True)
         ]
+
+    def _made(self, tensors: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        made = whole_optimizer(self.factory, self.parameters)
+        self.optimizer = type(made.optimizer).__name__
+        around = {k: v for k, v in vars(made.optimizer).items() if isinstance(v, torch.optim.Optimizer)}
+        self.inner = ", ".join(f"{name}, a {type(each).__name__}" for name, each in around.items())
+        optimizer = made.replace(dict(zip(self.names, tensors, strict=True)))
+        for group in optimizer.param_groups:
+            # What a schedule starts from hides the update.
+            if "lr" in group and float(group["lr"]) == 0.0:
+                group["lr"] = group["lr"] + 0.01
+        return optimizer
+
+    def _again(
+        self, before: torch.optim.Optimizer, initial: list[dict[str, Any]], tensors: list[list[nn.Parameter]]
+    ) -> torch.optim.Optimizer:
+        """Another one, with what a checkpoint holds of the one before."""
+        fresh = self._made(tensors)
+        states = {
+            tensor: copy.deepcopy(before.state[tensor]) for own in tensors for tensor in own if tensor in before.state
+        }
+        fresh.state.clear()
+        for tensor, state in states.items():
+            fresh.state[tensor] = state
+        continue_settings(fresh, settings_of(fresh), {"optimizer": optimizer_record(before, initial)})
+        return fresh
 
     def _look_at_state(self, optimizer: torch.optim.Optimizer, tensors: list[list[nn.Parameter]]) -> None:
         for name, own in zip(self.names, tensors, strict=True):

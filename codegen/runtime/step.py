@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from .host_memory import HostMemory
 from .host_optimizer import HostOptimizer
 from .mesh import Mesh
 from .offload import Offload
-from .optimizer_probe import check_stored, needs_of
+from .optimizer_probe import check_stored, forgotten, needs_of
 from .optimizers import Factory, GlobalParameter
 from .options import problem
 from .parameters import Module, RngState
@@ -142,6 +143,7 @@ class Step:
         device = "cpu" if host is not None else mesh.device
         self.optimizer = rank_optimizer(optimizer_factory, parameters, self.parts, device)
         self.settings = settings_of(self.optimizer)
+        self._trial = optimizer_factory, parameters
         if tries_optimizer and mesh.everyone.size > 1:
             check_stored(
                 needs_of(optimizer_factory, parameters), stored_whole(self.parts), isinstance(program, Pipeline)
@@ -162,6 +164,11 @@ class Step:
         if name in self.__dict__ and not name.startswith("_") and name not in ("num_samples", "grad_norm"):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
+
+    @cached_property
+    def forgotten(self) -> str:
+        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
+        return forgotten(*self._trial)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ import resource
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +244,41 @@ def test_state_of_an_inner_optimiser_is_not_lost(auto_parallel: bool, tmp_path: 
         Trainer(net, config, batches, optimizer=lambda params: Slow(adamw(params), is_one)).fit()
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
-    with pytest.raises(CheckpointError, match="around another .inner, a AdamW., whose state is not in its own"):
+    with pytest.raises(CheckpointError, match="Slow keeps something .* around inner, a AdamW"):
         fit(False, 2, "two")
     assert not list((tmp_path / "two").glob("step-*"))
     straight = fit(True, 4, "straight")
     fit(True, 2, "resumed")
     torch.testing.assert_close(fit(True, 4, "resumed"), straight)
+
+
+class Counting(torch.optim.SGD):
+    """A rate that falls with the steps, which are counted in an attribute, or in the groups."""
+
+    def __init__(self, params: Any, in_groups: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.num_steps, self.in_groups = 0, in_groups
+        for group in self.param_groups:
+            group["num_steps"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["num_steps"] += self.in_groups
+            group["lr"] = 0.1 / (1 + (group["num_steps"] if self.in_groups else self.num_steps))
+        super().step()
+
+
+@pytest.mark.parametrize("auto_parallel", [False, True])
+def test_what_an_optimiser_keeps_for_itself_is_refused(auto_parallel: bool, tmp_path: Path) -> None:
+    config = replace(CONFIG, auto_parallel=auto_parallel, cluster="1 cpu", steps=1)
+    for in_groups in (False, True):
+        again = replace(config, checkpoint_directory=str(tmp_path / str(in_groups)))
+        trainer = Trainer(Net(), again, [{"x": torch.ones(8, 4)}], optimizer=partial(Counting, in_groups=in_groups))
+        refused = pytest.raises(CheckpointError, match="Counting keeps something that its steps depend on")
+        with contextlib.nullcontext() if in_groups else refused:
+            trainer.fit()
+    assert [path.parent.name for path in tmp_path.glob("*/step-*")] == ["True"]
 
 
 def test_new_settings_win_and_schedules_continue(tmp_path: Path) -> None:
