@@ -20,7 +20,7 @@ from autopar.arguments import check_numbers
 from autopar.backend import backend_of, require_backend
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import DefaultAdamW
-from autopar.errors import ModelError, WorldSizeError
+from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.lowering.assembly import home_of
 from autopar.plan import Plan
@@ -114,10 +114,8 @@ class CompiledProgram:
         init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
         with equal results on every rank. non_finite: as in TrainerConfig. The step starts from the model's values;
         what is done to the model later (frozen layers, loaded values) does not reach it.
-        Raises WorldSizeError, ModelError for a model of which other parameters are trainable than when it was compiled,
-        and AutoparError for meta values without init.
+        Raises WorldSizeError, and AutoparError for meta values without init.
         """
-        self._check_trainable()
         check_numbers({"seed": seed} | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
         check_world_size(self.plan)
         check_training("build")
@@ -147,17 +145,6 @@ class CompiledProgram:
         )
         step.load(value_source(self.model, init, self.loss_fn))
         return step
-
-    def _check_trainable(self) -> None:
-        """Raises ModelError where parameters were frozen, or made trainable, since the program was made."""
-        compiled = {p.name: p.meta.requires_grad for p in self.best.graph.parameters}
-        for name, parameter in self.model.named_parameters():
-            if compiled.get(name, parameter.requires_grad) != parameter.requires_grad:
-                raise ModelError(
-                    "another parameter is trainable than when the model was compiled",
-                    values=f"{name}, {'now' if parameter.requires_grad else 'then'}",
-                    alternatives="autopar.compile again",
-                )
 
     def _optimizer_factory(self, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:
         """The given one; the default's fused form where the program has kernels."""

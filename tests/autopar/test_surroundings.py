@@ -201,11 +201,3 @@ def test_tensors_of_inference_mode_are_refused_before_training() -> None:
 
 def test_a_dimension_without_elements_has_no_runs() -> None:
     assert runs(0, Param((0, 4)), Mesh.create((), ())) == []
-
-
-def test_layers_that_are_frozen_after_the_program_was_made_are_refused():
-    model, batch = Stack(), {"x": torch.randn(ROWS, 8), "y": torch.randn(ROWS, 8)}
-    compiled = autopar.compile(model, "1 cpu", example_inputs=batch)
-    model.blocks[0].linear.weight.requires_grad_(False)
-    with pytest.raises(AutoparError, match=r"another parameter is trainable .*\n.*blocks\.0\.linear\.weight, then"):
-        compiled.build()
