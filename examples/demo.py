@@ -132,6 +132,7 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     model = make(sizes)
     console.print(Rule(f"[bold]{title}, {count_text(sum(p.numel() for p in model.parameters()))} parameters"))
     batches = Batches(corpus, sizes.batch_size, sizes.seq_len)
+    untrained = copy.deepcopy(model)  # fit leaves the model trained
     trainer = Trainer(model, config, batches)
     started = time.perf_counter()
     with console.status("tracing and planning ..."):
@@ -145,7 +146,7 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     console.print(f"\ntraining on {ranks} processes as {program.plan.layout}")
     together = trainer.fit()
     console.print("training the same model on this one process")
-    alone = Trainer(copy.deepcopy(model), replace(config, auto_parallel=False), batches).fit()
+    alone = Trainer(untrained, replace(config, auto_parallel=False), batches).fit()
     console.print(_losses(alone, together))
     console.print(_costs(alone, together, sizes))
     console.print(f"the generated program is in {folder}; it needs torch only:")
