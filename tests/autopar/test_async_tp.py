@@ -44,12 +44,13 @@ def compiled(name: str, backend: str = "async-tp", **more: Any) -> autopar.Compi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "more"),
     [
         ("llama", {}),
-        pytest.param("gpt2", {"recompute": "full"}, marks=pytest.mark.slow),
+        ("gpt2", {"recompute": "full"}),
     ],
 )
 def test_on_ranks_that_share_no_memory(name: str, more: dict[str, Any]) -> None:
@@ -100,6 +101,7 @@ def test_beside_their_transfers(
 # --- the switch -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_switch_changes_no_plan_and_travels_with_the_program() -> None:
     eager, asynchronous = compiled("llama", "eager"), compiled("llama")
     assert eager.plan == asynchronous.plan and "async_tp" not in eager.source

@@ -85,6 +85,7 @@ def test_plan_is_written_and_explained(tmp_path: Path) -> None:
     assert re.search(r"one step +(\S+ \S+)", full.output)[1] == re.search(r"one step +(\S+ \S+)", short.output)[1]
 
 
+@pytest.mark.slow
 def test_configuration_is_planned_without_memory(config: Path) -> None:
     """100 billion parameters."""
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}
@@ -206,6 +207,7 @@ def test_no_ranks_are_started_on_another_models_checkpoint(tmp_path: Path, monke
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_train_from_a_configuration(tmp_path: Path, config: Path) -> None:
     text = tmp_path / "text.txt"

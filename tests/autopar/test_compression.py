@@ -61,6 +61,7 @@ def test_bad_values_are_refused_with_the_legal_ones(given: Any) -> None:
         compiled(compression=given)
 
 
+@pytest.mark.slow
 def test_a_plan_file_keeps_it_and_the_argument_wins() -> None:
     program = compiled(compression=BOTH, constraints={"zero": 2})
     text = program.plan.to_yaml()
@@ -160,14 +161,15 @@ def predicted_bytes(program: CompiledProgram) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("zero", "precision", "num_ranks"),
     [
         (1, "bf16", 2),
-        pytest.param(2, "bf16", 4, marks=pytest.mark.slow),
-        pytest.param(3, "bf16", 2, marks=pytest.mark.slow),
-        pytest.param(3, "fp32", 4, marks=pytest.mark.slow),
+        (2, "bf16", 4),
+        (3, "bf16", 2),
+        (3, "fp32", 4),
     ],
 )
 def test_bytes_on_the_wire_are_the_predicted_ones(zero: int, precision: str, num_ranks: int) -> None:

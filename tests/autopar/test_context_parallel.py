@@ -204,7 +204,7 @@ def slow(*values: Any) -> Any:
     ("name", "constraints"),
     [
         ("llama_gqa", {"tp": 4, "context": "ring"}),
-        ("gpt2", {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, "context": "all_gather"}),
+        slow("gpt2", {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, "context": "all_gather"}),
         slow("llama_gqa", {"tp": 4, "context": "all_gather"}),
         slow("gpt2", {"dp": 2, "tp": 2, "zero": 1, "context": "ring"}),
         slow("bert", {"tp": 4, "context": "ring"}),

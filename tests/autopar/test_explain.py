@@ -179,7 +179,8 @@ def test_no_time_leaves_questions_and_says_so() -> None:
     assert "Not tried, the time was up" in render_explanation(found)
 
 
-@pytest.mark.parametrize("is_tight", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tight", [False, True])
 def test_rendered_explanation_holds_every_row(is_tight: bool) -> None:
     found = explained(memory=tight(0.6)) if is_tight else explained()
     text = render_explanation(found)

@@ -123,6 +123,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_planned_and_trained_may_fork_ranks() -> None:
     """Where torch is built for GPUs and there is none, fake tensors let one appear to be there."""
     subprocess.run([sys.executable, "-c", PLANNED_THEN_FORKED], check=True, timeout=600)

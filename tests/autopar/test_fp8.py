@@ -95,10 +95,11 @@ def test_is_the_model_with_rounded_operands():
     ("name", "precision", "constraints"),
     [
         ("llama", "bf16", {"dp": 2, "zero": 3, "recompute": "selective"}),
-        (
+        pytest.param(
             "gpt2",
             "fp32",
             {"tp": 2, "parameters": {"*.c_fc.weight": {"tp": "S(1)"}, "*.c_attn.weight": {"tp": "S(1/3)"}}},
+            marks=pytest.mark.slow,
         ),
         pytest.param("gpt2", "fp32", {"pp": 2, "schedule": "zero-bubble"}, marks=pytest.mark.slow),
     ],
@@ -114,10 +115,11 @@ def test_verifies_within_what_rounding_does(name, precision, constraints):
     assert report.largest_gradient > 0.03 and not report.ok(0.02), report
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "num_joined"),
-    [("llama", 2), pytest.param("bert", 1, marks=pytest.mark.slow)],
+    [("llama", 2), ("bert", 1)],
 )
 def test_layers_of_one_input_are_joined_to_the_bit(name, num_joined, monkeypatch):
     """In bert something else reads that input too, after them."""
@@ -180,6 +182,7 @@ def test_saved_programs_bring_what_they_import(tmp_path):
 # The switch -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plans_carry_it():
     program = compiled("llama", constraints={"dp": 2})
     text = program.plan.to_yaml()

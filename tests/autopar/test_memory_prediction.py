@@ -23,9 +23,9 @@ from cost_models.schedule import orders, placement
 
 PAIRS = [
     pytest.param(Pair("gpt2", {"dp": 2, "zero": 0}), marks=pytest.mark.slow),
-    Pair("llama", {"dp": 2, "zero": 2, "micro_batches": 4}),
-    Pair("llama", {"dp": 2, "zero": 3, "recompute": "full"}),
-    Pair("llama", {"tp": 2}),
+    pytest.param(Pair("llama", {"dp": 2, "zero": 2, "micro_batches": 4}), marks=pytest.mark.slow),
+    pytest.param(Pair("llama", {"dp": 2, "zero": 3, "recompute": "full"}), marks=pytest.mark.slow),
+    pytest.param(Pair("llama", {"tp": 2}), marks=pytest.mark.slow),
     Pair("gpt2", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}),
 ]
 
@@ -184,13 +184,14 @@ def held_bytes(compiled: autopar.CompiledProgram, batch: dict[str, torch.Tensor]
         return live.num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("constraints", "precision"),
     [
         ({"dp": 2, "zero": 3}, "fp32"),
-        pytest.param({"dp": 2, "zero": 0}, "bf16", marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, "fp32", marks=pytest.mark.slow),
+        ({"dp": 2, "zero": 0}, "bf16"),
+        ({"pp": 2}, "fp32"),
     ],
 )
 def test_what_no_call_reads_is_counted_where_it_is_held(constraints: dict[str, int], precision: str) -> None:

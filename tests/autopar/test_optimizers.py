@@ -291,6 +291,7 @@ def test_a_saved_program_trains_with_its_optimiser(tmp_path):
     assert missing.returncode != 0 and "put the folder of its module on PYTHONPATH" in missing.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_groups_by_shape_and_order_under_zero_3():
     found = table(("AdamW by ndim", "SGD by order", "Adagrad"), ("zero 3",))

@@ -33,18 +33,15 @@ def compiled(name: str, cluster: str, constraints: dict, **options: object) -> a
     )
 
 
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "more"),
     [
         ("llama", {"zero": 3, "micro_batches": 2, "recompute": "full"}),
-        slow("gpt2", {"zero": 3, "micro_batches": 2, "recompute": "full"}),
-        slow("llama", {"zero": 2, "recompute": "selective"}),
-        slow("gpt2", {"zero": 1, "micro_batches": 2}),
+        ("gpt2", {"zero": 3, "micro_batches": 2, "recompute": "full"}),
+        ("llama", {"zero": 2, "recompute": "selective"}),
+        ("gpt2", {"zero": 1, "micro_batches": 2}),
     ],
 )
 def test_with_sequence_parallelism(name: str, more: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,17 +35,21 @@ CASES = (
         True,
         factory={"layers": 4},
     ),
-    Case(
-        "llama",
-        {"pp": 2, "dp": 2, "tp": 1, "zero": 3, "schedule": "interleaved", "chunks": 2, "micro_batches": 4},
-        True,
-        "adamw",
-        {"layers": 4},
+    slow(
+        Case(
+            "llama",
+            {"pp": 2, "dp": 2, "tp": 1, "zero": 3, "schedule": "interleaved", "chunks": 2, "micro_batches": 4},
+            True,
+            "adamw",
+            {"layers": 4},
+        )
     ),
-    Case(
-        "qwen2",
-        {"pp": 2, "dp": 1, "tp": 2, "schedule": "zero-bubble-v", "micro_batches": 4, "recompute": "selective"},
-        factory={"layers": 4},
+    slow(
+        Case(
+            "qwen2",
+            {"pp": 2, "dp": 1, "tp": 2, "schedule": "zero-bubble-v", "micro_batches": 4, "recompute": "selective"},
+            factory={"layers": 4},
+        )
     ),
     # Among the fast tests the t5's stages are test_emit_pipeline's, and skips over positions pipeline_program.py's.
     slow(Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3})),
@@ -55,12 +59,14 @@ CASES = (
         True,
         factory={"layers": 2},
     ),
-    Case("bert", {"pp": 2, "dp": 1, "tp": 2, "schedule": "gpipe", "micro_batches": 2}, factory={"layers": 2}),
-    Case(
-        "gpt2",
-        {"pp": 2, "dp": 2, "tp": 2, "zero": 1, "schedule": "1f1b", "micro_batches": 4},
-        True,
-        factory={"layers": 2},
+    slow(Case("bert", {"pp": 2, "dp": 1, "tp": 2, "schedule": "gpipe", "micro_batches": 2}, factory={"layers": 2})),
+    slow(
+        Case(
+            "gpt2",
+            {"pp": 2, "dp": 2, "tp": 2, "zero": 1, "schedule": "1f1b", "micro_batches": 4},
+            True,
+            factory={"layers": 2},
+        )
     ),
 )
 

@@ -77,6 +77,7 @@ def with_links(cluster: Cluster, intra: float, inter: float) -> Cluster:
     )
 
 
+@pytest.mark.slow
 def test_a_slow_link_keeps_tensor_parallelism_off_it() -> None:
     """tp joins neighbours of a node, and distant ranks where the links between nodes are the fast ones."""
     with torch.device("meta"):  # long sequences and thin layers: activations outweigh gradients

@@ -89,6 +89,7 @@ print("read", len(again))
 )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_with_other_hash_seeds_train_as_one_process(tmp_path):
     port = str(free_port())

@@ -21,7 +21,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "cluster", "pins"),
     [
-        ("gpt2", "4 a100-80g", {"pp": 2, "schedule": "interleaved"}),
+        slow("gpt2", "4 a100-80g", {"pp": 2, "schedule": "interleaved"}),
         slow("gpt2", "4 a100-80g", {"pp": 2, "schedule": "zero-bubble-v", "recompute": "full"}),
         ("gpt2", "4 a100-80g", {"pp": 2, "tp": 2, "schedule": "zero-bubble"}),
         slow("llama", "4 a100-80g", {"pp": 2, "micro_batches": 4}),

@@ -117,6 +117,7 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, batch
 
 
+@pytest.mark.slow
 def test_t5(t5: tuple[nn.Module, dict[str, Tensor]]) -> None:
     """Two stacks, cross-attention, and a relative bias that the first block alone computes."""
     model, batch = t5

@@ -86,7 +86,7 @@ def fit(example: Example, config: TrainerConfig, source: Any = batches) -> Train
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("constraints", [{"dp": 2, "zero": 3}, {"tp": 2}])
+@pytest.mark.parametrize("constraints", [{"dp": 2, "zero": 3}, pytest.param({"tp": 2}, marks=pytest.mark.slow)])
 def test_losses_are_those_of_a_plain_loop(constraints: dict[str, int]) -> None:
     example = gpt2()
     result = fit(example, replace(CONFIG, constraints=constraints, measure_memory=True))
@@ -139,6 +139,7 @@ def fit_under_launcher(cluster: str) -> TrainResult:
     return replace(result, program=None)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_of_a_launcher_train_together() -> None:
     first, second = run_ranks(fit_under_launcher, ("2 cpu",), 2)
@@ -171,7 +172,12 @@ def require_trained(found: dict[str, Any]) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "constraints", [{"dp": 2, "zero": 3}, pytest.param({"tp": 2}, marks=pytest.mark.slow), {"pp": 2}]
+    "constraints",
+    [
+        pytest.param({"dp": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        {"pp": 2},
+    ],
 )
 def test_every_rank_of_a_launcher_has_the_trained_model(constraints: dict[str, int]) -> None:
     for found in run_ranks(trained_under_launcher, (constraints,), 2):
@@ -201,12 +207,14 @@ def test_every_rank_of_torchrun_has_the_trained_model(tmp_path: Path) -> None:
         require_trained(torch.load(tmp_path / f"rank{rank}", weights_only=False))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_other_number_of_processes_than_planned() -> None:
     with pytest.raises(WorldSizeError, match="the plan is for 4 processes"):
         run_ranks(fit_under_launcher, ("4 cpu",), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_another_models_checkpoint_is_refused_before_ranks_are_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

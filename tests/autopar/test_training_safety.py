@@ -154,10 +154,11 @@ def test_a_gradient_that_is_not_finite_is_seen_without_clipping(cluster: str) ->
     check_equal(model, before)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("non_finite", "spoiled", "text"),
-    [("stop", (3,), "non_finite='stop'"), slow("skip", tuple(range(3, 40)), "10 steps before this one were skipped")],
+    [("stop", (3,), "non_finite='stop'"), ("skip", tuple(range(3, 40)), "10 steps before this one were skipped")],
 )
 def test_a_run_that_stops_keeps_its_last_finite_checkpoint(
     tmp_path: Path, non_finite: str, spoiled: tuple[int, ...], text: str

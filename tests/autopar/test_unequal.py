@@ -94,7 +94,14 @@ def test_pins_bear_on_what_is_tried() -> None:
         slow("gpt2", "3 cpu + 1 cpu"),
     ],
 )
-@pytest.mark.parametrize("share", [1.0, 0.7, 0.2], ids=["ample", "tight", "nothing fits"])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(1.0, id="ample", marks=pytest.mark.slow),
+        pytest.param(0.7, id="tight"),
+        pytest.param(0.2, id="nothing fits", marks=pytest.mark.slow),
+    ],
+)
 def test_the_best_of_all_terms_equals_brute_force(
     name: str, cluster: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

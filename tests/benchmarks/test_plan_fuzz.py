@@ -23,12 +23,13 @@ def test_a_random_request(seed: int) -> None:
     assert not outcome.violations, "\n".join((str(draw(seed)), outcome.text, *outcome.violations))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "cluster", "batch", "precision", "pins"),
     [
         pytest.param(LLAMA_70B, "3x8 v100-32g", 128, "bf16", {"zero": 3, "pp": 3, "tp": 8}, id="70B on 24 V100"),
-        pytest.param(LLAMA_70B, "8 h100-sxm", 64, "bf16", {"tp": 8}, id="70B on 8 H100", marks=pytest.mark.slow),
-        pytest.param(LLAMA_8B, "8 h100-sxm", 64, "fp32", {"pp": 8}, id="8B in fp32", marks=pytest.mark.slow),
+        pytest.param(LLAMA_70B, "8 h100-sxm", 64, "bf16", {"tp": 8}, id="70B on 8 H100"),
+        pytest.param(LLAMA_8B, "8 h100-sxm", 64, "fp32", {"pp": 8}, id="8B in fp32"),
     ],
 )  # fmt: skip
 def test_micro_batches_of_one_row_have_plans(

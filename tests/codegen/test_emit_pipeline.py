@@ -270,8 +270,8 @@ def test_text_of_positions() -> None:
 CHAINS = [
     ("gpt2", (0, 3), 4, 0.1),
     pytest.param("gpt2", (0, 1, 2, 4), 4, 0.1, marks=pytest.mark.slow),
-    ("llama", (0, 2, 3, 4), 4, 0.0),
-    ("bert", (0, 2, 4), 4, 0.1),
+    pytest.param("llama", (0, 2, 3, 4), 4, 0.0, marks=pytest.mark.slow),
+    pytest.param("bert", (0, 2, 4), 4, 0.1, marks=pytest.mark.slow),
     pytest.param("vit", (0, 3), 4, 0.0, marks=pytest.mark.slow),
     pytest.param("t5", (0, 2, 3, 4, 5), 3, 0.1, marks=pytest.mark.slow),  # t5 whole: test_verify.py
     pytest.param("t5", (0, 3, 4), 3, 0.1, marks=pytest.mark.slow),

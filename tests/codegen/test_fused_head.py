@@ -229,8 +229,8 @@ FEW = {"width": 16}
     ("name", "sizes", "constraints"),
     [
         pytest.param("llama", {}, {"dp": 2, "tp": 2, **SHARDED}, id="vocabulary over tp"),
-        pytest.param("gpt2", FEW, {"dp": 4, "zero": 3}, id="tied, ZeRO-3"),
-        pytest.param("bert", FEW, {"dp": 4}, id="bias"),
+        pytest.param("gpt2", FEW, {"dp": 4, "zero": 3}, id="tied, ZeRO-3", marks=pytest.mark.slow),
+        pytest.param("bert", FEW, {"dp": 4}, id="bias", marks=pytest.mark.slow),
         pytest.param("llama", FEW, {"dp": 4, "zero": 3, "micro_batches": 2}, id="ZeRO-3", marks=pytest.mark.slow),
         pytest.param("gpt2", {}, {"dp": 2, "tp": 2, "zero": 2}, id="tied", marks=pytest.mark.slow),
         pytest.param("t5", FEW, {"dp": 2, "tp": 2, "micro_batches": 2}, id="two stacks", marks=pytest.mark.slow),
@@ -240,13 +240,15 @@ def test_models_train_like_the_eager_ones(name, sizes, constraints):
     check(EXAMPLES[name](**sizes), constraints=constraints)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_pipelines_train_like_the_eager_model(schedule):
     """Zero bubble puts off weight gradients of linear layers; the head's are there with its input's."""
     check(EXAMPLES["llama"](**FEW), constraints={"pp": 2, "dp": 2, "schedule": schedule, "micro_batches": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loss_that_shifts_the_logits():
     def loss_fn(output: object, labels: torch.Tensor) -> torch.Tensor:

@@ -208,7 +208,7 @@ def compiled(name: str, cluster: str = "1 cpu", **options: object):
     return autopar.compile(example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, **options)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "in_layer", "in_root"),
     [
@@ -230,11 +230,12 @@ def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precisio
     [
         ("gpt2", {}, {"layer_norm": 2, "dropout_add": 2}, {"layer_norm": 1, "linear_cross_entropy": 1}),
         ("bert", {}, {"layer_norm": 2, "dropout_add": 2}, {"layer_norm": 2, "linear_cross_entropy": 1}),
-        (
+        pytest.param(
             "t5",
             {"feed_forward_proj": "gated-gelu"},
             None,
             {"rms_norm": 12, "dropout_add": 10, "geglu": 4, "linear_cross_entropy": 1},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -301,7 +302,7 @@ def check(name, *, tolerance=1e-5, constraints, **options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_fused_programs_train_like_the_model(name):
     """SwiGLU on sharded features, heads' norms on sharded heads, uneven targets in uneven micro-batches."""
     sharded = {"*.gate_proj.weight": {"tp": "S(0)"}, "*.q_proj.weight": {"tp": "S(0)"}}
@@ -321,8 +322,9 @@ def test_fused_random_plans_train_like_the_model(seed, monkeypatch):
     check("qwen3", constraints={"dp": 2, "tp": 2}, kernels="on", steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_fused_bf16_is_near_fp32(name):
     """There is no exact reference in bf16: a sharded sum rounds elsewhere. The loss is compared with the fp32 model."""
     example = EXAMPLES[name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,33 +21,41 @@ MESHES = {
 MODELS = {"mlp": {}, "gpt2": {"dropout": 0.1}, "llama": {"layers": 3}}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
-def test_program(model, mesh, golden):
+# The fast tests have each mesh once, and the one with everything for every model.
+SLOW = {("gpt2", "dp4"), ("gpt2", "tp4"), ("llama", "dp4"), ("llama", "dp4_zero3")}
+CASES = [
+    pytest.param(model, mesh, marks=pytest.mark.slow if (model, mesh) in SLOW else ())
+    for model in MODELS
+    for mesh in MESHES
+]
+
+
+def compiled(model, **options):
     example = EXAMPLES[model](**MODELS[model])
-    compiled = autopar.compile(
-        example.model, IDEAL, example_inputs=example.inputs, loss_fn=example.loss_fn, constraints=MESHES[mesh]
-    )
-    ast.parse(compiled.source)
-    golden(f"programs/{model}_{mesh}.py.txt", compiled.source)
+    return autopar.compile(example.model, IDEAL, example_inputs=example.inputs, loss_fn=example.loss_fn, **options)
+
+
+@cache
+def on_mesh(model, mesh):
+    return compiled(model, constraints=MESHES[mesh])
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_program(model, mesh, golden):
+    source = on_mesh(model, mesh).source
+    ast.parse(source)
+    golden(f"programs/{model}_{mesh}.py.txt", source)
 
 
 @pytest.mark.parametrize("mesh", ["dp2_tp2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_plan_file(model, mesh, golden):
-    example = EXAMPLES[model](**MODELS[model])
-    options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn}
-    compiled = autopar.compile(example.model, IDEAL, constraints=MESHES[mesh], **options)
-    text = compiled.plan.to_yaml()
+    program = on_mesh(model, mesh)
+    text = program.plan.to_yaml()
     golden(f"plans/{model}_{mesh}.yaml", text)
-    again = autopar.compile(example.model, IDEAL, plan=autopar.Plan.from_yaml(text), **options)
-    assert again.source == compiled.source
+    assert compiled(model, plan=autopar.Plan.from_yaml(text)).source == program.source
 
 
 def test_same_input_same_plan_byte_for_byte():
-    def text() -> str:
-        example = EXAMPLES["llama"]()
-        compiled = autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"dp": 2, "tp": 2})
-        return compiled.plan.to_yaml() + compiled.source
-
-    assert text() == text()
+    one, other = on_mesh("llama", "dp2_tp2"), compiled("llama", constraints=MESHES["dp2_tp2"])
+    assert one.plan.to_yaml() == other.plan.to_yaml() and one.source == other.source

@@ -45,6 +45,7 @@ def test_plain_names_stay_as_they_are() -> None:
     assert paths_text(("a.0", "a.1", "a.2")) == 'tuple(f"a.{i}" for i in range(3))'
 
 
+@pytest.mark.slow
 def test_no_code_is_executed() -> None:
     """A part of `python -m benchmarks.faults injection`."""
     for case in injection.cases(50, seed=3):

@@ -48,6 +48,7 @@ def test_trains_and_resumes_under_torchrun(folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher(tmp_path):
     """Its first loss is the model's own, of the same batch."""
     example = EXAMPLES["gpt2"](layers=1, width=16, num_heads=2, batch_size=2, seq_len=8)

@@ -115,7 +115,9 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
 
 # A small stage is looked up among all its ways, a large one is a knapsack: with no ways allowed, all are knapsacks.
 @pytest.mark.parametrize("max_ways", [pytest.param(0, marks=pytest.mark.slow), 4096])
-@pytest.mark.parametrize("make", [PROBLEMS.small_problem, PROBLEMS.layers_problem])
+@pytest.mark.parametrize(
+    "make", [pytest.param(PROBLEMS.small_problem, marks=pytest.mark.slow), PROBLEMS.layers_problem]
+)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_equals_brute_force(monkeypatch: pytest.MonkeyPatch, max_ways: int, make, seed: int) -> None:

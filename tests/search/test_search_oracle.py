@@ -122,8 +122,9 @@ def test_min_marginals_and_min_usage_equal_enumeration(seed: int, shape: str, fo
         assert solution.usage[0] == solution.lower_bound == least
 
 
-@pytest.mark.parametrize("max_rows", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_budgets", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_rows", [1, 4])
+@pytest.mark.parametrize("num_budgets", [1, 2])
 def test_branching_equals_exhaustive(monkeypatch: pytest.MonkeyPatch, max_rows: int, num_budgets: int) -> None:
     """With next to no room for tables and labels, every part of the machinery has to run, and stay exact."""
     monkeypatch.setattr("search.budgeted.MAX_ROWS", max_rows)

@@ -1,8 +1,4 @@
-"""The distinct calls of every example model, proven. Run with -s for the totals.
-
-The fast tests trace each model once, with dropout if it is used with it, and prove one of the calls that are alike
-(`alike`): the slow ones prove every call, with dropout and without.
-"""
+"""The distinct calls of every example model, with dropout and without, proven. Run with -s for the totals."""
 
 from __future__ import annotations
 
@@ -16,11 +12,9 @@ from autopar.sharding.strategies import scopes_of
 from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 
+pytestmark = pytest.mark.slow
 DECLINED = {"Rp, P, P -> P"}
 """A LayerNorm is linear in its weight and bias together, but parameters are never partial sums."""
-
-WITHOUT_DROPOUT = ("llama", "llama_gqa", "qwen2", "qwen3", "vit", "mlp")
-"""Trained so. Between them and the others, attention of each form is traced with dropout or without."""
 
 Metas = tuple[TensorMeta, ...]
 Key = tuple[str, str, Metas]
@@ -40,28 +34,13 @@ def calls_of(name: str, dropout: float) -> Calls:
     return found
 
 
-def alike(key: Key) -> object:
-    """Equal for calls whose inputs have equal sizes in the same places, which the tried axes divide alike."""
-    op, constants, metas = key
-    numbers: dict[int, int] = {}
-
-    def kind(size: int) -> object:
-        return size if size == 1 else (numbers.setdefault(size, len(numbers)), size % 2 == 0, size % 3 == 0)
-
-    return op, constants, tuple((tuple(map(kind, meta.shape)), meta.dtype, meta.requires_grad) for meta in metas)
-
-
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["alike", "all"])
-def calls(request: pytest.FixtureRequest) -> Calls:
+@pytest.fixture(scope="module")
+def calls() -> Calls:
     found: Calls = {}
     for name in EXAMPLES:
         for dropout in (0.0, 0.1):
-            if request.param or (dropout == 0.0) == (name in WITHOUT_DROPOUT):
-                found = calls_of(name, dropout) | found
-    if request.param:
-        return found
-    one_of_each = {alike(key): key for key in reversed(found)}
-    return {key: found[key] for key in one_of_each.values()}
+            found = calls_of(name, dropout) | found
+    return found
 
 
 def test_every_op_has_a_rule(calls: Calls) -> None:

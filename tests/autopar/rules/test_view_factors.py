@@ -29,6 +29,7 @@ def shape_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return grouped(primes), grouped(list(draw(st.permutations(primes))))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(shape_pairs())
 def test_every_shared_factor_is_right(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:

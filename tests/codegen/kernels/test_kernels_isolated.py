@@ -45,7 +45,7 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
         pytest.param("update", True, "not slow", marks=pytest.mark.slow),
         pytest.param("update", True, "slow", marks=pytest.mark.slow),
         pytest.param("programs", True, "", marks=pytest.mark.slow),
-        ("", False, "not slow"),
+        pytest.param("", False, "not slow", marks=pytest.mark.slow),
         pytest.param("", False, "slow", marks=pytest.mark.slow),
     ],
 )

@@ -72,6 +72,7 @@ def save_and_load(rank: int, world_size: int, folder: str) -> None:
             check_continuation(make_step(mesh, other, micro=2), f"{folder}/zero{zero}", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_continues_under_other_meshes_and_stages(tmp_path: Path) -> None:
     run_ranks(save_and_load, 4, str(tmp_path))

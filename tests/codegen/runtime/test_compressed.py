@@ -246,6 +246,7 @@ def test_two_ranks_train_within_the_bounds() -> None:
     run_ranks(two_ranks, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_four_ranks_train_within_the_bounds() -> None:
     run_ranks(four_ranks, 4)
@@ -373,6 +374,7 @@ def offload_and_checkpoints(rank: int, world_size: int, folder: str) -> None:
             assert_equal(train(held, range(2, 4)), expected, f"{case}: {place}")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_checkpoints_evaluation_and_offload(tmp_path: Path) -> None:
     run_ranks(offload_and_checkpoints, 2, str(tmp_path))
@@ -440,6 +442,7 @@ def test_four_ranks_stay_near_the_eager_model() -> None:
     run_ranks(near_the_eager_model, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_pipelines_stay_near_the_eager_model() -> None:
     run_ranks(pipelines, 4)

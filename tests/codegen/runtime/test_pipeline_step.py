@@ -109,6 +109,7 @@ def two_ranks(rank: int, world_size: int) -> None:
     check_training(rank, "zero-bubble-v", 2, 4, dtype="float32", tolerance=0.1, kind="sgd", precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_positions_train_like_one_process() -> None:
     run_ranks(two_ranks, 2)

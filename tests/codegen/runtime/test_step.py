@@ -85,12 +85,13 @@ def four_ranks_once(rank: int, world_size: int) -> None:
         check_training(meshes[0], zero, 1, "sgd", None, dtype="float32", tolerance=1e-5)
     # Several buckets to a stage; this process ends with the test.
     zero_units.BUCKET_BYTES = 300
-    for zero in (0, 1, 2):
+    for zero in (0, 1, 2, 3):
         check_training(meshes[2], zero, 2, "adamw", 0.05)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
 def test_four_ranks_train_like_one_process(half: int) -> None:
     run_ranks(four_ranks, 4, half)
 
