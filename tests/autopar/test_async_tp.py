@@ -63,14 +63,15 @@ def test_on_ranks_that_share_no_memory(name: str, more: dict[str, Any]) -> None:
 STEPS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "more", "per_step"),
     [
         # Of each operator: two per layer and pass; of gathers the head's forward, of scatters its backward.
         ("gpt2", {}, 2 * 4 + 1),
-        pytest.param("llama", {}, 2 * 4 + 1, marks=pytest.mark.slow),
-        pytest.param("llama", {"zero": 3, "micro_batches": 2, "recompute": "full"}, None, marks=pytest.mark.slow),
+        ("llama", {}, 2 * 4 + 1),
+        ("llama", {"zero": 3, "micro_batches": 2, "recompute": "full"}, None),
     ],
 )
 def test_beside_their_transfers(
@@ -108,6 +109,7 @@ def test_the_switch_changes_no_plan_and_travels_with_the_program() -> None:
     assert asynchronous.backend == "async-tp" and 'backend="async-tp"' in emit_main(asynchronous.program)
 
 
+@pytest.mark.slow
 def test_what_overlaps_already_still_does() -> None:
     """On GPUs: what no collective of rows feeds keeps its sum beside its weight gradients."""
     example = EXAMPLES["gpt2"](dropout=0.0, width=1024, num_heads=16, seq_len=512, vocab_size=1024)

@@ -99,6 +99,7 @@ def test_a_plain_run_refuses_it() -> None:
         Trainer(small().model, config, [small().inputs]).fit()
 
 
+@pytest.mark.slow
 def test_saved_programs_have_the_kernels_and_the_option(tmp_path: Any) -> None:
     folder = compiled(compression=BOTH, constraints={"zero": 3}).save(tmp_path / "run", weights=False)
     assert 'compression={"gather": "int8", "reduce": "int8"},' in (folder / "main.py").read_text()

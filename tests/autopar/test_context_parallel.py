@@ -182,6 +182,7 @@ def test_refusals() -> None:
         autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"tp": 4, "context": "ring"})
 
 
+@pytest.mark.slow
 def test_program_and_plan_file(golden: Any) -> None:
     example = EXAMPLES["llama_gqa"](layers=3)
     pins = {"dp": 2, "tp": 2, "zero": 2, "context": "ring", **EVERYWHERE}

@@ -90,18 +90,18 @@ def test_is_the_model_with_rounded_operands():
         assert error < 5e-3, f"{name} is off by {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "precision", "constraints"),
     [
         ("llama", "bf16", {"dp": 2, "zero": 3, "recompute": "selective"}),
-        pytest.param(
+        (
             "gpt2",
             "fp32",
             {"tp": 2, "parameters": {"*.c_fc.weight": {"tp": "S(1)"}, "*.c_attn.weight": {"tp": "S(1/3)"}}},
-            marks=pytest.mark.slow,
         ),
-        pytest.param("gpt2", "fp32", {"pp": 2, "schedule": "zero-bubble"}, marks=pytest.mark.slow),
+        ("gpt2", "fp32", {"pp": 2, "schedule": "zero-bubble"}),
     ],
 )
 def test_verifies_within_what_rounding_does(name, precision, constraints):
@@ -172,6 +172,7 @@ def test_says_where_it_changes_nothing():
         compiled("llama", constraints={"dp": 2}, sizes={"width": 24, "num_heads": 2, "intermediate_size": 24})
 
 
+@pytest.mark.slow
 def test_saved_programs_bring_what_they_import(tmp_path):
     program = compiled("llama", constraints={"dp": 2}, kernels="off")
     assert "        fp8=True,\n" in emit_main(program.program)

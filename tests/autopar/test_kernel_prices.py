@@ -82,7 +82,10 @@ def test_every_pattern_has_a_price() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-@pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("qwen3", "tp4"), ("gpt2", "dp4"), ("t5", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("llama", "dp2 x tp2"), ("qwen3", "tp4"), ("gpt2", "dp4"), pytest.param("t5", "tp2", marks=pytest.mark.slow)],
+)
 def test_the_calls_that_are_counted_as_one_are_one_in_the_program(name: str, mesh: str, seed: int) -> None:
     """Also under random decisions, of which some part a run by a reshard or cut what a kernel needs whole."""
     counts_what_is_written(fused_setting(name, mesh), name, seed)
@@ -91,7 +94,11 @@ def test_the_calls_that_are_counted_as_one_are_one_in_the_program(name: str, mes
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
-    [("gpt2", "dp2 x tp2", ""), ("bert", "tp4", ""), ("t5", "tp2", "feed_forward_proj=gated-gelu")],
+    [
+        ("gpt2", "dp2 x tp2", ""),
+        ("bert", "tp4", ""),
+        pytest.param("t5", "tp2", "feed_forward_proj=gated-gelu", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str, seed: int) -> None:
     """With dropout: an addition is its, or the norm's."""
@@ -317,18 +324,14 @@ def test_dropout_with_its_addition_keeps_no_mask(name: str, scope: str) -> None:
     assert kept[0] - kept[1] == pytest.approx((masks + written_out) * (1 + plain.fragmentation))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "constraints", "sizes"),
     [
         ("llama", {"dp": 2, "zero": 2}, {}),
         ("gpt2", {"tp": 2, "parameters": {"transformer.wte.weight": {"tp": "S(0)"}}}, {}),
-        pytest.param(
-            "llama",
-            {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4},
-            {"seq_len": 256},
-            marks=pytest.mark.slow,
-        ),
+        ("llama", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}, {"seq_len": 256}),
     ],
     ids=["dp", "vocabulary over tp", "zero bubble"],
 )

@@ -252,7 +252,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["rows", "like", "positions", "table"])
-@pytest.mark.parametrize("count", [2, ROWS])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), ROWS])
 def test_masks_of_tensors_that_are_made_of_no_input(what: str, count: int) -> None:
     """Those of rows go on from micro-batch to micro-batch, others are the same in all."""
     torch.manual_seed(0)

@@ -32,7 +32,9 @@ def test_tables_of_parameters_at_the_root() -> None:
     assert is_exact(Tables(), {"x": X})
 
 
-@pytest.mark.parametrize("name", ["torch", "dp", "num_targets", "hidden", "Ω"])
+@pytest.mark.parametrize(
+    "name", ["torch", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp", "num_targets", "hidden", "Ω"))]
+)
 def test_inputs_that_are_called_like_generated_names(name: str) -> None:
     assert is_exact(Inputs(), {name: X, "other": X.flip(0)})
 

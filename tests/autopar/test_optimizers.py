@@ -262,6 +262,7 @@ def test_a_saved_program_has_the_path_of_its_optimiser(tmp_path):
     assert "default=0.02" in text and "AdamW(params, lr=given.lr, weight_decay=0.5, fused=True)" in text
 
 
+@pytest.mark.slow
 def test_a_saved_program_stops_rather_than_train_with_another_optimiser(tmp_path):
     folder = saved(lambda params: by_ndim(params), tmp_path / "program")
     assert "replace the line in `compiled_optimizer`" in (folder / "main.py").read_text().split('"""')[1]

@@ -14,7 +14,7 @@ from autopar.tracing.recorder import Record, Source
 from autopar.tracing.trace import Cuts, find_cuts, trace
 from examples.models import EXAMPLES
 
-QUICK = ("gpt2", "llama")
+QUICK = ("llama",)
 WIDTH = 8
 
 

@@ -62,6 +62,7 @@ def for_use() -> autopar.CompiledProgram:
     return program
 
 
+@pytest.mark.slow
 def test_gpus_overlap_and_compiled_layers_do_not(for_use: autopar.CompiledProgram) -> None:
     assert for_use.source.count("overlapped.addmm(") == 2
     own = {"kernels": "off", "precision": "bf16", "plan": for_use.plan}

@@ -81,7 +81,7 @@ def joined(program: Program) -> set[Layers]:
         pytest.param("gpt2", {"tp": 8}, "off", 2, marks=pytest.mark.slow),
         ("gpt2", {"tp": 4, "dp": 2}, "on", 2),
         pytest.param("llama", {"tp": 4, "dp": 2, "parameters": COLUMNS}, "on", 2, marks=pytest.mark.slow),
-        ("llama", {"tp": 8, "parameters": COLUMNS, "recompute": "full"}, "off", 2),
+        pytest.param("llama", {"tp": 8, "parameters": COLUMNS, "recompute": "full"}, "off", 2, marks=pytest.mark.slow),
     ],
 )
 def test_plans_count_what_their_programs_join(

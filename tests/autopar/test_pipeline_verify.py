@@ -53,11 +53,13 @@ CASES = (
     ),
     # Among the fast tests the t5's stages are test_emit_pipeline's, and skips over positions pipeline_program.py's.
     slow(Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3})),
-    Case(
-        "opt",
-        {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "recompute": "full", "offload": "optimizer", "micro_batches": 2},
-        True,
-        factory={"layers": 2},
+    slow(
+        Case(
+            "opt",
+            {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "recompute": "full", "offload": "optimizer", "micro_batches": 2},
+            True,
+            factory={"layers": 2},
+        )
     ),
     slow(Case("bert", {"pp": 2, "dp": 1, "tp": 2, "schedule": "gpipe", "micro_batches": 2}, factory={"layers": 2})),
     slow(

@@ -50,6 +50,7 @@ def test_bytes_kept_by_autograd(name: str) -> None:
     assert predicted(graph) == pytest.approx(kept_by_autograd(example), rel=0.05)
 
 
+@pytest.mark.slow
 def test_deeper_models_keep_in_proportion() -> None:
     """The bytes of one more layer, so that the top level's share hides no error of the layers'."""
     for name in ("llama", "gpt2"):

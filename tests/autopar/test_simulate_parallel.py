@@ -187,7 +187,9 @@ def test_only_chosen_experts_compute() -> None:
         assert found.seconds["forward compute"] == pytest.approx(wanted / ranks, rel=1e-4)
 
 
-@pytest.mark.parametrize(("dp", "cp", "ep"), [(4, 1, 1), (4, 1, 2), (4, 1, 4), (2, 2, 4), (8, 1, 8)])
+@pytest.mark.parametrize(
+    ("dp", "cp", "ep"), [(4, 1, 1), (4, 1, 2), (4, 1, 4), (2, 2, 4), pytest.param(8, 1, 8, marks=pytest.mark.slow)]
+)
 def test_experts_are_stored_and_summed_over_their_own_groups(dp: int, cp: int, ep: int) -> None:
     ranks = dp * cp
     found = predicted(sparse(), ranks, dp=dp, cp=cp, ep=ep)

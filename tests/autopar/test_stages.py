@@ -26,7 +26,7 @@ from autopar.tracing.trace import trace
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
 
-LAYERED = ["gpt2", "llama", "bert", "vit", "transformer_encoder", "t5", "skips"]
+LAYERED = ["gpt2", "llama", "bert", "vit", "transformer_encoder", pytest.param("t5", marks=pytest.mark.slow), "skips"]
 
 
 class Block(nn.Module):

@@ -91,7 +91,7 @@ def train(compiled, inputs):
         (Complex, {"dp": 2}),
         (Complex, {"tp": 2}),
         (Stack, {"tp": 2, "recompute": "selective"}),
-        (Stack, {"tp": 2, "recompute": "full"}),
+        pytest.param(Stack, {"tp": 2, "recompute": "full"}, marks=pytest.mark.slow),
         (partly_frozen, {"dp": 2}),
     ],
 )

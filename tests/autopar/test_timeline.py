@@ -30,7 +30,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["one", "1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-bubble", "interleaved"))],
+)
 def program(request: pytest.FixtureRequest) -> CompiledProgram:
     loaded = load_model("examples.models:gpt2", meta=True, **SIZES)
     return autopar.compile(

@@ -19,6 +19,10 @@ from autopar.tracing.trace import trace
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import assert_equals_eager, tensors_of
 
+# The fast tests have llama and gpt2, which these are much like.
+ALIKE = ("llama_gqa", "qwen2", "opt")
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in EXAMPLES]
+
 
 @cache
 def deep(name: str) -> Example:
@@ -63,19 +67,19 @@ def canonical(graph: Graph) -> Graph:
     return replace(graph, body=tuple(body), parameters=parameters, loss=rename(graph.loss))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradients_equal_eager(name: str) -> None:
     example = deep(name)
     assert example.model.training
     assert_equals_eager(deep_graph(name), example.model, example.inputs, example.loss())
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_extended_trace_equals_full_trace(name: str) -> None:
     assert canonical(deep_graph(name)) == canonical(deep_graph(name, full_depth=True))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_the_models(name: str) -> None:
     """Every parameter and buffer once, under its first name, with its ties, shape and dtype."""
     model = deep(name).model

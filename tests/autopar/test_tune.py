@@ -113,6 +113,7 @@ def test_what_cannot_be_understood_has_no_choices(tmp_path):
         assert tuning_of_programs.read_choices(tmp_path / "file") == []
 
 
+@pytest.mark.slow
 def test_main_is_launched_as_by_torchrun(tmp_path):
     main = tmp_path / "main.py"
     main.write_text(

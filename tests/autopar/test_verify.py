@@ -40,7 +40,7 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
 
 
 # Among the fast tests llama also runs in that of uneven targets and in test_fusion.py, llama_gqa in
-# test_context_parallel.py and opt in test_pipeline_verify.py.
+# test_context_parallel.py.
 QUICK = ("gpt2", "mlp")
 
 

@@ -275,7 +275,7 @@ CHAINS = [
     pytest.param("vit", (0, 3), 4, 0.0, marks=pytest.mark.slow),
     pytest.param("t5", (0, 2, 3, 4, 5), 3, 0.1, marks=pytest.mark.slow),  # t5 whole: test_verify.py
     pytest.param("t5", (0, 3, 4), 3, 0.1, marks=pytest.mark.slow),
-    ("skips", (0,), 5, 0.2),
+    pytest.param("skips", (0,), 5, 0.2, marks=pytest.mark.slow),
     ("skips", (0, 2, 3, 5), 5, 0.2),
 ]
 

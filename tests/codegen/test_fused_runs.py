@@ -340,25 +340,24 @@ def check(model, inputs, wanted: tuple[str, ...], *, constraints, **options):
     assert report.gradients and report.ok(1e-5), str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "sizes", "constraints", "wanted"),
     [
         ("gpt2", {"dropout": 0.1}, {"dp": 2, "tp": 2, "micro_batches": 2}, ("dropout_add", "layer_norm", "F.gelu")),
-        pytest.param("bert", {}, {"dp": 2, "tp": 2}, ("add_layer_norm",), marks=pytest.mark.slow),
-        pytest.param(
+        ("bert", {}, {"dp": 2, "tp": 2}, ("add_layer_norm",)),
+        (
             "t5",
             {"feed_forward_proj": "gated-gelu", "dropout": 0.1},
             {"dp": 2, "tp": 2},
             ("geglu", "dropout_add"),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "llama_gqa",
             {"layers": 4},
             {"pp": 2, "tp": 2, "schedule": "zero-bubble", "micro_batches": 4},
             ("rotary", "add_rms_norm"),
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["gpt2", "bert", "t5", "llama_gqa"],

@@ -188,6 +188,7 @@ print(*(f"{value:.6f}" for value in [*y.flatten().tolist(), loss.item()]))
 """
 
 
+@pytest.mark.slow
 def test_copy_beside_a_program_runs_without_triton(tmp_path: Path) -> None:
     shutil.copytree(Path(codegen.kernels.__file__).parent, tmp_path / "kernels")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

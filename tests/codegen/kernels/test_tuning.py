@@ -282,6 +282,7 @@ assert tuning.program_tuner.cache_info().currsize == 0, "a tuner was made at imp
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_timed_at_import(tmp_path):
     environment = {**os.environ, tuning.VARIABLE: str(tmp_path / "file"), "PYTHONPATH": str(ROOT)}
     result = subprocess.run(

@@ -207,7 +207,10 @@ def compare(rank: int, size: int, kind: str) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("size", "kind"), [(2, "reference"), (2, "decomposed"), (4, "decomposed"), (4, "reference")])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [(2, "reference"), (2, "decomposed"), (4, "decomposed"), pytest.param(4, "reference", marks=pytest.mark.slow)],
+)
 def test_the_same_as_whole_products(size: int, kind: str) -> None:
     assert kind in KINDS
     assert run_ranks(compare, size, kind) == [2 * len(CASES)] * size

@@ -241,6 +241,7 @@ def four_ranks(rank: int, world_size: int) -> None:
             check_training(mesh, stage, micro, precision)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_train_within_the_bounds() -> None:
     run_ranks(two_ranks, 2)

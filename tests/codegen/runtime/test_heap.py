@@ -44,5 +44,6 @@ def test_a_step_gets_the_memory_that_the_last_one_freed() -> None:
     assert count < PAGES // 100
 
 
+@pytest.mark.slow
 def test_whoever_has_set_the_heap_up_keeps_it() -> None:
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
