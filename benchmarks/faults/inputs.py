@@ -135,7 +135,7 @@ FILES: Mapping[str, bytes] = {
     "bracket": b"tp: [1\n",
     "tab": b"tp:\n\t- 2\n",
     "tag": b"tp: !!python/object/apply:os.getcwd []\n",
-    "deep": b"tp: " + b"[" * 1500 + b"]" * 1500,
+    "deep": b"tp: " + b"[\n" * 1500 + b"]" * 1500,
     "bomb": b"".join(
         b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9 if n else [b"x"] * 9)) for n in range(9)
     ),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import autopar
 from autopar.costs.price import Pricer
@@ -266,8 +267,15 @@ def test_fused_llama_as_written(golden):
 
 
 def test_when_kernels_are_used():
+    model, batch = (
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+        {"input": torch.ones(2, 4), "target": torch.ones(2, 4)},
+    )
+
     def fused(cluster: str, **options: object) -> bool:
-        return "rms_norm(" in compiled("llama", cluster, constraints={"dp": 2}, **options).source
+        pinned = {"loss_fn": F.mse_loss, "constraints": {"dp": 2}, **options}
+        source = autopar.compile(model, cluster, example_inputs=batch, **pinned).source
+        return "from .kernels.layer_norm import" in source
 
     assert not fused("2 cpu") and fused("2 h100-sxm")
     assert fused("2 cpu", kernels="on") and not fused("2 h100-sxm", kernels="off")
