@@ -1,17 +1,20 @@
 """`make demo`: two small language models learn Python on four processes of this machine, under plans that autopar made.
 
 The machine is measured first. Then, for each model: plan, print the report, train on the processes, train the same
-model on one process, and show the losses side by side. The generated programs stay in ./autopar_out.
+model on one process, and show the losses side by side; the demo ends with an error where they differ by more than
+round-off. The generated programs stay in ./autopar_out.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +40,8 @@ from examples.text import VOCAB_SIZE, Corpus, standard_library
 
 SHOWN_STEPS = 8
 MIB = 2**20
+ROUND_OFF = 1e-5
+"""Of a loss or a gradient in float32 whose sums are added in another order, relative: what `autopar.verify` allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,9 @@ class Batches:
         return self.corpus.batches(self.batch_size, self.seq_len, start=start)
 
 
-def main() -> None:
-    """Parse the options and run."""
-    options = _options()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the options and run. arguments: by default those of the command line."""
+    options = _options(arguments)
     console = Console(highlight=False)
     console = Console(highlight=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
     started = time.perf_counter()
@@ -147,16 +152,30 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     together = trainer.fit()
     console.print("training the same model on this one process")
     alone = Trainer(untrained, replace(config, auto_parallel=False), batches).fit()
-    console.print(_losses(alone, together))
+    differences = [abs(a - b) / abs(a) for a, b in zip(alone.losses, together.losses, strict=True)]
+    bound = round_off_bound(model, config)
+    console.print(_losses(alone, together, differences, bound))
+    if not all(difference <= bound for difference in differences):
+        sys.exit(f"error: the losses of {title} differ by {max(differences):.1e}, round-off explains {bound:.1e}")
     console.print(_costs(alone, together, sizes))
     console.print(f"the generated program is in {folder}; it needs torch only:")
     console.print(f"  torchrun --nproc-per-node {ranks} {folder}/main.py --steps 10 --data README.md", soft_wrap=True)
 
 
-def _losses(alone: TrainResult, together: TrainResult) -> Table:
-    """Some steps' losses side by side, and the largest difference over all of them."""
+def round_off_bound(model: nn.Module, config: TrainerConfig) -> float:
+    """The relative difference that losses of the same training may have whose sums are added in another order.
+
+    A step of AdamW moves each of n parameters by about the learning rate, however small its gradient. So gradients that
+    are off by a share e move the loss by up to rate * sqrt(n) * e times their length, which is taken to be no more than
+    the loss; and what the steps do adds up.
+    """
+    count = sum(p.numel() for p in model.parameters())
+    return ROUND_OFF * (1 + config.steps * config.learning_rate * math.sqrt(count))
+
+
+def _losses(alone: TrainResult, together: TrainResult, differences: Sequence[float], bound: float) -> Table:
+    """Some steps' losses side by side, and the largest difference over all of them beside what it may be."""
     table = _table("Loss", ("step", "one process", "all processes", "relative difference"))
-    differences = [abs(a - b) / abs(a) for a, b in zip(alone.losses, together.losses, strict=True)]
     count = len(differences)
     shown = sorted({round(i * (count - 1) / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)}) if count else []
     for index in shown:
@@ -164,6 +183,7 @@ def _losses(alone: TrainResult, together: TrainResult) -> Table:
         table.add_row(str(index + 1), *figures)
     table.add_section()
     table.add_row(f"largest of {count}", "", "", f"{max(differences, default=0.0):.1e}", style="bold")
+    table.add_row("round-off explains", "", "", f"{bound:.1e}")
     return table
 
 
@@ -194,7 +214,7 @@ def _table(title: str, headers: tuple[str, ...]) -> Table:
     return table
 
 
-def _options() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--steps", type=int, default=30, help="optimiser steps of each run")
@@ -207,7 +227,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--out", default="autopar_out", help="where the generated programs go")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -227,6 +227,7 @@ def test_gpt2_ties_its_embedding_and_reads_labels_at_the_end() -> None:
     assert {p.name.split(".")[2] for p in stages[1].graph.parameters if ".h." in p.name} == {"2", "3"}
 
 
+@pytest.mark.slow
 def test_t5_sends_position_bias_and_encoder_output_to_all_who_use_them() -> None:
     graph = graph_of("t5")
     kinds = [b.kind for b in blocks_of(graph)]
