@@ -51,7 +51,7 @@ CASES = (
             factory={"layers": 4},
         )
     ),
-    # Among the fast tests the t5's stages are test_emit_pipeline's, and skips over positions pipeline_program.py's.
+    # The t5's stages are test_emit_pipeline's too, and skips over positions pipeline_program.py's.
     slow(Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3})),
     slow(
         Case(
