@@ -233,23 +233,21 @@ def _ceilings(chain: Chain) -> tuple[float, float]:
 
 def _least_bottleneck(chain: Chain) -> float:
     """The least largest steady time of any pipeline that fits into memory; inf if none does."""
-    exact: dict[tuple[Kind, int, int], float] = {}
+    exact = {kind: np.full((len(cost.held), len(cost.counts)), np.nan) for kind, cost in chain.costs.items()}
     most = float("inf")
     while True:
-        tables = {kind: cost.least_time(1) for kind, cost in chain.costs.items()}
-        for (kind, f, shape), value in exact.items():
-            tables[kind][f, shape] = value
-        for table in tables.values():
-            table[table > most] = np.inf
+        tables: dict[Kind, Array] = {}
+        for kind, cost in chain.costs.items():
+            own = exact[kind]
+            tables[kind] = np.where(np.isnan(own), cost.least_time(1), own)
+            tables[kind][tables[kind] > most] = np.inf
         value, cuts = chain.solve(tables, bottleneck=True)
-        unknown = [cut for cut in cuts if (cut.kind, cut.f, cut.shape) not in exact]
+        unknown = [cut for cut in cuts if np.isnan(exact[cut.kind][cut.f, cut.shape])]
         if not unknown:
             return value
         for cut in unknown:
-            key = (cut.kind, cut.f, cut.shape)
-            if key not in exact:
-                exact[key] = chain.costs[cut.kind].exact_steady(cut.f, cut.shape)
-        most = min(most, max(exact[(cut.kind, cut.f, cut.shape)] for cut in cuts))
+            exact[cut.kind][cut.f, cut.shape] = chain.costs[cut.kind].exact_steady(cut.f, cut.shape)
+        most = min(most, max(exact[cut.kind][cut.f, cut.shape] for cut in cuts))
 
 
 def _relaxed_bottleneck(chain: Chain, row: int) -> float:
@@ -315,11 +313,12 @@ def _explore(chain: Chain, best: _Best) -> None:
     least = _relaxed_fill(chain, (steady_high, step_high))
     if best.excludes(least + per_steady * steady_low + step_low):
         return
-    steady_low = _least_bottleneck(chain)
-    if not np.isfinite(steady_low) or best.excludes(least + per_steady * steady_low + step_low):
-        return
-    _, path = _least_fill(chain, steady_low, step_high, best.objective - per_steady * steady_low - step_low)
-    _offer(chain, path, best)
+    if per_steady:
+        steady_low = _least_bottleneck(chain)
+        if not np.isfinite(steady_low) or best.excludes(least + per_steady * steady_low + step_low):
+            return
+        _, path = _least_fill(chain, steady_low, step_high, best.objective - per_steady * steady_low - step_low)
+        _offer(chain, path, best)
     order = itertools.count()
     whole = (steady_low, steady_high, step_low, step_high)
     queue = [(least + per_steady * steady_low + step_low, next(order), least, whole)]

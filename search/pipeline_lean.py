@@ -44,21 +44,25 @@ def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError | None:
 
 
 def _least_bytes(cost: StageCosts) -> Array:
-    """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class."""
+    """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class.
+
+    The leanest point under a cap serves every block of its class, so one family per class forbids nothing here.
+    """
     result = np.full((len(cost.held), len(cost.counts)), np.inf)
-    every = [p for points in cost.points for p in points]
-    caps = sorted({p.transient_bytes for p in every})
-    for cap in caps:
-        # The leanest point under a cap serves every block of its class, so one family per class forbids nothing here.
-        total = np.tile(cap + cost.extra_bytes, (len(cost.held), 1))
-        for c, points in enumerate(cost.points):
-            least = np.full(len(cost.held), np.inf)
-            for point in points:
-                if point.transient_bytes <= cap:
-                    own = cost.held @ np.array([point.micro_bytes, point.deferred_bytes])
-                    least = np.minimum(least, point.fixed_bytes + own)
-            count = cost.counts[:, c]
-            total += np.where(count > 0, np.where(np.isinf(least), 0.0, least)[:, None] * count, 0.0)
-            total[np.isinf(least)[:, None] & (count > 0)] = np.inf
-        result = np.minimum(result, total)
+    transients = [np.array([p.transient_bytes for p in points]) for points in cost.points]
+    own = [np.array([[p.fixed_bytes, p.micro_bytes, p.deferred_bytes] for p in points]) for points in cost.points]
+    held = np.column_stack([np.ones(len(cost.held)), cost.held])
+    before = None
+    for cap in np.unique(np.concatenate(transients)):
+        allowed = [each <= cap for each in transients]
+        can = np.array([mask.any() for mask in allowed])
+        least = np.zeros((len(cost.held), len(cost.points)))
+        for c in np.flatnonzero(can):
+            least[:, c] = (held @ own[c][allowed[c]].T).min(axis=1)
+        if before is not None and np.array_equal(before[0], can) and np.array_equal(before[1], least):
+            continue
+        before = can, least
+        total = cap + least @ cost.counts.T + cost.extra_bytes
+        total[:, (cost.counts[:, ~can] > 0).any(axis=1)] = np.inf
+        np.minimum(result, total, out=result)
     return result

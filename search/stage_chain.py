@@ -89,7 +89,7 @@ class Chain:
         ends = range(-1, len(problem.submeshes))
         self._borders = {(h, n): self.border(h, n) for h in ends for n in ends}
         self.costs: dict[Kind, StageCosts] = {}
-        self.forbidden: dict[Kind, Mask] = {}
+        self.shapes: dict[Kind, Indices] = {}
         for kind in self._kinds():
             cost = library.get((num_stages, kind))
             if cost is None:
@@ -98,7 +98,8 @@ class Chain:
             self.costs[kind] = cost
             outside = np.append(0, np.cumsum(~allowed[kind[1]]))
             crossing = outside[self.end] > outside[: self.num_blocks, None]
-            self.forbidden[kind] = (cost.shape_of < 0) | (end > self.num_blocks) | crossing
+            forbidden = (cost.shape_of < 0) | (end > self.num_blocks) | crossing
+            self.shapes[kind] = np.where(forbidden, len(cost.counts), cost.shape_of)
 
     def _moves(self) -> list[list[tuple[Indices, Indices]]]:
         """Per i and submesh, which entries of layers[i] use it for stage i, and the entries of layers[i + 1] that the
@@ -279,24 +280,17 @@ class Chain:
         return least, length
 
     def _spread(self, kind: Kind, table: Array, width: int) -> Array:
-        """[F, N, width] costs by first block and length."""
-        shape = self.costs[kind].shape_of[:, :width]
-        if not table.shape[1]:
-            return np.full((len(table), *shape.shape), np.inf)
-        # Shape -1 reads some other shape's cost here, which the mask then removes.
-        result: Array = table[:, shape]
-        result[:, self.forbidden[kind][:, :width]] = np.inf
-        return result
+        """[F, N, width] costs by first block and length; a stage that is forbidden has the shape after the last."""
+        forbidden = np.full((len(table), 1), np.inf)
+        return np.take(np.append(table, forbidden, axis=1), self.shapes[kind][:, :width], axis=1)
 
     def _width(self, tables: Tables) -> int:
         """No stage with a finite cost is longer."""
         longest = 1
         for kind, table in tables.items():
-            shape = self.costs[kind].shape_of
-            if table.shape[1]:
-                finite: Mask = np.any(np.isfinite(table), axis=0)
-                lengths = np.flatnonzero((finite[shape] & ~self.forbidden[kind]).any(axis=0))
-                longest = max(longest, int(lengths.max(initial=0)) + 1)
+            finite = np.append(np.isfinite(table).any(axis=0), False)
+            lengths = np.flatnonzero(np.take(finite, self.shapes[kind]).any(axis=0))
+            longest = max(longest, int(lengths.max(initial=0)) + 1)
         return longest
 
     def _trace(self, state: State, row: int, choices: list[dict[State, Choice]]) -> tuple[Cut, ...]:

@@ -55,6 +55,18 @@ class Entry:
     labels: Labels | None
 
 
+@dataclass(slots=True, eq=False)
+class _Fills:
+    """What so many multipliers and entries say of the least fill within (steady, step) limits: lower bounds [F, S], and
+    the entries that are exact [F, S], else -1."""
+
+    limits: tuple[float, float]
+    bound: Array
+    exact: Indices
+    num_multipliers: int = 0
+    num_entries: int = 0
+
+
 class StageCosts:
     """Costs of the stages on one submesh between given neighbours.
 
@@ -83,6 +95,8 @@ class StageCosts:
         self.where = np.zeros((0, 2), dtype=np.int64)
         self.numbers = np.zeros((0, 5))
         self._ways: dict[int, tuple[Indices, Array, Array] | None] = {}
+        self._fills: _Fills | None = None
+        self._times: dict[int, tuple[Array, int]] = {}
         self._looked_at: set[tuple[int, float, float]] = set()
         self._menus: dict[tuple[object, ...], Menu | None] = {}
         for multipliers in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
@@ -122,33 +136,48 @@ class StageCosts:
 
     def least_fill(self, steady_limit: float, step_limit: float) -> tuple[Array, Indices]:
         """[F, S] lower bounds of the fill within finite limits, and where they are exact the entry (else -1)."""
-        limits = self.pool[:, 2] * steady_limit + self.pool[:, 3] * step_limit
-        values = self.base - limits[:, None, None]
-        is_ray = self.pool[:, 0] == 0
-        size = limits + self.pool[:, 1] * abs(self.submesh.largest_allowed)
-        proof = values[is_ray] > FEASIBILITY_TOLERANCE * size[is_ray][:, None, None]
-        result: Array = values[~is_ray].max(axis=0)
-        result[proof.any(axis=0)] = np.inf
-        exact = np.full(result.shape, -1, dtype=np.int64)
-        if self.entries:
-            fill, steady, step, most_steady, most_step = self.numbers.T
+        known = self._fills
+        if known is None or known.limits != (steady_limit, step_limit):
+            shape = self.base.shape[1:]
+            nothing = np.full(shape, -np.inf), np.full(shape, -1, dtype=np.int64)
+            known = self._fills = _Fills((steady_limit, step_limit), *nothing)
+        pool, base = self.pool[known.num_multipliers :], self.base[known.num_multipliers :]
+        if len(pool):
+            limits = pool[:, 2] * steady_limit + pool[:, 3] * step_limit
+            values = base - limits[:, None, None]
+            is_ray = pool[:, 0] == 0
+            size = limits + pool[:, 1] * abs(self.submesh.largest_allowed)
+            proof = values[is_ray] > FEASIBILITY_TOLERANCE * size[is_ray][:, None, None]
+            np.maximum(known.bound, values[~is_ray].max(axis=0, initial=-np.inf), out=known.bound)
+            known.bound[proof.any(axis=0)] = np.inf
+            known.num_multipliers = len(self.pool)
+        if known.num_entries < len(self.entries):
+            fill, steady, step, most_steady, most_step = self.numbers[known.num_entries :].T
             valid = np.flatnonzero((most_steady >= steady_limit) & (most_step >= step_limit))
-            np.maximum.at(result, tuple(self.where[valid].T), fill[valid])
+            where = self.where[known.num_entries :]
+            np.maximum.at(known.bound, tuple(where[valid].T), fill[valid])
             fits = (steady[valid] <= steady_limit * (1 + SLACK)) & (step[valid] <= step_limit * (1 + SLACK))
             valid = valid[fits]
-            exact[tuple(self.where[valid].T)] = valid
-            result[tuple(self.where[valid].T)] = fill[valid]
-        return result, exact
+            known.exact[tuple(where[valid].T)] = known.num_entries + valid
+            known.num_entries = len(self.entries)
+        result, at = known.bound.copy(), np.nonzero(known.exact >= 0)
+        if len(self.entries):
+            result[at] = self.numbers[known.exact[at], 0]
+        return result, known.exact.copy()
 
     def least_time(self, row: int) -> Array:
         """[F, S] lower bounds of the steady (row 1) or step (row 2) time, whatever the other is; inf: cannot fit."""
-        own, other = self.pool[:, 1 + row], self.pool[:, 4 - row]
-        use = (self.pool[:, 0] == 0) & (own > 0) & (other == 0)
-        result: Array = np.maximum((self.base[use] / own[use][:, None, None]).max(axis=0), 0.0)
-        alone = (self.pool[:, [0, 2, 3]] == 0).all(axis=1)
-        size = FEASIBILITY_TOLERANCE * self.pool[alone, 1] * abs(self.submesh.largest_allowed)
-        result[(self.base[alone] > size[:, None, None]).any(axis=0)] = np.inf
-        return result
+        known, count = self._times.get(row, (np.zeros(self.base.shape[1:]), 0))
+        if count < len(self.pool):
+            pool, base = self.pool[count:], self.base[count:]
+            own, other = pool[:, 1 + row], pool[:, 4 - row]
+            use = (pool[:, 0] == 0) & (own > 0) & (other == 0)
+            known = np.maximum(known, (base[use] / own[use][:, None, None]).max(axis=0, initial=0.0))
+            alone = (pool[:, [0, 2, 3]] == 0).all(axis=1)
+            size = FEASIBILITY_TOLERANCE * pool[alone, 1] * abs(self.submesh.largest_allowed)
+            known[(base[alone] > size[:, None, None]).any(axis=0)] = np.inf
+            self._times[row] = known, len(self.pool)
+        return known.copy()
 
     def refine(self, f: int, shape: int, steady_limit: float, step_limit: float, cutoff: float) -> None:
         """Compute the least fill exactly and keep it; a fill of ``cutoff`` or more is only noted to be that."""

@@ -81,6 +81,17 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
 
     Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is faster.
     """
+    solution = found_in_rounds(fitting, cutoff)
+    if solution is not None:
+        return solution
+    lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None
+    if lean is None or lean.num_bytes > max(fitting.memory_bytes.values()):
+        raise PipelineInfeasibleError(())
+    return lean.solution
+
+
+def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution | None:
+    """As `solve_in_rounds`; None where a pipeline fits by the closed form, and no round has one that fits as counted."""
     memory_bytes = fitting.memory_bytes
     limits = dict(memory_bytes)
     before, stride = math.inf, 1.0
@@ -98,10 +109,7 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
         stride = 2 * stride if math.isclose(solution.objective, before, rel_tol=SAME) else 1.0
         before = solution.objective
         limits |= {name: limits[name] - stride * max(lacking, 0.0) for name, lacking in excess.items()}
-    lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None
-    if lean is None or lean.num_bytes > max(memory_bytes.values()):
-        raise PipelineInfeasibleError(())
-    return lean.solution
+    return None
 
 
 def least_bytes(fitting: Fitting) -> float:

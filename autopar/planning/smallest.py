@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.candidates import candidate_of, unequal_candidate
 from autopar.planning.chunked import CHUNKED, chunks_of, cuts_by_mode
-from autopar.planning.memory_fit import Fitting, leanest, least_bytes, solve_in_rounds
+from autopar.planning.memory_fit import Fitting, found_in_rounds, leanest, least_bytes
 from autopar.planning.one_stage import Failure, at_budget
 from autopar.planning.pipelines import Found, PipelineSearch
 from autopar.planning.request import Request, divisors, usable_bytes
@@ -86,10 +86,12 @@ def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, P
 
     def fits(num_bytes: float) -> bool:
         try:
-            solutions[num_bytes] = solve_in_rounds(fitting.within(num_bytes))
+            solution = found_in_rounds(fitting.within(num_bytes))
         except PipelineInfeasibleError:
             return False
-        return True
+        if solution is not None:
+            solutions[num_bytes] = solution
+        return solution is not None
 
     high = lean.num_bytes
     if high > limit:
