@@ -91,7 +91,7 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
 
 
 def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution | None:
-    """As `solve_in_rounds`; None where a pipeline fits by the closed form, and no round has one that fits as counted."""
+    """As `solve_in_rounds`; None where a pipeline fits by the closed form, and none is found that fits as counted."""
     memory_bytes = fitting.memory_bytes
     limits = dict(memory_bytes)
     before, stride = math.inf, 1.0
