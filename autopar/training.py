@@ -145,7 +145,7 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     check_starting("fit")
-    program.require_backend()
+    program.require_runnable()
     ranks, patience = program.plan.num_ranks, group_seconds(program, config.collective_seconds)
     with temporary_folder() as folder:
         args = (program, config, batches, folder)
