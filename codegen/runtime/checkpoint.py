@@ -25,6 +25,7 @@ from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError, Gather, Manifest, Piece
 from .checkpoint_files import DamagedError as DamagedError
 from .checkpoint_files import DiskError as DiskError
+from .checkpoint_files import UnsavableError as UnsavableError
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Param, runs
@@ -147,7 +148,7 @@ def _put(fresh: Path, final: Path) -> None:
 def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
     """What this rank stores, and the numbers in its optimiser's state by name. Raises CheckpointError."""
     if step.forgotten:
-        raise CheckpointError(step.forgotten)
+        raise UnsavableError(step.forgotten)
     pieces = list(_model_pieces(step, with_copies=False))
     numbers: dict[str, Any] = {}
     for entry, parameter in _optimized(step, with_copies=False):
@@ -156,7 +157,7 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
             if isinstance(value, (bool, int, float, type(None))):
                 numbers[name] = value
             elif not isinstance(value, Tensor):
-                raise CheckpointError(
+                raise UnsavableError(
                     f"optimiser state {name} is no tensor but {type(value).__name__}; it cannot be saved"
                 )
             elif _is_scalar(key, value, entry) or _is_of_the_whole(value.shape, parameter, entry):
@@ -164,7 +165,7 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
             elif value.numel() == entry.hi - entry.lo:
                 pieces += pieces_of(name, entry.slot.spec, step.mesh, value.view(-1), entry.lo)
             else:
-                raise CheckpointError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
+                raise UnsavableError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
     return pieces, numbers
 
 
