@@ -139,7 +139,8 @@ def compile(  # noqa: A001
         warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=2)
     if best.plan.fp8 and not count_calls(program):
         warnings.warn(NOTHING_IN_FP8, stacklevel=2)
-    return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), traits, loss_fn, request)
+    source = source_of(program)
+    return CompiledProgram(model, request.whole, factory, best, result, program, source, traits, loss_fn, request)
 
 
 def request_of(

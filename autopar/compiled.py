@@ -122,7 +122,7 @@ class CompiledProgram:
         Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
         values without init.
         """
-        check_numbers({"seed": seed} | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
+        check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
         check_world_size(self.plan)
         check_training("build")
         self.require_runnable()

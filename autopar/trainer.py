@@ -79,9 +79,8 @@ class TrainerConfig:
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        numbers = {name: getattr(self, name) for name in RANGES if name in fields}
-        check_numbers({name: value for name, value in numbers.items() if value is not None or fields[name] is not None})
+        names = RANGES.keys() & {field.name for field in dataclasses.fields(self)}
+        check_numbers({name: getattr(self, name) for name in RANGES if name in names})
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))

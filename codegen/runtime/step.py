@@ -94,7 +94,7 @@ class Step:
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be 'fp32' or 'bf16', got {precision!r}")
         for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
-            if value is not None and (wrong := problem(name, value)):
+            if wrong := problem(name, value):
                 raise ValueError(f"{wrong}, got {value!r}")
         self.mesh = mesh
         self.num_micro_batches = num_micro_batches
