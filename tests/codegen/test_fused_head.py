@@ -131,7 +131,7 @@ def test_ignored_classes(ignored):
 
 @pytest.mark.parametrize("divisor", ["num_targets[0]", "1.0", "num_targets[0] * 0"])
 def test_counts_as_the_program_has_them(divisor):
-    """A count of all ranks, none for a sum, and 0 where no target is left: torch's mean is then nan, with gradients of 0."""
+    """A count of all ranks, none for a sum, and 0 where no target is left: the mean is then nan, its gradients 0."""
     target = TARGET * 0 - 100 if divisor.endswith("* 0") else TARGET
     found = numbers(assert_fused(head(divisor=divisor, target=target)).root.body, head(divisor=divisor, target=target))
     assert found.pop("y").isnan() == divisor.endswith("* 0")
