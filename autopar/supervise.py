@@ -77,9 +77,7 @@ def _raise(
     if isinstance(value, AutoparError):
         raise value
     time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-    causes = [
-        f"rank {r} {_end_of(p.exitcode)}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)
-    ]
+    causes = [f"rank {r} {_end_of(p.exitcode)}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
     if not causes and "imed out" in str(value):
         silent = _silent(processes, receivers, {rank, *found})
         causes = [f"rank {r} (process {processes[r].pid}) stands still; " for r in silent]

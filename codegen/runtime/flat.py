@@ -88,9 +88,9 @@ class Bucket:
     master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and reduced
     once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the optimiser
     is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the update only.
-    attached: stored parameters with their gradients, or with what stands there for a script to find. compression: of its gathers and
-    reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of a range too,
-    and never the master itself.
+    attached: stored parameters with their gradients, or with what stands there for a script to find. compression: of
+    its gathers and reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of
+    a range too, and never the master itself.
     """
 
     def __init__(
