@@ -38,7 +38,7 @@ from autopar.weights import read_values, set_values, write_values
 from codegen.runtime.checkpoint_files import settings_of
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call
-from codegen.runtime.processes import join
+from codegen.runtime.processes import after_the_first, join
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
 
@@ -88,8 +88,9 @@ def process_group(collective_seconds: float | None) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     join("nccl" if torch.cuda.is_available() else "gloo", collective_seconds)
     try:
-        yield
-        dist.barrier()  # a rank that leaves while others still use their connections to it can abort
+        with after_the_first():
+            yield
+            dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     finally:
         dist.destroy_process_group()
 
