@@ -6,6 +6,7 @@ reads the boxes of the global tensor that it stores: a flat slice of a sharded p
 
 Hyperparameters are the optimiser factory's: a new learning rate counts when training is resumed. What training itself
 changed in the optimiser's groups, such as a schedule its rate, continues where the factory says what it said before.
+The seed of dropout masks is the step's own too: that of the checkpoint is for the record.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | No
     files.continue_settings(step.optimizer, step.settings, manifest.record)
     _place_scalars(step)
     progress = manifest.record["progress"]
-    step.rng.step, step.num_samples, step.rng.seed = progress["step"], progress["num_samples"], progress["seed"]
+    step.rng.step, step.num_samples = progress["step"], progress["num_samples"]
     for part in step.parts:
         part.zero.publish()
 
