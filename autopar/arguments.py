@@ -86,7 +86,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
     """Raises ConstraintError for what `verify` cannot run with."""
     whole("steps", steps, 1)
-    check_numbers({"seed": seed} | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
+    check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
 
 
 def as_plan(plan: Any) -> Plan:

@@ -43,6 +43,8 @@ def readable(runtime: Any = files) -> Iterator[None]:
     except runtime.DiskError as error:
         alternatives = ["what it lacks there: the run then goes on from its last checkpoint", "another folder"]
         raise CheckpointError(f"the file system refuses: {error}", alternatives=alternatives) from None
+    except runtime.UnsavableError as error:
+        raise CheckpointError(str(error), alternatives=["another optimiser", "no checkpoint_directory"]) from None
     except runtime.CheckpointError as error:
         raise CheckpointError(str(error), alternatives="another checkpoint folder") from None
 
@@ -109,7 +111,7 @@ def require_resumable(model: nn.Module, factory: Factory) -> None:
     """Raises CheckpointError for an optimiser that could not go on from a checkpoint as if there had been no end."""
     with contextlib.suppress(OptimizerError):  # no stand-ins for its parameters, which a plain run does not need
         if reason := forgotten(factory, parameters_of(model)):
-            raise files.CheckpointError(reason)
+            raise files.UnsavableError(reason)
 
 
 @readable()
@@ -122,8 +124,8 @@ def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
             if isinstance(value, (bool, int, float)):
                 numbers[full] = value
             elif not isinstance(value, Tensor):
-                raise CheckpointError(
-                    "the optimiser's state cannot be saved", values=f"{full} is {type(value).__name__}, no tensor"
+                raise files.UnsavableError(
+                    f"the optimiser's state cannot be saved: {full} is no tensor but {type(value).__name__}"
                 )
     return numbers
 

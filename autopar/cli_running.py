@@ -65,7 +65,7 @@ def verify(
     from autopar.verify import sgd_with_momentum, verify_program
 
     check_verify(steps, max_grad_norm, 0)
-    check_numbers({} if tolerance is None else {"tolerance": tolerance})
+    check_numbers({"tolerance": tolerance})
     spec = read_cluster(cluster, processes)
     job = read_job(model, spec.num_devices, batch, seq, option, meta=False)
     limits = read_constraints(settings, memory, constraints)

@@ -34,7 +34,7 @@ from autopar.planning.request import Candidate, Request, operators_at
 from autopar.sharding.accumulating_trace import AccumulatingTrace
 from autopar.sharding.choices import expand
 from autopar.surroundings import check_autocast
-from autopar.tracing.admission import check_loss, check_model, warn_of_gradients
+from autopar.tracing.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.tracing.evaluation import check_norms, why_no_evaluation
 from autopar.tracing.inputs import common_batch, name_inputs
 from autopar.tracing.trace import find_cuts, trace
@@ -126,7 +126,7 @@ def compile(  # noqa: A001
         result = planned_together(request, lambda: reprice(request, given))
     else:
         result = planned_together(request, lambda: advised_search(request))
-    best = result.best
+    best, traits = result.best, traits_of(model)
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
@@ -139,7 +139,8 @@ def compile(  # noqa: A001
         warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=2)
     if best.plan.fp8 and not count_calls(program):
         warnings.warn(NOTHING_IN_FP8, stacklevel=2)
-    return CompiledProgram(model, request.whole, factory, best, result, program, source_of(program), loss_fn, request)
+    source = source_of(program)
+    return CompiledProgram(model, request.whole, factory, best, result, program, source, traits, loss_fn, request)
 
 
 def request_of(

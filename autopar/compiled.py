@@ -28,6 +28,7 @@ from autopar.planning.planner import SearchResult
 from autopar.planning.request import Candidate, Request
 from autopar.scratch import lasting_folder
 from autopar.surroundings import check_starting, check_training
+from autopar.tracing.admission import require_traits
 from autopar.tracing.inputs import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
@@ -42,7 +43,8 @@ class CompiledProgram:
     """A planned and generated program.
 
     best: the chosen candidate (plan, graph, choices). result: it and its runner-ups. source: the text of model.py.
-    request: what was planned for; it stays behind when the program is sent to another process.
+    request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
+    was when it was traced (`tracing/admission.traits_of`).
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class CompiledProgram:
     result: SearchResult
     program: Program | PipelineProgram
     source: str
+    traits: dict[str, str]
     loss_fn: Callable[..., torch.Tensor] | None = None
     request: Request | None = None
 
@@ -73,8 +76,9 @@ class CompiledProgram:
         """Who runs what layers compute: "eager", "inductor" or "async-tp"."""
         return backend_of(self.program)
 
-    def require_backend(self) -> None:
-        """Raises ConstraintError if this machine cannot run the program's backend."""
+    def require_runnable(self) -> None:
+        """Raises ModelError for a model that was changed since, ConstraintError for a backend not to be had here."""
+        require_traits(self.model, self.traits)
         require_backend(self.program, self.cluster)
 
     def report(self) -> str:
@@ -96,8 +100,9 @@ class CompiledProgram:
         """Write the program as a folder that needs torch only; returns it.
 
         weights: also write the model's values to `weights.safetensors`, which `main.py` starts from (not for models on
-        meta). The folder is complete or absent: it is written beside its place and renamed.
+        meta). The folder is complete or absent: it is written beside its place and renamed. Raises ModelError as build.
         """
+        require_traits(self.model, self.traits)
         return write_folder(self, Path(directory), weights, tuned=True)
 
     def build(
@@ -114,12 +119,13 @@ class CompiledProgram:
         init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
         with equal results on every rank. non_finite: as in TrainerConfig. The step starts from the model's values;
         what is done to the model later (frozen layers, loaded values) does not reach it.
-        Raises WorldSizeError, and AutoparError for meta values without init.
+        Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
+        values without init.
         """
-        check_numbers({"seed": seed} | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
+        check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
         check_world_size(self.plan)
         check_training("build")
-        self.require_backend()
+        self.require_runnable()
         package = self.load_package()
         runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
         where = device or ("cuda" if torch.cuda.is_available() and not is_cpu(self.cluster.groups[0]) else "cpu")
@@ -198,7 +204,7 @@ class CompiledProgram:
         from autopar.launch import launch_program
 
         check_starting("launch")
-        self.require_backend()
+        self.require_runnable()
         return launch_program(self, function, args, max_restarts)
 
     def __repr__(self) -> str:

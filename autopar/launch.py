@@ -28,7 +28,7 @@ from autopar.errors import AutoparError
 from autopar.scratch import temporary_folder
 from autopar.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
 from autopar.supervise import RankError as RankError
-from codegen.runtime.processes import end_with_parent, join
+from codegen.runtime.processes import after_the_first, end_with_parent, join
 
 if TYPE_CHECKING:
     from autopar.compiled import CompiledProgram
@@ -103,8 +103,9 @@ def _rank_main(
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout
         )
-        value = function(*args)
-        dist.barrier()
+        with after_the_first():
+            value = function(*args)
+            dist.barrier()
         sender.send(("ok", value))
     except AutoparError as error:
         sender.send(("error", error))
@@ -169,8 +170,9 @@ def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args:
         torch.set_num_threads(1)
     join("nccl" if on_gpu else "gloo")
     try:
-        result = function(compiled.build(), *args)
-        dist.barrier()  # a rank that leaves while others still use their connections to it can abort
+        with after_the_first():
+            result = function(compiled.build(), *args)
+            dist.barrier()  # a rank that leaves while others still use their connections to it can abort
         return result
     finally:
         dist.destroy_process_group()

@@ -48,7 +48,7 @@ def collect(
             code = processes[rank].exitcode  # asked first: what it sent before it ended is there now
             answer = _answer(receivers[rank])
             if answer is None and code is not None:
-                raise RankError(f"rank {rank} died with exit code {code}")
+                raise RankError(f"rank {rank} {_end_of(code)}")
             if answer is None:
                 continue
             outcome, value = answer
@@ -77,13 +77,18 @@ def _raise(
     if isinstance(value, AutoparError):
         raise value
     time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-    causes = [
-        f"rank {r} died with exit code {p.exitcode}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)
-    ]
+    causes = [f"rank {r} {_end_of(p.exitcode)}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
     if not causes and "imed out" in str(value):
         silent = _silent(processes, receivers, {rank, *found})
         causes = [f"rank {r} (process {processes[r].pid}) stands still; " for r in silent]
     raise RankError(f"{''.join(causes)}rank {rank}: {value}")
+
+
+def _end_of(code: int) -> str:
+    """In words; an exit with 128 + number is how a rank ends that a signal told to (`exit_on`)."""
+    number = -code if code < 0 else code - 128
+    by = f" (ended by {signal.Signals(number).name})" if number in set(signal.Signals) else ""
+    return f"died with exit code {code}{by}"
 
 
 def _silent(processes: Sequence[Any], receivers: Sequence[Connection], heard: set[int]) -> list[int]:

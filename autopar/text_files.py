@@ -19,6 +19,8 @@ MOST_BYTES = 16 * 2**20
 """Of a plan or a configuration; the plan of a model of 405 billion parameters has some thousands."""
 MOST_VALUES = 200_000
 """In one YAML text, an alias counted as all that it stands for."""
+MOST_NESTED = 40
+"""Brackets within brackets, and as many indentations: PyYAML takes seconds and its stack for thousands."""
 LARGEST = 2**63
 _COLLECTIONS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
@@ -67,7 +69,7 @@ def parse_yaml(text: str, source: str, kind: type[AutoparError] = ConstraintErro
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         line, problem = _problem(error, text)
         raise kind(f"{source}, line {line}: this is not YAML", values=problem) from None
     if root is None:
@@ -97,11 +99,22 @@ class _Loader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        self.refuse_more(self.flow_level, "brackets within brackets")
+        super().fetch_flow_collection_start(token)
 
-def _problem(error: Exception, text: str) -> tuple[int, str]:
+    def add_indent(self, column: int) -> bool:
+        self.refuse_more(len(self.indents), "indentations within indentations")
+        return bool(super().add_indent(column))
+
+    def refuse_more(self, depth: int, what: str) -> None:
+        if depth >= MOST_NESTED:
+            mark = self.get_mark()
+            raise yaml.MarkedYAMLError(None, None, f"more than {MOST_NESTED} {what}", mark)
+
+
+def _problem(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     """The line and, in words, the error that PyYAML found."""
-    if isinstance(error, RecursionError):
-        return 1, "brackets within brackets without end"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     position = getattr(error, "position", None)
     line = mark.line + 1 if mark else text.count("\n", 0, position) + 1 if isinstance(position, int) else 1

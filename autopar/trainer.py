@@ -43,8 +43,9 @@ class TrainerConfig:
     fp8: linear layers multiply in e4m3, as in autopar.compile (a plan file's own by default).
     backend: "eager", "inductor", which compiles the layers, or "async-tp", as in autopar.compile.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
-    keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption rates and other
-    settings of the optimiser are this configuration's; only what training itself changed in them continues.
+    keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption the
+    seed, rates and other settings of the optimiser are this configuration's; only what training itself changed in them
+    continues.
     log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
     non_finite: what a step does whose loss or gradient norm is inf or nan: "skip" leaves parameters, optimiser state
     and buffers as they are (more than ten in a row stop the run), "stop" ends the run at once, "ignore" trains on.
@@ -79,9 +80,8 @@ class TrainerConfig:
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        numbers = {name: getattr(self, name) for name in RANGES if name in fields}
-        check_numbers({name: value for name, value in numbers.items() if value is not None or fields[name] is not None})
+        names = RANGES.keys() & {field.name for field in dataclasses.fields(self)}
+        check_numbers({name: getattr(self, name) for name in RANGES if name in names})
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))

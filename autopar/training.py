@@ -38,7 +38,7 @@ from autopar.weights import read_values, set_values, write_values
 from codegen.runtime.checkpoint_files import settings_of
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call
-from codegen.runtime.processes import join
+from codegen.runtime.processes import after_the_first, join
 from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
 
@@ -88,8 +88,9 @@ def process_group(collective_seconds: float | None) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     join("nccl" if torch.cuda.is_available() else "gloo", collective_seconds)
     try:
-        yield
-        dist.barrier()  # a rank that leaves while others still use their connections to it can abort
+        with after_the_first():
+            yield
+            dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     finally:
         dist.destroy_process_group()
 
@@ -145,7 +146,7 @@ def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None)
 def fit_locally(program: CompiledProgram, config: TrainerConfig, batches: Batches) -> TrainResult:
     """Start the program's ranks on this machine and train; the program's model then has what they learned."""
     check_starting("fit")
-    program.require_backend()
+    program.require_runnable()
     ranks, patience = program.plan.num_ranks, group_seconds(program, config.collective_seconds)
     with temporary_folder() as folder:
         args = (program, config, batches, folder)

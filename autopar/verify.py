@@ -108,7 +108,7 @@ def verify_program(
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
     args = (compiled, batches, max_grad_norm, seed)
-    compiled.require_backend()
+    compiled.require_runnable()
     patience = group_seconds(compiled)
     reports = run_ranks(_compare, args, compiled.plan.num_ranks, max(TIMEOUT_SECONDS, patience), patience)
     report: VerifyReport = next(r for r in reports if r is not None)

@@ -154,7 +154,8 @@ def train(step, given, data, is_first):
 
 if __name__ == "__main__":
     try:
-        main()
+        with processes.after_the_first():
+            main()
     except checkpoint.CheckpointError as error:
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"error: {{error}}") from None
 '''

@@ -96,6 +96,39 @@ def warn_of_gradients(model: nn.Module) -> None:
         )
 
 
+def traits_of(model: nn.Module) -> dict[str, str]:
+    """What, beside values and forward's code, a program is made for: by name, of every parameter and module.
+
+    One parameter with several names has them all; modes are told apart where a part of the model is in training.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kind = f"{parameter.dtype} {list(parameter.shape)}".removeprefix("torch.")
+        owner = first.setdefault(id(parameter), name)
+        tie = f", tied to {owner}" if owner != name else ""
+        found[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
+    is_mixed = any(module.training for module in model.modules())
+    for path, module in model.named_modules():
+        mode = " in evaluation mode" if is_mixed and not module.training else ""
+        found[where(path)] = f"{type(module).__name__}{mode}"
+    return found
+
+
+def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
+    """Raises ModelError where the model is no longer what it was when `traits_of` was asked."""
+    now = traits_of(model)
+    changed = [name for name in traits | now if traits.get(name) != now.get(name)]
+    if changed:
+        some = [f"{name}: {traits.get(name, 'not there')} then, {now.get(name, 'not there')} now" for name in changed]
+        some = some[:5] + ([f"and {len(some) - 5} more"] if len(some) > 5 else [])
+        raise ModelError(
+            "the model is no longer as it was compiled, and the program would train it as it was",
+            values="\n".join(some),
+            alternatives="compile it again, as it is to be trained",
+        )
+
+
 def where(path: str) -> str:
     """A module's path as messages have it."""
     return path or "the model itself"

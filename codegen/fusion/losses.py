@@ -37,11 +37,7 @@ def _cross_entropy_fits(bound: Bindings) -> bool:
 
 
 def _cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
-    """Losses per token, their sum, and the division by the count of targets on all ranks.
-
-    Without any target the sum is 0 and so must the loss be, but the count is 0 too. Counts are multiples of
-    1 / num_micro_batches, so the clamp changes no other.
-    """
+    """Losses per token, their sum, and the division by the count of targets on all ranks."""
     logits = bound["logits"].value
     before: tuple[Call, ...] = ()
     if "view" in bound:
@@ -53,11 +49,10 @@ def _cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call,
     losses = replace(plain, target="kernels.cross_entropy", args=(logits, bound["target"].value, *ignored))
     loss = Var(last.results[0])
     total = replace(plain, target="aten.sum.default", args=(loss,))
-    divisor = bound["num_targets"].value.text
-    if divisor == "1.0":
+    divisor = bound["num_targets"].value
+    if divisor.text == "1.0":
         return (*before, losses, total)
-    smallest = 1 if program.num_micro_batches == 1 else 1 / program.num_micro_batches
-    mean = replace(plain, target="aten.div.Tensor", args=(loss, Raw(f"{divisor}.clamp(min={smallest})")))
+    mean = replace(plain, target="aten.div.Tensor", args=(loss, divisor))
     return (*before, losses, total, mean)
 
 
@@ -108,7 +103,7 @@ def _linear_cross_entropy_fits(bound: Bindings) -> bool:
 
 
 def _linear_cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
-    """One call on rows of tokens, which divides by the count of targets on all ranks (with none, the loss is 0)."""
+    """One call on rows of tokens, which divides by the count of targets on all ranks."""
     x, held = bound["x"].value, bound["x"].operand
     assert held is not None
     rows: Var | Raw = x

@@ -105,7 +105,7 @@ def linear_cross_entropy(
             gradients: raising would need a device synchronisation.
         bias: `[V]` of x's dtype, or None.
         num_targets: the divisor, a number or a 0-dim tensor; 1 gives the sum, None the mean over the valid targets
-            given here. Where it is 0 the loss is 0.
+            given here. Where it is 0 the loss is nan and its gradients are 0, as of torch's mean.
         vocab_axis: the axis over whose ranks the vocabulary lies in equal consecutive parts; x and target are equal on
             all of them. The loss is too; the gradient of x is this rank's partial sum.
         chunk_rows: C; None: as many as keep a chunk's logits at 512 MiB in bf16 (on a GPU), in even chunks.
@@ -160,11 +160,11 @@ def _check(
 def _inverse_count(
     target: torch.Tensor, ignore_index: int, num_targets: torch.Tensor | float | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """1 / num_targets, 0 where that is 0: with no target the sum is 0 whatever it is multiplied by."""
+    """1 / num_targets; inf where that is 0: with no target the sum is 0, and the mean nan."""
     if num_targets is None:
         num_targets = (target != ignore_index).sum()
     count = torch.as_tensor(num_targets, dtype=dtype, device=target.device).detach()
-    return torch.where(count == 0, torch.zeros_like(count), 1 / count)
+    return 1 / count
 
 
 def _even_chunk(num_rows: int, num_classes: int, device: torch.device) -> int:
@@ -312,5 +312,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inverse, *gradients = ctx.saved_tensors
-        scale = dloss * inverse
+        scale = dloss * inverse.masked_fill(inverse.isinf(), 0.0)
         return *(None if g is None else scaled(g, scale, ctx.dtype) for g in gradients), None, None, None

@@ -8,6 +8,7 @@ refused here, since it would be dropped or would differ from rank to rank in sil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
@@ -16,17 +17,33 @@ from .flat import Bucket
 from .part import Part
 from .update import buckets_of
 
+_IS_TRAINABLE, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
+
 
 class ByHand:
-    """Looks after one rank's step; the same on every rank, as far as scripts do the same there."""
+    """Looks after one rank's step; the same on every rank, as far as scripts do the same there.
+
+    What nobody touched is passed over in loops of C: a step of a small model with many parameters is short.
+    """
 
     def __init__(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._known = {id(parameter) for parameter in _updated(optimizer)}
         self._buckets = buckets_of(parts)
         self._trainable = [bucket for bucket in self._buckets if bucket.key.requires_grad]
+        attached = [pair for bucket in self._trainable for pair in bucket.attached]
+        self._stored, self._gradients = [stored for stored, _ in attached], [gradient for _, gradient in attached]
+        flags = [
+            (parameter, bucket.key.requires_grad, entry.slot.name)
+            for bucket in self._buckets
+            for entry in bucket.entries
+            for parameter in (entry.used, entry.stored)
+            if parameter is not None
+        ]
+        self._parameters = [parameter for parameter, _, _ in flags]
+        self._flags, self._names = [flag for _, flag, _ in flags], [name for _, _, name in flags]
         self._holds_wholes = len(parts) == 1 and all(map(_is_whole, self._trainable))
-        self._versions: list[int] = []
+        self._writes: list[int] = []
         self._num_unused = 0
 
     def before_forward(self) -> None:
@@ -36,17 +53,15 @@ class ByHand:
                 "gradients are switched off around the step (torch.no_grad, torch.inference_mode or "
                 "torch.set_grad_enabled(False)): call it outside; step.evaluate gives a loss without gradients"
             )
-        for bucket in self._buckets:
-            for entry in bucket.entries:
-                expected = bucket.key.requires_grad
-                is_stored_so = entry.stored is None or entry.stored.requires_grad == expected
-                if entry.used.requires_grad != expected or not is_stored_so:
-                    was = "frozen" if expected else "made trainable"
-                    raise RuntimeError(
-                        f"{entry.slot.name} was {was} (requires_grad) after the program was made, which goes on as it "
-                        "was: compile the model as it is to be, and load this one's full_state_dict() into its step"
-                    )
-        if any(id(parameter) not in self._known for parameter in _updated(self._optimizer)):
+        flags = list(map(_IS_TRAINABLE, self._parameters))
+        if flags != self._flags:
+            at = next(index for index, flag in enumerate(flags) if flag != self._flags[index])
+            raise RuntimeError(
+                f"{self._names[at]} was {'made trainable' if flags[at] else 'frozen'} (requires_grad) after the "
+                "program was made, which goes on as it was: compile the model as it is to be, and load this one's "
+                "full_state_dict() into its step"
+            )
+        if not self._known.issuperset(map(id, _updated(self._optimizer))):
             raise RuntimeError(
                 "parameters were added to the step's optimiser, which the program computes no gradients for: give all "
                 "that is to be trained to the optimiser factory, with lr=0 in a group that is to begin later"
@@ -56,14 +71,17 @@ class ByHand:
 
     def after_backward(self) -> None:
         """Gradients are where the optimiser looks, also after its zero_grad()."""
-        for bucket in self._trainable:
-            for stored, gradient in bucket.attached:
+        if self._are_replaced():
+            for stored, gradient in zip(self._stored, self._gradients, strict=True):
                 stored.grad = gradient
-        self._versions = [bucket.gradient._version for bucket in self._trainable]
+        self._writes = [_num_writes(bucket.gradient) for bucket in self._trainable]
         self._num_unused += 1
 
-    def before_update(self) -> None:
-        """Raises RuntimeError where an update would not be of the last backward's gradients as they were."""
+    def before_update(self, is_at_once: bool) -> None:
+        """Raises RuntimeError where an update would not be of the last backward's gradients as they were.
+
+        is_at_once: it follows on the backward, and no script had them in its hands.
+        """
         if not self._num_unused:
             raise RuntimeError("update() without gradients: call forward_backward() before it")
         if self._num_unused > 1:
@@ -73,23 +91,33 @@ class ByHand:
                 "short; to drop some, call step.optimizer.zero_grad() after them"
             )
         self._num_unused = 0
-        for bucket, version in zip(self._trainable, self._versions, strict=True):
-            is_replaced = any(stored.grad is not gradient for stored, gradient in bucket.attached)
-            if is_replaced or (bucket.gradient._version != version and not self._holds_wholes):
-                raise RuntimeError(
-                    f"gradients were {'replaced' if is_replaced else 'changed'} between forward_backward() and "
-                    "update(), and this rank has parts of them: clip with max_grad_norm, and let the optimiser's "
-                    "step() do what else is done to them, which is tried on parts when the program is compiled"
-                )
+        if is_at_once:
+            return
+        is_replaced = self._are_replaced()
+        is_written = self._writes != [_num_writes(bucket.gradient) for bucket in self._trainable]
+        if is_replaced or (is_written and not self._holds_wholes):
+            raise RuntimeError(
+                f"gradients were {'replaced' if is_replaced else 'changed'} between forward_backward() and "
+                "update(), and this rank has parts of them: clip with max_grad_norm, and let the optimiser's "
+                "step() do what else is done to them, which is tried on parts when the program is compiled"
+            )
+
+    def _are_replaced(self) -> bool:
+        """Whether a parameter has another gradient than the step's own."""
+        return any(map(is_not, map(_GRADIENT, self._stored), self._gradients))
 
     def _were_dropped(self) -> bool:
         """Whether zero_grad() was called; told by what this rank stores, and believed where it stores nothing."""
-        attached = (stored for bucket in self._trainable for stored, _ in bucket.attached)
-        return all(stored.grad is None for stored in attached)
+        return all(stored.grad is None for stored in self._stored)
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _num_writes(value: Tensor) -> int:
+    """How often a tensor, or a view of it, was written to in place: torch counts that for autograd's own check."""
+    return value._version
 
 
 def _is_whole(bucket: Bucket) -> bool:

@@ -6,6 +6,7 @@ reads the boxes of the global tensor that it stores: a flat slice of a sharded p
 
 Hyperparameters are the optimiser factory's: a new learning rate counts when training is resumed. What training itself
 changed in the optimiser's groups, such as a schedule its rate, continues where the factory says what it said before.
+The seed of dropout masks is the step's own too: that of the checkpoint is for the record.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError, Gather, Manifest, Piece
 from .checkpoint_files import DamagedError as DamagedError
 from .checkpoint_files import DiskError as DiskError
+from .checkpoint_files import UnsavableError as UnsavableError
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Param, runs
@@ -103,7 +105,7 @@ def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | No
     files.continue_settings(step.optimizer, step.settings, manifest.record)
     _place_scalars(step)
     progress = manifest.record["progress"]
-    step.rng.step, step.num_samples, step.rng.seed = progress["step"], progress["num_samples"], progress["seed"]
+    step.rng.step, step.num_samples = progress["step"], progress["num_samples"]
     for part in step.parts:
         part.zero.publish()
 
@@ -147,7 +149,7 @@ def _put(fresh: Path, final: Path) -> None:
 def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
     """What this rank stores, and the numbers in its optimiser's state by name. Raises CheckpointError."""
     if step.forgotten:
-        raise CheckpointError(step.forgotten)
+        raise UnsavableError(step.forgotten)
     pieces = list(_model_pieces(step, with_copies=False))
     numbers: dict[str, Any] = {}
     for entry, parameter in _optimized(step, with_copies=False):
@@ -156,7 +158,7 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
             if isinstance(value, (bool, int, float, type(None))):
                 numbers[name] = value
             elif not isinstance(value, Tensor):
-                raise CheckpointError(
+                raise UnsavableError(
                     f"optimiser state {name} is no tensor but {type(value).__name__}; it cannot be saved"
                 )
             elif _is_scalar(key, value, entry) or _is_of_the_whole(value.shape, parameter, entry):
@@ -164,7 +166,7 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
             elif value.numel() == entry.hi - entry.lo:
                 pieces += pieces_of(name, entry.slot.spec, step.mesh, value.view(-1), entry.lo)
             else:
-                raise CheckpointError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
+                raise UnsavableError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
     return pieces, numbers
 
 

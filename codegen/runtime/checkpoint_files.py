@@ -36,6 +36,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, or is not this program's."""
 
 
+class UnsavableError(CheckpointError):
+    """The optimiser keeps what no checkpoint of ours can hold, wherever it lies."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint is not as it was written."""
 
@@ -83,7 +87,7 @@ class Manifest:
 
 def in_unison(gather: Gather, action: Callable[[], T]) -> T:
     """This rank's result; where one rank fails, all raise its error."""
-    kinds = (DamagedError, DiskError, CheckpointError)
+    kinds = (DamagedError, DiskError, UnsavableError, CheckpointError)
     problem: tuple[int, str] | None = None
     try:
         result = action()

@@ -35,7 +35,7 @@ def cross_entropy(
         logits: [N, V], this rank's slice of the vocabulary if `vocab_axis` is given; any floating dtype.
         target: int64 [N], global class numbers, equal on all ranks of `vocab_axis`.
         num_targets: the divisor, usually the valid targets of all ranks and the whole (micro-)batch: a 0-dim tensor or
-            a number; need not be whole. Where it is 0 the loss is 0 (torch's mean gives nan).
+            a number; need not be whole. Where it is 0 the loss is nan and its gradient 0, as of torch's mean.
         ignore_index: tokens with this target have no loss and no gradient.
         vocab_axis: the axis over which dim 1 of the logits is sharded in equal consecutive parts.
 
@@ -56,10 +56,8 @@ def cross_entropy(
             raise IndexError(f"target {int(target[wrong][0])} is not one of the {num_classes} classes")
     dtype = torch.promote_types(logits.dtype, torch.float32)
     divisor = torch.as_tensor(num_targets, dtype=dtype, device=logits.device).detach()
-    # x / 0 would be nan; with no target the sum is 0 whatever it is multiplied by.
-    weight = torch.where(divisor == 0, torch.zeros_like(divisor), 1 / divisor)
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target, weight, ignore_index, vocab_axis, label_smoothing
+        logits, target, 1 / divisor, ignore_index, vocab_axis, label_smoothing
     )
     return loss
 

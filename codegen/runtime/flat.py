@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -71,15 +71,26 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
     return Key(stage, zero_axis, tuple(name for name in partial if name != zero_axis), spec.dtype, spec.requires_grad)
 
 
+class NotHere(Tensor):
+    """What a parameter in host memory has for a gradient while that is on the device: nothing may be done with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            "the optimiser is offloaded, and its gradients are not in host memory where its parameters are: clip with "
+            "max_grad_norm, and read step.grad_norm or step.gradients()"
+        )
+
+
 class Bucket:
     """The flat buffers of some parameters of equal key.
 
     master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and reduced
     once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the optimiser
     is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the update only.
-    attached: stored parameters with their gradients, where those stay attached. compression: of its gathers and
-    reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of a range too,
-    and never the master itself.
+    attached: stored parameters with their gradients, or with what stands there for a script to find. compression: of
+    its gathers and reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of
+    a range too, and never the master itself.
     """
 
     def __init__(
@@ -172,6 +183,10 @@ class Bucket:
             self.whole_gradient = torch.zeros(len(self.flat), dtype=self.master_dtype, device=device)
         if self.host is None:
             self.attached = self.attach(self.gradient)
+        else:
+            line = torch.zeros(1, dtype=self.master_dtype).expand(self.shard_numel)
+            self.attached = [(stored, view.as_subclass(NotHere)) for stored, view in self.attach(line)]
+            self.attach(None)
         if self.whole_gradient is not None:
             self._whole_views = self._views(self.whole_gradient)
 

@@ -43,6 +43,8 @@ class HostOptimizer:
     def update(self) -> None:
         """One optimiser step from the buckets' gradients; the parameters of all ranks follow. Collective."""
         works = []
+        for bucket in self._buckets:
+            bucket.attach(None)
         leaving = self._send(0) if self._calls else []
         for index, call in enumerate(self._calls):
             gradients = leaving

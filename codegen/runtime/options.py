@@ -13,14 +13,17 @@ from typing import NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `least`, which belongs to them unless it is_open, to `most`. nan is in none."""
+    """Numbers from `least`, which belongs to them unless it is_open, to `most`, None if is_optional, and never nan."""
 
     least: float
     most: float = sys.float_info.max
     is_whole: bool = False
     is_open: bool = False
+    is_optional: bool = False
 
     def __contains__(self, value: object) -> bool:
+        if value is None:
+            return self.is_optional
         if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
             return False
         return self.least <= value <= self.most and not (self.is_open and value == self.least)
@@ -37,15 +40,15 @@ RANGES = {
     "keep_checkpoints": Range(2, math.inf, is_whole=True),
     "log_every": Range(0, math.inf, is_whole=True),
     "seed": Range(0, math.inf, is_whole=True),
-    "global_batch_size": Range(1, math.inf, is_whole=True),
-    "num_processes": Range(1, math.inf, is_whole=True),
+    "global_batch_size": Range(1, math.inf, is_whole=True, is_optional=True),
+    "num_processes": Range(1, math.inf, is_whole=True, is_optional=True),
     "learning_rate": Range(0),
     "weight_decay": Range(0),
-    "max_grad_norm": Range(0, math.inf, is_open=True),  # inf only computes the norm
-    "collective_seconds": Range(0, 1e9, is_open=True),  # clocks count nanoseconds in 64 bits
-    "tolerance": Range(0),
+    "max_grad_norm": Range(0, math.inf, is_open=True, is_optional=True),  # inf only computes the norm
+    "collective_seconds": Range(0, 1e9, is_open=True, is_optional=True),  # clocks count nanoseconds in 64 bits
+    "tolerance": Range(0, is_optional=True),
 }
-"""By the names that TrainerConfig has; some of them may be None there."""
+"""By the names that TrainerConfig has."""
 
 
 def problem(name: str, value: object) -> str:

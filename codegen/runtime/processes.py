@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -19,6 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_BE_SEEN = 5.0
+_LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
+"""What gloo and NCCL say where another rank is gone."""
 
 
 def join(backend: str, collective_seconds: float | None = None) -> None:
@@ -59,6 +64,17 @@ def end_with_parent(parent: int) -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it went before it was watched
         os._exit(1)
+
+
+@contextlib.contextmanager
+def after_the_first() -> Iterator[None]:
+    """Where another rank's end broke a connection off, wait for it to be seen: launchers name who fails first."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(word in str(error).lower() for word in _LOST):
+            time.sleep(_SECONDS_TO_BE_SEEN)
+        raise
 
 
 class Ending:

@@ -94,7 +94,7 @@ class Step:
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be 'fp32' or 'bf16', got {precision!r}")
         for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
-            if value is not None and (wrong := problem(name, value)):
+            if wrong := problem(name, value):
                 raise ValueError(f"{wrong}, got {value!r}")
         self.mesh = mesh
         self.num_micro_batches = num_micro_batches
@@ -204,7 +204,7 @@ class Step:
         makes it from a whole batch). Inputs that are not batched are as in `INPUTS`.
         """
         loss = self.forward_backward(local_batch)
-        self.update()
+        self._update_parameters(is_at_once=True)
         return loss if self.guard.loss is None else self.guard.loss
 
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
@@ -231,7 +231,10 @@ class Step:
         rank, but counts: the next one reads on in the data. Raises FloatingPointError where training is to stop, and
         RuntimeError where a script did to gradients or optimiser what would be dropped or differ between ranks.
         """
-        self._by_hand.before_update()
+        self._update_parameters(is_at_once=False)
+
+    def _update_parameters(self, is_at_once: bool) -> None:
+        self._by_hand.before_update(is_at_once)
         if self.max_grad_norm is not None or self.guard.is_on:
             self.grad_norm = self._update.global_norm()
         if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):

@@ -27,6 +27,7 @@ from autopar.trainer import Trainer, TrainerConfig
 from codegen.runtime import checkpoint as runtime_checkpoint
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime.mesh import Mesh
+from codegen.runtime.reference import SameDropout
 from tests.codegen.runtime.mlp_program import whole_state
 from tests.codegen.runtime.test_checkpoint import make_step
 
@@ -276,8 +277,9 @@ def test_what_an_optimiser_keeps_for_itself_is_refused(auto_parallel: bool, tmp_
         again = replace(config, checkpoint_directory=str(tmp_path / str(in_groups)))
         trainer = Trainer(Net(), again, [{"x": torch.ones(8, 4)}], optimizer=partial(Counting, in_groups=in_groups))
         refused = pytest.raises(CheckpointError, match="Counting keeps something that its steps depend on")
-        with contextlib.nullcontext() if in_groups else refused:
+        with contextlib.nullcontext() if in_groups else refused as caught:
             trainer.fit()
+        assert in_groups or caught.value.alternatives == ["another optimiser", "no checkpoint_directory"]
     assert [path.parent.name for path in tmp_path.glob("*/step-*")] == ["True"]
 
 
@@ -312,6 +314,34 @@ def test_a_new_learning_rate_counts_when_training_is_resumed(tmp_path: Path) -> 
     config = replace(CONFIG, checkpoint_directory=str(tmp_path))
     first = Trainer(copy.deepcopy(net), config, [batch]).fit().losses
     rest = Trainer(copy.deepcopy(net), replace(config, steps=4, learning_rate=0.01), [batch]).fit().losses
+    assert (*first, *rest) == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+
+
+class Dropping(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x).tanh(), 0.5)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("auto_parallel", [False, True])
+def test_a_new_seed_counts_when_training_is_resumed(auto_parallel: bool, tmp_path: Path) -> None:
+    """Equal to a plain loop whose dropout masks are of the new seed after two steps."""
+    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
+    torch.manual_seed(0)
+    net = Dropping()
+    reference = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], 0.1, weight_decay=0.01)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        with SameDropout(3 if step < 2 else 4, step):
+            losses.append(reference(**batch))
+        losses[-1].backward()
+        optimizer.step()
+    config = replace(CONFIG, auto_parallel=auto_parallel, cluster="1 cpu", checkpoint_directory=str(tmp_path))
+    first = Trainer(copy.deepcopy(net), replace(config, seed=3), [batch]).fit().losses
+    rest = Trainer(copy.deepcopy(net), replace(config, seed=4, steps=4), [batch]).fit().losses
     assert (*first, *rest) == pytest.approx([loss.item() for loss in losses], rel=1e-5)
 
 
@@ -413,8 +443,9 @@ def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
             yield batches[0]
 
     config = replace(config, checkpoint_directory=str(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match="the optimiser's state cannot be saved"):
+    with pytest.raises(CheckpointError, match="the optimiser's state cannot be saved") as caught:
         Trainer(Net(), config, counted, optimizer=lambda params: Odd(params, 0.1)).fit()
+    assert caught.value.alternatives == ["another optimiser", "no checkpoint_directory"]
     assert len(seen) <= 3
 
 

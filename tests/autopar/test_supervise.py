@@ -11,11 +11,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader
 
+import autopar
 from autopar import scratch
 from autopar.errors import ConstraintError
 from autopar.launch import RankError, run_ranks
@@ -243,6 +248,37 @@ def leave(code: int) -> None:
 def test_a_rank_that_leaves_is_an_error() -> None:
     with pytest.raises(RankError, match="died with exit code 0"):
         run_ranks(leave, (0,), 2)
+
+
+def break_off(step: Any, number: int) -> None:
+    """The last rank's connections are gone a while before itself, as of a process whose memory is being freed."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        time.sleep(1.5)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        time.sleep(600)
+    while True:
+        dist.all_reduce(torch.ones(1000))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_was_ended_is_named_and_not_who_lost_it(number: int) -> None:
+    name = signal.Signals(number).name
+    with pytest.raises(RankError, match=rf"^rank 1 died with exit code -{number:d} \(ended by {name}\)$"):
+        run_ranks(break_off, (None, number), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_launched_rank_that_was_ended_is_named() -> None:
+    inputs = torch.ones(4, 4), torch.zeros(4, 4)
+    program = autopar.compile(nn.Linear(4, 4), "2 cpu", example_inputs=inputs, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ChildFailedError, match=r"rank +: 1 (.|\n)*Signal 9 \(SIGKILL\)"):
+        program.launch(break_off, signal.SIGKILL)
 
 
 @pytest.mark.slow

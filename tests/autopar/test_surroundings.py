@@ -201,3 +201,90 @@ def test_tensors_of_inference_mode_are_refused_before_training() -> None:
 
 def test_a_dimension_without_elements_has_no_runs() -> None:
     assert runs(0, Param((0, 4)), Mesh.create((), ())) == []
+
+
+# --- a model that is changed after the program was made ---------------------------------------------------------------
+
+
+class Unused(nn.Module):
+    """With a parameter that the loss does not depend on, and one that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack, self.head, self.spare = Stack(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.stack.blocks[0].linear.weight
+
+    def forward(self, x, y):
+        return self.stack(self.head(x), y)
+
+
+def freeze(model):
+    model.stack.blocks[1].linear.weight.requires_grad_(False)
+
+
+def freeze_unused(model):
+    model.spare.bias.requires_grad_(False)
+
+
+def untie(model):
+    model.head.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def tie(model):
+    model.spare.weight = model.stack.blocks[2].linear.weight
+
+
+def halve(model):
+    model.half()
+
+
+def add_parameter(model):
+    model.spare.more = nn.Parameter(torch.zeros(2))
+
+
+def other_module(model):
+    model.stack.blocks[2].norm = nn.Identity()
+
+
+def freeze_statistics(model):
+    model.stack.blocks[3].norm.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (freeze, "stack.blocks.1.linear.weight: trainable float32 [8, 8] then, frozen"),
+        (freeze_unused, "spare.bias: trainable float32 [8] then, frozen"),
+        (untie, "tied to stack.blocks.0.linear.weight then, trainable float32 [8, 8] now"),
+        (tie, "spare.weight: trainable float32 [8, 8] then, trainable float32 [8, 8], tied"),
+        (halve, "stack.blocks.0.linear.bias: trainable float32 [8] then, trainable float16 [8] now"),
+        (add_parameter, "spare.more: not there then"),
+        (other_module, "stack.blocks.2.norm: BatchNorm1d then, Identity now"),
+        (freeze_statistics, "stack.blocks.3.norm: BatchNorm1d then, BatchNorm1d in evaluation mode now"),
+    ],
+)
+def test_a_model_that_was_changed_is_not_trained_as_it_was(change, name, tmp_path):
+    model = Unused()
+    compiled = autopar.compile(model, "1 cpu", example_inputs=batch(), optimizer=sgd)
+    change(model)
+    for use in (compiled.build, lambda: compiled.save(tmp_path / "program"), lambda: compiled.launch(print)):
+        with pytest.raises(AutoparError, match="no longer as it was compiled") as caught:
+            use()
+        assert name in str(caught.value)
+    trainer = autopar.Trainer(model, autopar.TrainerConfig(cluster="1 cpu", steps=1), [batch()])
+    trainer._program = compiled
+    with pytest.raises(AutoparError, match="no longer as it was compiled"):
+        trainer.fit()
+
+
+def test_new_values_reach_a_step_that_is_built_later():
+    """A parameter that takes another's place in every use, values that are loaded, and a model that was evaluated."""
+    torch.manual_seed(0)
+    model, inputs = Unused(), batch()
+    compiled = autopar.compile(model, "1 cpu", example_inputs=inputs, optimizer=sgd)
+    model.load_state_dict(Unused().state_dict())
+    model.spare.weight = nn.Parameter(torch.ones(8, 8))
+    expected = float(model(**inputs).detach())
+    model.eval()
+    step = compiled.build()
+    assert float(step(compiled.local_batch(inputs))) == pytest.approx(expected, rel=1e-5)

@@ -30,7 +30,10 @@ BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]\n"
         ("a: 1\nb: \x00\n", 2, "not YAML"),
         ("a: 1\n---\na: 2\n", 2, "not YAML"),
         (BOMB, 1, "more than 200000 values"),
-        ("a: " + "[\n" * 2000 + "]" * 2000, 1, "without end"),
+        (f"a: {'[' * 5000}{']' * 5000}\n", 1, "more than 40 brackets within brackets"),
+        (f"a: 1\nb: {'{c: [' * 5000}\n", 2, "more than 40 brackets within brackets"),
+        ("[\n" * 5000, 41, "more than 40 brackets within brackets"),
+        ("".join(" " * depth + "a:\n" for depth in range(500)), 41, "more than 40 indentations"),
     ],
 )
 def test_what_is_no_data_is_refused_with_its_line(text: str, line: int, says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from autopar.batch import with_inputs_of
 from autopar.errors import ConstraintError, DataError, TraceError, TrainingError
 from autopar.launch import run_ranks
 from autopar.trainer import Trainer, TrainerConfig
+from codegen.runtime.options import RANGES
 
 CONFIG = TrainerConfig(cluster="2 cpu", steps=5, learning_rate=1e-2, log_every=0)
 ROWS = 8
@@ -347,6 +349,64 @@ def test_a_loader_of_tuples_trains_as_one_process() -> None:
     check_equal(two, one)
 
 
+# Batches without targets --------------------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def with_momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def losses_and_state(compiled: Any, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Any]]:
+    step = compiled.build(non_finite="ignore")
+    losses = [float(step(compiled.local_batch(each))) for each in batches]
+    return losses, {name: value.numpy() for name, value in step.full_state_dict().items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("constraints", "kernels"),
+    [
+        ({"dp": 2}, "off"), ({"dp": 2, "micro_batches": 2}, "on"), slow({"tp": 2}, "off"), slow({"tp": 2}, "on"),
+        slow({"pp": 2, "micro_batches": 2}, "off"), slow({"dp": 2, "micro_batches": 2}, "off"),
+    ],
+)  # fmt: skip
+def test_a_batch_without_targets_is_as_on_one_process(constraints: dict[str, Any], kernels: str) -> None:
+    """Of one rank or micro-batch it is exact; of the whole batch the loss is nan, with torch's gradients of 0."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(0, 16, (ROWS, 4), generator=generator) for _ in range(2))
+    first, every = torch.arange(ROWS)[:, None] < ROWS // 2, torch.ones(ROWS, 1, dtype=torch.bool)
+    batches = [{"x": x, "y": y.masked_fill(mask, -100)} for mask in (first, every, ~first)]
+    torch.manual_seed(0)
+    model = Tagger()
+    plain = copy.deepcopy(model)
+    optimizer, losses = with_momentum(plain.parameters()), []
+    for each in batches:
+        optimizer.zero_grad()
+        loss = plain(**each)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    options = {"optimizer": with_momentum, "constraints": constraints, "kernels": kernels}
+    compiled = autopar.compile(model, "2 cpu", example_inputs=batches[0], **options)
+    found, state = run_ranks(losses_and_state, (compiled, batches), 2)[0]
+    assert found == pytest.approx(losses, rel=1e-5, nan_ok=True) and math.isnan(found[1])
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(torch.as_tensor(state[name]), value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 # The configuration --------------------------------------------------------------------------------------------------
 
 
@@ -363,3 +423,11 @@ def test_a_loader_of_tuples_trains_as_one_process() -> None:
 def test_absurd_values_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(ConstraintError, match=next(iter(field))):
         TrainerConfig(**field)
+
+
+def test_none_is_a_number_where_it_is_the_default() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainerConfig)} | {"tolerance": None}
+    for name, allowed in RANGES.items():
+        assert (None in allowed) == (defaults[name] is None), name
+    with pytest.raises(ConstraintError, match="seed is a whole number"):
+        TrainerConfig(seed=None)

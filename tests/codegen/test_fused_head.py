@@ -77,7 +77,7 @@ def assert_fused(body: Body, tolerance: float = 1e-12) -> Program:
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, equal_nan=True, msg=name)
     return fused
 
 
@@ -131,10 +131,12 @@ def test_ignored_classes(ignored):
 
 @pytest.mark.parametrize("divisor", ["num_targets[0]", "1.0", "num_targets[0] * 0"])
 def test_counts_as_the_program_has_them(divisor):
-    """A count of all ranks, none for a sum, and 0 where no target is left: the loss is then 0, not nan."""
+    """A count of all ranks, none for a sum, and 0 where no target is left: the mean is then nan, its gradients 0."""
     target = TARGET * 0 - 100 if divisor.endswith("* 0") else TARGET
     found = numbers(assert_fused(head(divisor=divisor, target=target)).root.body, head(divisor=divisor, target=target))
+    assert found.pop("y").isnan() == divisor.endswith("* 0")
     assert all(value.isfinite().all() for value in found.values())
+    assert any(value.any() for value in found.values()) != divisor.endswith("* 0")
 
 
 def test_a_count_that_the_program_makes_itself_is_read_where_it_is():

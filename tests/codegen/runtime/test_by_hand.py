@@ -59,6 +59,7 @@ def steps_by_hand(rank: int, world_size: int) -> None:
         assert_equal(step, eager, f"{case}, after refusals")
         _check_clipping(mesh, zero, case)
         _check_settings(step)
+    _check_offloaded(Mesh.create(("dp",), (2,)))
 
 
 def _check_clipping(mesh: Mesh, zero: int, case: str) -> None:
@@ -78,6 +79,33 @@ def _check_clipping(mesh: Mesh, zero: int, case: str) -> None:
         assert parameter.grad is not None
         parameter.grad = parameter.grad.clone()
     refused(step.update, "gradients were replaced")
+
+
+def _check_offloaded(mesh: Mesh) -> None:
+    """The gradients are on the device, and the parameters that the optimiser has in host memory."""
+    for use in (
+        lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05),
+        lambda parameters: nn.utils.clip_grad_value_(parameters, 0.05),
+        lambda parameters: torch.stack([parameter.grad.norm() for parameter in parameters]),
+        lambda parameters: parameters[0].grad.mul_(0.5),
+        lambda parameters: torch.optim.SGD(parameters, 0.1).zero_grad(set_to_none=False),
+    ):
+        step, eager = make_step(mesh, 0, 1, "adamw", None, offload_optimizer="host"), EagerTraining("adamw")
+        parameters = [parameter for parameter in step.stored_parameters().values() if parameter.requires_grad]
+        step.forward_backward(batch_of(step, 0))
+        refused(partial(use, parameters), "gradients are not in host memory")
+        step.optimizer.zero_grad()
+        for seed in range(2):
+            step(batch_of(step, seed))
+            eager.step(whole_batch(ROWS, seed))
+        assert_equal(step, eager, "offloaded")
+        step.forward_backward(batch_of(step, 0))
+        step.forward_backward(batch_of(step, 1))
+        refused(step.update, "after 2 calls of forward_backward")
+        step.forward_backward(batch_of(step, 0))
+        parameters[0].grad = torch.zeros_like(parameters[0])
+        step.optimizer.zero_grad()
+        step(batch_of(step, 2))
 
 
 def _check_settings(step: Step) -> None:

@@ -102,11 +102,11 @@ def test_large_logits_stay_finite(size: int, shift: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nothing_valid_gives_zero(size: int) -> None:
+def test_a_mean_without_a_target_is_torchs(size: int) -> None:
     logits = torch.randn(4, 12)
     for target in (torch.full((4,), -100), torch.full((4,), 2)[:0]):
         losses, gradient = sharded(logits[: len(target)], target, size, torch.tensor(0))
-        assert all(mine.item() == 0.0 for mine in losses)
+        assert all(mine.isnan() for mine in losses)
         assert not gradient.any() and gradient.shape == (len(target), 12)
 
 
