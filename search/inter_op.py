@@ -150,13 +150,19 @@ def solve_pipeline(
             _explore(Chain(problem, p, allowed, library), best)
     if best.solution is not None:
         return best.solution
-    if not diagnose and cutoff < float("inf"):
-        raise NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
-    pairs = itertools.product(_placements(problem), _numbers_of_stages(problem))
-    error = infeasible(Chain(problem, p, allowed, library) for allowed, p in pairs)
-    if error is None:
-        raise NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
-    raise error
+    # No name for the error here: it holds this frame, and a frame that holds it too keeps all tables until a garbage
+    # collection, which few but large objects do not call for.
+    raise _no_solution(problem, library, cutoff, diagnose)
+
+
+def _no_solution(problem: PipelineProblem, library: Library, cutoff: float, diagnose: bool) -> Exception:
+    """Why `solve_pipeline` has none."""
+    if diagnose or cutoff == float("inf"):
+        pairs = itertools.product(_placements(problem), _numbers_of_stages(problem))
+        error = infeasible(Chain(problem, p, allowed, library) for allowed, p in pairs)
+        if error is not None:
+            return error
+    return NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
 
 
 class NothingBelowCutoffError(ValueError):
