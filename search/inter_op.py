@@ -25,7 +25,7 @@ How it is solved. For thresholds T, U let G(T, U) be the least fill of pipelines
 step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and U grow, so that a rectangle
 [T0, T1] x [U0, U1] of thresholds holds nothing below G(T1, U1) + (m - 1) T0 + U0 (``_explore``). Rectangles are cut at
 the times that the solution of their upper corner has, clipped to what can still beat the best pipeline known, and
-halved. T0 starts from the least bottleneck any pipeline has (``_least_bottleneck``).
+halved. T0 starts from the least bottleneck any pipeline has (``_least_bottleneck``); with one micro-batch T is free.
 
 - G(T, U) is a dynamic program over the blocks, backwards, so that s, F(p, s) and D(p, s) are known (``stage_chain``).
 - It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``); stages on

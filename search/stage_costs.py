@@ -161,8 +161,7 @@ class StageCosts:
             known.exact[tuple(where[valid].T)] = known.num_entries + valid
             known.num_entries = len(self.entries)
         result, at = known.bound.copy(), np.nonzero(known.exact >= 0)
-        if len(self.entries):
-            result[at] = self.numbers[known.exact[at], 0]
+        result[at] = self.numbers[known.exact[at], 0]
         return result, known.exact.copy()
 
     def least_time(self, row: int) -> Array:

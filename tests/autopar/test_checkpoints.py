@@ -10,7 +10,7 @@ import os
 import pickle
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -297,24 +297,34 @@ def test_new_settings_win_and_schedules_continue(tmp_path: Path) -> None:
         assert group["betas"] == (0.9, 0.999)
 
 
-def test_a_new_learning_rate_counts_when_training_is_resumed(tmp_path: Path) -> None:
-    """Equal to a plain loop that changes the rate after two steps."""
-    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
-    torch.manual_seed(0)
-    net = Net()
+def plain_losses(net: nn.Module, rates: Sequence[float], seeds: Sequence[int]) -> list[float]:
+    """Of a plain loop with AdamW: one for every rate, and seed of its dropout masks."""
     reference = copy.deepcopy(net)
     optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], 0.1, weight_decay=0.01)
     losses = []
-    for step in range(4):
-        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.01
+    for step, (rate, seed) in enumerate(zip(rates, seeds, strict=True)):
+        optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
-        losses.append(reference(**batch))
-        losses[-1].backward()
+        with SameDropout(seed, step):
+            loss = reference(**BATCH)
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+BATCH = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
+
+
+def test_a_new_learning_rate_counts_when_training_is_resumed(tmp_path: Path) -> None:
+    """Equal to a plain loop that changes the rate after two steps."""
+    torch.manual_seed(0)
+    net = Net()
+    losses = plain_losses(net, (0.1, 0.1, 0.01, 0.01), (0,) * 4)
     config = replace(CONFIG, checkpoint_directory=str(tmp_path))
-    first = Trainer(copy.deepcopy(net), config, [batch]).fit().losses
-    rest = Trainer(copy.deepcopy(net), replace(config, steps=4, learning_rate=0.01), [batch]).fit().losses
-    assert (*first, *rest) == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+    first = Trainer(copy.deepcopy(net), config, [BATCH]).fit().losses
+    rest = Trainer(copy.deepcopy(net), replace(config, steps=4, learning_rate=0.01), [BATCH]).fit().losses
+    assert (*first, *rest) == pytest.approx(losses, rel=1e-5)
 
 
 class Dropping(Net):
@@ -327,22 +337,13 @@ class Dropping(Net):
 @pytest.mark.parametrize("auto_parallel", [False, True])
 def test_a_new_seed_counts_when_training_is_resumed(auto_parallel: bool, tmp_path: Path) -> None:
     """Equal to a plain loop whose dropout masks are of the new seed after two steps."""
-    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
     torch.manual_seed(0)
     net = Dropping()
-    reference = copy.deepcopy(net)
-    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], 0.1, weight_decay=0.01)
-    losses = []
-    for step in range(4):
-        optimizer.zero_grad()
-        with SameDropout(3 if step < 2 else 4, step):
-            losses.append(reference(**batch))
-        losses[-1].backward()
-        optimizer.step()
+    losses = plain_losses(net, (0.1,) * 4, (3, 3, 4, 4))
     config = replace(CONFIG, auto_parallel=auto_parallel, cluster="1 cpu", checkpoint_directory=str(tmp_path))
-    first = Trainer(copy.deepcopy(net), replace(config, seed=3), [batch]).fit().losses
-    rest = Trainer(copy.deepcopy(net), replace(config, seed=4, steps=4), [batch]).fit().losses
-    assert (*first, *rest) == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+    first = Trainer(copy.deepcopy(net), replace(config, seed=3), [BATCH]).fit().losses
+    rest = Trainer(copy.deepcopy(net), replace(config, seed=4, steps=4), [BATCH]).fit().losses
+    assert (*first, *rest) == pytest.approx(losses, rel=1e-5)
 
 
 def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
