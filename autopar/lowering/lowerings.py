@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.costs.contractions import DEFERRABLE
-from autopar.graph import Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, base_name
 from autopar.placement import R
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.localize import LocalCall, local_call
