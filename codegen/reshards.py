@@ -1,54 +1,65 @@
-"""Which method of an axis takes a tensor from one placement to another: the one table of them.
+"""What takes a tensor from one placement on an axis to another: the one table of the axis' methods.
 
 The backward of each is its transpose (`codegen/runtime/reshard.py`), from the conjugate of where the tensor went to the
-conjugate of where it came from.
+conjugate of where it came from. What is not in the table takes two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from codegen.runtime.parameters import parse_placement
 
-Kwargs = tuple[tuple[str, Any], ...]
-AxisCall = tuple[str, Kwargs]
-"""An axis' method and its keyword arguments."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
-_FULL: Final[Kwargs] = (("grad", "full"),)
-_PARTIAL: Final[Kwargs] = (("grad", "partial"),)
 
-METHODS: Final[Mapping[tuple[str, str], AxisCall]] = {
-    ("R", "Rp"): ("for_use", ()),
-    ("R", "S"): ("slice", ()),
-    ("R", "P"): ("first_rank_only", ()),
-    ("Rp", "R"): ("first_rank_grad", ()),
-    ("Rp", "S"): ("slice", _PARTIAL),
-    ("Rp", "P"): ("first_rank_only", _PARTIAL),
-    ("S", "R"): ("all_gather", _FULL),
-    ("S", "Rp"): ("all_gather", ()),
-    ("S", "S"): ("all_to_all", ()),
-    ("P", "R"): ("all_reduce", ()),
-    ("P", "Rp"): ("all_reduce", _PARTIAL),
-    ("P", "S"): ("reduce_scatter", ()),
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of an axis. grad: its argument of that name, if it takes one. forward, backward: what it sends."""
+
+    name: str
+    grad: str = ""
+    forward: Collective | None = None
+    backward: Collective | None = None
+
+
+METHODS: Final[Mapping[tuple[str, str], Method]] = {
+    ("R", "Rp"): Method("for_use", backward="all_reduce"),
+    ("R", "S"): Method("slice", backward="all_gather"),
+    ("R", "P"): Method("first_rank_only"),
+    ("Rp", "R"): Method("first_rank_grad"),
+    ("Rp", "S"): Method("slice", "partial"),
+    ("Rp", "P"): Method("first_rank_only", "partial"),
+    ("S", "R"): Method("all_gather", "full", "all_gather"),
+    ("S", "Rp"): Method("all_gather", "", "all_gather", "reduce_scatter"),
+    ("S", "S"): Method("all_to_all", "", "all_to_all", "all_to_all"),
+    ("P", "R"): Method("all_reduce", "", "all_reduce"),
+    ("P", "Rp"): Method("all_reduce", "partial", "all_reduce", "all_reduce"),
+    ("P", "S"): Method("reduce_scatter", "", "reduce_scatter", "all_gather"),
 }
-"""(kind of the source's placement, kind of the target's) -> the method, and what it takes beside dims."""
+"""(kind of the source's placement, kind of the target's) -> the method."""
 
 
-def axis_call(source: str, target: str, sections: tuple[int, int], requires_grad: bool) -> AxisCall:
-    """The call from one placement, as text, to another.
+Kwargs = tuple[tuple[str, Any], ...]
 
-    sections: those of the local tensor's sharded dim, before and after. Without a gradient none is full or partial,
-    except where it is Rp's. Raises KeyError where there is no such method.
+
+def axis_kwargs(source: str, target: str, sections: tuple[int, int], requires_grad: bool) -> Kwargs:
+    """What the method of METHODS is called with between two placements, which are text.
+
+    sections: those of the local tensor's sharded dim, before and after; 1 is left out. So is the gradient's being full
+    where there is none.
     """
     (kind, dim, _), (target_kind, target_dim, _) = parse_placement(source), parse_placement(target)
-    method, grad = METHODS[kind, target_kind]
-    if method == "all_to_all":
+    named: Kwargs = ()
+    if kind == target_kind == "S":
         named = ("split_dim", target_dim), ("concat_dim", dim)
-        counts = ("split_sections", sections[1]), ("concat_sections", sections[0])
-        return method, (*named, *(pair for pair in counts if pair[1] > 1))
-    kwargs: Kwargs = ()
-    if "S" in (kind, target_kind):
-        count = sections[0] if kind == "S" else sections[1]
-        kwargs = (("dim", dim if kind == "S" else target_dim), *((("sections", count),) if count > 1 else ()))
-    return method, kwargs + (grad if requires_grad or grad != _FULL else ())
+        named += ("split_sections", sections[1]), ("concat_sections", sections[0])
+    elif kind == "S":
+        named = ("dim", dim), ("sections", sections[0])
+    elif target_kind == "S":
+        named = ("dim", target_dim), ("sections", sections[1])
+    grad = METHODS[kind, target_kind].grad
+    named += (("grad", grad),) if grad and (requires_grad or grad != "full") else ()
+    return tuple((name, value) for name, value in named if value != 1 or "sections" not in name)

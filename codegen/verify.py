@@ -26,7 +26,7 @@ from codegen.program import (
     assigns,
     reads,
 )
-from codegen.reshards import METHODS, axis_call
+from codegen.reshards import METHODS, axis_kwargs
 from codegen.runtime.parameters import parse_placement
 from codegen.schemas import EmissionError
 
@@ -127,14 +127,15 @@ class _Body:
         if kinds not in METHODS or before == after:
             raise self.fail("there is no reshard in one step", source, result)
         sections = self.sections(source.type, axis), self.sections(result.type, axis)
-        wanted = axis_call(before, after, sections, source.type.requires_grad)
-        if wanted == ("all_reduce", ()) and not source.type.requires_grad and reshard.method == "sum_over":
-            wanted = "sum_over", ()
-        kwargs = tuple(pair for pair in reshard.kwargs if pair != ("wait", False))
-        if (reshard.method, kwargs) != wanted:
-            raise self.fail(f"the reshard is {wanted[0]} with {dict(wanted[1])}", source, result)
-        if not math.isclose(reshard.num_bytes, self.num_bytes(source.type, axis, kinds)):
-            raise self.fail(f"the reshard works on {self.num_bytes(source.type, axis, kinds)} bytes", source, result)
+        method, has_gradient = METHODS[kinds], source.type.requires_grad
+        name = "sum_over" if kinds == ("P", "R") and not has_gradient and reshard.method == "sum_over" else method.name
+        wanted = axis_kwargs(before, after, sections, has_gradient)
+        if (reshard.method, tuple(pair for pair in reshard.kwargs if pair != ("wait", False))) != (name, wanted):
+            raise self.fail(f"the reshard is {name} with {dict(wanted)}", source, result)
+        num_bytes = self.num_bytes(source.type, axis, kinds)
+        sent = method.forward or "", (has_gradient and method.backward) or ""
+        if (reshard.forward, reshard.backward) != sent or not math.isclose(reshard.num_bytes, num_bytes):
+            raise self.fail(f"the reshard sends {num_bytes} bytes with {sent}", source, result)
 
     def sections(self, held: TensorType, axis: str) -> int:
         """Of the sharded dim as the local tensor has them: axes with coarser shards of it have split the others off."""

@@ -34,7 +34,7 @@ from codegen.program import (
     TensorType,
     Var,
 )
-from codegen.reshards import axis_call
+from codegen.reshards import METHODS, axis_kwargs
 
 SUMS = "sums"
 """What forward calls the sums over the whole batch that it is given."""
@@ -244,7 +244,8 @@ class Lowering:
     def _reshard(self, step: Step, source: Var, name: str, meta: TensorMeta) -> Reshard:
         axes, before = self.shared.mesh.axes, source.type
         sections = step.source_sections, step.target_sections
-        method, kwargs = axis_call(str(step.source), str(step.target), sections, meta.requires_grad)
+        method = METHODS[step.source.kind, step.target.kind].name
+        kwargs = axis_kwargs(str(step.source), str(step.target), sections, meta.requires_grad)
         lies = dict(before.placements) | {axes[step.axis]: str(step.target)}
         pairs = tuple((axis, lies[axis]) for axis in axes if lies.get(axis, "R") != "R")
         result = Var(name, replace(before, placements=pairs))

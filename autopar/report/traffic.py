@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from autopar.graph import Ref
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.report.dims import DimNames
+from autopar.report.sharding import relative
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local
 from autopar.units import bytes_text
@@ -35,16 +35,13 @@ def reshard_rows(scope: Scope, module: ModuleClass, names: DimNames, num_micro_b
     for index, reshard in enumerate(module.body):
         if isinstance(reshard, Reshard):
             following = next((s for s in module.body[index + 1 :] if not isinstance(s, Reshard)), None)
-            user = _short(following.section) if isinstance(following, Call) else ""
-            row = f"{_reshard_words(scope, reshard, names)}{f', for {user}' if user else ''}", moved_text(reshard)
+            words = _reshard_words(scope, reshard, names)
+            if isinstance(following, Call) and following.section:
+                words += f", for {relative(scope, following.section)}"
+            row = words, moved_text(reshard)
             found[row] = found.get(row, 0) + 1
     times = scope.count * num_micro_batches
     return [Transfer(text, traffic, number * times) for (text, traffic), number in found.items()]
-
-
-def _short(module: str) -> str:
-    """A module's path inside its layer."""
-    return re.sub(r"^.*?\.\d+\.", "", module)
 
 
 def _reshard_words(scope: Scope, reshard: Reshard, names: DimNames) -> str:

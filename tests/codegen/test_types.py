@@ -231,7 +231,10 @@ WRONG: dict[str, tuple[Callable[[Program], Program], str]] = {
         "the reshard is all_gather",
     ),
     "another number of bytes": (
-        lambda p: with_statement(p, gathers, lambda s: replace(s, num_bytes=s.num_bytes / 2)), "the reshard works on"
+        lambda p: with_statement(p, gathers, lambda s: replace(s, num_bytes=s.num_bytes / 2)), "the reshard sends"
+    ),
+    "another collective of backward": (
+        lambda p: with_statement(p, gathers, lambda s: replace(s, backward="all_reduce")), "the reshard sends"
     ),
     "a reshard of two axes": (
         lambda p: with_statement(
