@@ -73,7 +73,7 @@ def _elementwise(elements: int, tensors: int, specials: int) -> Work:
 def _forward(
     x: torch.Tensor, norms: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], sizes: Mapping[str, Any]
 ) -> torch.Tensor:
-    """x: [tokens, width]."""
+    """The block's output [tokens, width] for x [tokens, width]."""
     batch, length, width, heads = (sizes[name] for name in ("batch", "length", "width", "heads"))
     h = F.linear(F.layer_norm(x, (width,), norms[0]), weights[0])
     query, key, value = h.view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind()

@@ -91,7 +91,7 @@ class _Case:
 
     @property
     def tolerance(self) -> float:
-        """For gradients, whose sums are rounded to the outputs' dtype part by part."""
+        """The relative error allowed to gradients, whose sums are rounded to the outputs' dtype part by part."""
         widest = [torch.finfo(out.dtype).eps for out in self.outputs if out.dtype.is_floating_point]
         return max(1e-9, *(32 * eps for eps in widest), 0.0)
 

@@ -198,7 +198,7 @@ def cat(call: Call) -> Rule | None:
 
 
 def stack(call: Call) -> Rule:
-    """The new dim is blocked."""
+    """The rule of `stack`, whose new dim is blocked."""
     out = call.outputs[0].shape
     dim = normal_dim(call["dim"], len(out))
     names = [f"d{i}" for i in range(len(out))]

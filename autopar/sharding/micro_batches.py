@@ -65,7 +65,7 @@ DRAWING = ("dropout", "scaled_dot_product_attention")
 
 
 class _KnownBeforeError(Exception):
-    """These sums have to be known before the step."""
+    """Raised where the sums `refs` have to be known before the step."""
 
     def __init__(self, refs: Sequence[Ref]) -> None:
         self.refs = tuple(refs)
@@ -323,7 +323,7 @@ class _Proof:
     # --- partial sums -------------------------------------------------------------------------------------------------
 
     def of_sums(self, site: Site) -> tuple[Share, ...]:
-        """Some inputs are P."""
+        """The shares of a call's outputs where some inputs are P."""
         sums = [i for i, share in enumerate(site.inputs) if share.is_sum]
         has_rows = site.grows or any(share.placement.is_shard for share in site.inputs)
         sets = () if has_rows else linear_sets(site)
