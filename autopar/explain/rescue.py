@@ -20,7 +20,7 @@ SECONDS = 5.0
 """Seconds after which no further way is tried."""
 
 MOST_NODES = 64
-"""Times the given number of nodes, up to which more are tried."""
+"""Factor on the given number of nodes up to which more are tried."""
 
 
 @dataclass(frozen=True, slots=True)

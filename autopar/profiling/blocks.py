@@ -19,7 +19,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 10, 14
 """What it launches as the cost model counts it: two norms, four linears (two matmuls each in backward), attention, two
 additions, a GELU."""
 VIEWS = 5
-"""Its views, each with one in backward."""
+"""The block's views, each with one in backward."""
 TINY: Mapping[str, int] = {"batch": 1, "length": 4, "width": 16, "heads": 2}
 FP32 = 4
 

@@ -33,12 +33,12 @@ class Case:
     work: Work | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a file."""
+        """The case as plain values for a file."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Case:
-        """Back from `to_json`, after a round through JSON."""
+        """The case of which `to_json` made `value`, after a round through JSON."""
         work = value["work"]
         made = Work(**{**work, "shape": tuple(work["shape"])}) if work else None
         return Case(value["family"], value["name"], value["parameters"], made)

@@ -23,11 +23,11 @@ CPU_WINDOW_SECONDS = 0.04
 CPU_HELD_BYTES = 2**25
 """Results of a kernel that are alive together, as a step's activations are: what is written is in no cache."""
 CPU_LEAST_SECONDS = 1e-5
-"""Below what any collective takes."""
+"""Seconds below what any collective takes."""
 CPU_WORK_SECONDS = 8e-3
 """What ranks compute between two collectives: about a half of a small transformer's layer."""
 FLUSH_BYTES = 2**28
-"""Written between kernels: more than any L2 cache of today."""
+"""Bytes written between kernels: more than any L2 cache of today."""
 
 
 @dataclass(frozen=True, slots=True)

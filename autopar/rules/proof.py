@@ -353,7 +353,7 @@ def _matching_outputs(
 
 
 def _alike(candidates: list[list[Placement]]) -> list[tuple[Placement, ...]]:
-    """Several outputs: the same placement for all of them."""
+    """The combinations of `candidates` (one list per output) in which all outputs have the same placement."""
     common = [p for p in candidates[0] if all(p in other for other in candidates)]
     return [(p,) * len(candidates) for p in common]
 
