@@ -348,8 +348,8 @@ def _broadcast(path: _Path) -> Iterator[Line]:
 
 
 def _p2p_rate(group: Group, path: _Path, per_node: int) -> float:
-    """Bytes per second of the slowest pair: by a device's own network interface, or by its part of the node's among the
-    pairs that cross."""
+    """Bytes per second of the slowest pair, by a device's own interface or its part of the node's among those that
+    cross."""
     if path.layout.num_nodes == 1:
         return path.intra_rate
     rate = path.inter.achievable_bytes_per_second / (1 + path.inter.contention_per_doubling)

@@ -49,8 +49,7 @@ class Clock(Protocol):
         """Times as many calls in a row as take about `seconds`."""
 
     def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
-        """Times a collective as a step has it, with about `seconds` of calls. is_started: the call only starts it, and
-        work goes on."""
+        """Times a collective as a step has it. is_started: the call only starts it, and work goes on."""
 
     def wait(self) -> None:
         """Waits until the device has done all that it was asked to."""
@@ -142,8 +141,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """The clock of processes with one GPU each. A kernel is timed by a pair of events, with L2 flushed before; a
-    stretch by one pair."""
+    """The clock of processes with a GPU each: a pair of events around each kernel (L2 flushed before) or stretch."""
 
     def __init__(self, device: torch.device, num_repeats: int = 20) -> None:
         self.device, self.num_repeats = device, num_repeats

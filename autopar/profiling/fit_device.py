@@ -100,8 +100,7 @@ def kernel_errors(measured: Measurements, device: Device) -> dict[str, list[floa
 def _of_cpu(
     measured: Measurements, plain: Sequence[KernelTime], memory: Sequence[KernelTime], memory_bytes: int
 ) -> Device:
-    """The CPU as a device whose peaks are the fastest that was seen (bandwidth: outside the caches, and of the
-    last-level cache)."""
+    """The CPU with the fastest that was seen as its peaks (bandwidth: outside the caches, and of the last level)."""
     streamed = max(k.work.num_bytes for k in measured.kernels if k.work.kind == "memory") / 4
     rates = {k.work.num_bytes: k.work.num_bytes / k.seconds for k in memory if not k.work.specials}
     rate = max(rate for size, rate in rates.items() if size >= streamed)

@@ -143,8 +143,8 @@ class Runner:
         return replace(own, seconds=mean, share=statistics.fmean(timing.share for timing in found))
 
     def _is_host_bound(self, case: Case) -> bool:
-        """Whether a case is timed by the host: overhead on a GPU is what a stretch of tiny kernels takes, not what the
-        device does of it."""
+        """Whether the host sets a case's time: overhead on a GPU is that of a stretch of tiny kernels, not the
+        device's."""
         return self.device.type == "cuda" and case.family == "overhead"
 
     def _disk_time(self, call: Callable[[], object]) -> Timing:
@@ -176,8 +176,7 @@ def provenance(topology: Topology, device: torch.device, process_bytes: int) -> 
 
 
 def under_torchrun(out: Path, level: Level, progress: Progress | None) -> Samples | None:
-    """Measures as one of the processes that torchrun started, nodes having LOCAL_WORLD_SIZE of them. Returns the
-    samples on rank 0, None on others."""
+    """Measures as one of torchrun's processes, LOCAL_WORLD_SIZE on a node. Returns the samples on rank 0, else None."""
     on_gpu, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:

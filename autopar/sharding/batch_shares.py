@@ -111,8 +111,7 @@ def linear_sets(site: Site) -> list[tuple[frozenset[int], bool]]:
 
 
 def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
-    """How many times larger the numbers among the arguments are for the whole batch, by argument. Raises for what
-    differs otherwise."""
+    """By argument, how many times larger its number is for the whole batch. Raises for what differs otherwise."""
     found = {}
     for name, value in whole.arguments.items():
         other = micro.arguments.get(name)

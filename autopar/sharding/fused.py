@@ -55,8 +55,7 @@ class Fusion:
 
     @property
     def charged(self) -> dict[Ref, str]:
-        """Each tensor that enters or leaves -> the member that it is charged to: the first that reads it, or the one
-        that makes it."""
+        """Tensor that enters or leaves -> the member charged for it: the first that reads it, or that makes it."""
         return {**self.readers, **{Ref(node.name): node.name for node in self.nodes}}
 
     def pays(self, num_data_ranks: int) -> bool:

@@ -50,8 +50,7 @@ class Offers:
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
 
     def tensor(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...] = ()) -> tuple[Placements, ...]:
-        """Placements open to a layer's input, or to a tensor with several uses. produced: those in which its own call
-        can leave it."""
+        """Placements open to a layer's input or a tensor with several uses. produced: as its own call can leave it."""
         offered = self.wanted(scope, ref) | set(produced)
         offered |= {(R,) * len(self.mesh.axes)} if not offered else set()
         return placement_choices(scope.metas[ref], sorted(offered), self.mesh)

@@ -172,8 +172,7 @@ class _Answer:
 
     @classmethod
     def of(cls, result: Any, operands: list[Tensor]) -> _Answer | None:
-        """The answer for a result, or None where `result` holds something else than tensors that their layout
-        describes."""
+        """The answer, or None where `result` holds something else than tensors that their layout describes."""
         kind = type(result) if type(result) in (tuple, list) else None
         parts: list[int | Tensor] = []
         for value in result if kind else (result,):

@@ -52,8 +52,7 @@ class Timeline:
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """For each pipeline rank, the fraction of the makespan in which it does not compute; 0 for an empty
-        makespan."""
+        """For each pipeline rank, the share of the makespan in which it does not compute; 0 for an empty makespan."""
         return tuple(1 - busy / self.makespan if self.makespan > 0 else 0.0 for busy in self.busy)
 
     @property
