@@ -16,6 +16,7 @@ from functools import cache, cached_property
 
 from autopar.costs.activity_costs import activity_costs, activity_seconds
 from autopar.costs.block_costs import BlockCost, BusySeconds
+from autopar.costs.passed import Known
 from autopar.costs.price import Pricer
 from autopar.graph import Graph
 from autopar.mesh import Mesh
@@ -39,23 +40,25 @@ TYPICAL_MICRO_BATCHES = 4
 class Activity:
     """What decisions do on a mesh per micro-batch, parameters left out; found when it is asked for.
 
-    Bounds ask for seconds only, and most layouts get no further than their bound.
+    known: programs of the model that were lowered already. Bounds ask for seconds only, and most layouts get no further
+    than their bound.
     """
 
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
     pricer: Pricer
     choices: Choices
+    known: Known = field(default_factory=dict)
 
     @cached_property
     def seconds(self) -> Mapping[str, BusySeconds]:
         """Block -> seconds of forward and backward, and of weight gradients that can be put off."""
-        return activity_seconds(self.graph, self.operators, self.pricer, self.choices)
+        return activity_seconds(self.graph, self.operators, self.pricer, self.choices, self.known)
 
     @cached_property
     def costs(self) -> Mapping[str, BlockCost]:
         """Block -> seconds by kind and bytes."""
-        return activity_costs(self.graph, self.operators, self.pricer, self.choices)
+        return activity_costs(self.graph, self.operators, self.pricer, self.choices, self.known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,7 @@ class Bases:
     _spaces: dict[tuple[int, bool, int], Space] = field(default_factory=dict)
     _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
+    _known: Known = field(default_factory=dict)
 
     def base(self, mesh: Mesh, rows: int, price: float) -> Base | None:
         """For a mesh whose tensor-parallel ranks share `rows` rows of a micro-batch; None where the constraints leave
@@ -167,7 +171,7 @@ class Bases:
         if key not in self._activity:
             here = carried(choices, self.operators(solved_rows), solved_rows, whole)
             placed = on_axes(here, axes, costed.axes)
-            self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed)
+            self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed, self._known)
         calls, storage = self.operators(solved_rows), self._storage_of(decided, axes)
         return Base(mesh, self._activity[key], costed, choices, axes, solved_rows, calls, price, storage)
 
