@@ -11,15 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.block_costs import MODES, BlockCost
-from autopar.costs.host import host_of
+from autopar.costs.pipeline_costs import PipelineCosts
 from autopar.costs.rates import is_cpu
-from autopar.costs.stage_costs import simulated, stage_costs
 from autopar.errors import ConstraintError
 from autopar.planning.layouts import Layout
 from autopar.planning.pipelines import GROUP, Found, PipelineSearch
 from autopar.planning.request import usable_bytes
-from autopar.planning.stage_points import modes_of, pipeline_of, point
-from cost_models.schedule import placement
+from autopar.planning.stage_points import modes_of, point
 from search.inter_op import solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh
 
@@ -81,24 +79,24 @@ def chunks_of(search: PipelineSearch) -> Iterator[Chunks]:
 
 def _best_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Found | None:
     """The layout under the first recompute mode that fits."""
-    for num_bytes, solution in cuts_by_mode(search, layout, chunks):
-        if num_bytes <= usable_bytes(search.request):
-            seconds = _seconds(search, layout, chunks, search.costs(layout), solution)
-            return replace(search.found(layout, chunks.schedule, solution), objective=seconds)
+    for found, costs in cuts_by_mode(search, layout, chunks):
+        if costs.peak_bytes <= usable_bytes(search.request):
+            return replace(found, objective=costs.simulated().prediction.step_seconds)
     return None
 
 
-def cuts_by_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Iterator[tuple[float, PipelineSolution]]:
-    """(bytes of the fullest rank, the even cut) under every recompute mode, the one that keeps most first."""
+def cuts_by_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Iterator[tuple[Found, PipelineCosts]]:
+    """The even cut, and what it costs, under every recompute mode, the one that keeps most first."""
     num_stages = layout.num_positions * chunks.count
     if num_stages > len(search.blocks) or layout.num_micro_batches < 2 or search.base(layout) is None:
         return
-    costs, pinned = search.costs(layout), search.request.constraints.recompute
+    here, pinned = search.chain_costs(layout), search.request.constraints.recompute
     for mode in MODES:
         if pinned == mode or (pinned is None and (mode != "offload" or not is_cpu(search.request.cluster))):
-            solution = _even_cut(search, layout, costs, mode, num_stages)
+            solution = _even_cut(search, layout, here.costs, mode, num_stages)
             if solution is not None:
-                yield search.peak_bytes(layout, chunks.schedule, costs, solution), solution
+                found = search.found(layout, chunks.schedule, solution)
+                yield found, search.assembled(layout, chunks.schedule, here, solution)
 
 
 def _even_cut(
@@ -124,20 +122,3 @@ def _even_cut(
         return solve_pipeline(problem)
     except PipelineInfeasibleError:
         return None
-
-
-def _seconds(
-    search: PipelineSearch, layout: Layout, chunks: Chunks, costs: Mapping[str, BlockCost], solution: PipelineSolution
-) -> float:
-    """Of one simulated step."""
-    pipeline = pipeline_of(solution, layout.num_positions, chunks.schedule, layout.offload)
-    borders = (*search.borders(layout), 0.0)
-    staged = stage_costs(costs, search.blocks, pipeline.stages, borders)
-    home = placement(chunks.schedule, layout.num_positions, chunks.count)
-    transfers = {
-        (i, i + 1): 0.0 if home[i] == home[i + 1] else search.transfer_seconds(layout, borders[stage.last])
-        for i, stage in enumerate(pipeline.stages[:-1])
-    }
-    host = host_of(search.request.cluster)
-    found = simulated(staged, pipeline, layout.num_micro_batches, transfers, host=host)
-    return found.prediction.step_seconds

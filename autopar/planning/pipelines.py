@@ -16,22 +16,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costs.block_costs import BlockCost, BusySeconds, Mode, chain, exposed, homes_of
-from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
+from autopar.costs.borders import border_bytes, hop_seconds, shared_parameters, tie_costs
 from autopar.costs.cost_table import combined
+from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
-from autopar.costs.stage_costs import position_bytes as bytes_of_positions
-from autopar.costs.stage_costs import shared_costs, stage_costs
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.mesh import Mesh
 from autopar.placement import Stored
-from autopar.plan import StagePlan
 from autopar.planning.bases import Base, Bases
 from autopar.planning.layouts import Layout, layouts
 from autopar.planning.memory_fit import Fitting, least_kept, least_recompute, solve_in_rounds
 from autopar.planning.one_stage import Failure
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.stage_points import HOLDING, modes_of, pipeline_of, point, stretch_of, stretched
+from autopar.seats import Seat
 from autopar.sharding.strategies import scopes_of
 from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import (
@@ -58,14 +57,13 @@ Bounded = tuple[float, int, Layout, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A solved layout. objective: seconds by the closed form. costs: of every block with its parameters."""
+    """A solved layout. objective: seconds by the closed form."""
 
     objective: float
     layout: Layout
     schedule: str
     solution: PipelineSolution
     base: Base
-    costs: Mapping[str, BlockCost]
 
 
 @dataclass(frozen=True)
@@ -228,8 +226,7 @@ class PipelineSearch:
 
     def _kept_of_blocks(self, layout: Layout) -> tuple[list[tuple[int, Iterable[Mode]]], float]:
         """How often each block stands in the model with the modes it may run in, and `stored_bytes`."""
-        base = self.base(layout)
-        assert base is not None
+        base = self._base(layout)
         modes: list[tuple[int, Iterable[Mode]]] = []
         modes += ((count, self.modes(base.costs[name]).values()) for name, count in self.counts.items())
         return modes, self.stored_bytes(layout)
@@ -241,8 +238,7 @@ class PipelineSearch:
     def _totals(self, layout: Layout) -> tuple[Mapping[str, BusySeconds], dict[str, tuple[float, float]]]:
         """By block: seconds per micro-batch without parameters; (seconds per micro-batch, seconds per step) of
         parameters."""
-        base = self.base(layout)
-        assert base is not None
+        base = self._base(layout)
         own = (layout.mesh, base.storage, layout.zero, layout.offload)
         if own not in self._synchronised:
             stored = self.stored(layout)
@@ -253,16 +249,18 @@ class PipelineSearch:
         """The decisions that a layout's mesh shares with all meshes of its tensor-parallel degree."""
         return self.bases.base(layout.mesh, layout.rows, layout.price)
 
-    def costs(self, layout: Layout) -> dict[str, BlockCost]:
-        """Every block with its parameters on this layout."""
+    def _base(self, layout: Layout) -> Base:
         base = self.base(layout)
         assert base is not None
-        return combined(base.costs, self.stored(layout))
+        return base
+
+    def costs(self, layout: Layout) -> dict[str, BlockCost]:
+        """Every block with its parameters on this layout."""
+        return combined(self._base(layout).costs, self.stored(layout))
 
     def stored(self, layout: Layout) -> dict[str, StoredCost]:
         """The parameters of every block on this layout."""
-        base = self.base(layout)
-        assert base is not None
+        base = self._base(layout)
         # Gradients that are summed over micro-batches take room of their own, however many there are.
         key = (layout.mesh, base.storage, layout.zero, layout.offload, layout.num_micro_batches > 1)
         if key not in self._stored:
@@ -272,9 +270,7 @@ class PipelineSearch:
         return self._stored[key]
 
     def _parameters(self, layout: Layout) -> Mapping[tuple[str, str], Stored]:
-        base = self.base(layout)
-        assert base is not None
-        return base.parameters(layout.zero)
+        return self._base(layout).parameters(layout.zero)
 
     def pricer(self, layout: Layout) -> Pricer:
         """Prices on the layout's mesh, whose state may live in host memory."""
@@ -287,37 +283,26 @@ class PipelineSearch:
 
     def found(self, layout: Layout, schedule: str, solution: PipelineSolution) -> Found:
         """A layout with its solution."""
-        base = self.base(layout)
-        assert base is not None
-        return Found(solution.objective, layout, schedule, solution, base, self.costs(layout))
+        return Found(solution.objective, layout, schedule, solution, self._base(layout))
 
     def fitting(self, layout: Layout, schedule: str, memory_bytes: float) -> Fitting:
         """A layout to be cut in `memory_bytes` per rank."""
-        costs, name = self.costs(layout), str(layout.mesh)
+        here, name = self.chain_costs(layout), str(layout.mesh)
         return Fitting(
-            lambda limits: self.problem(layout, schedule, costs, limits[name]),
-            lambda solution: {name: self.peak_bytes(layout, schedule, costs, solution)},
+            lambda limits: self.problem(layout, schedule, here.costs, limits[name]),
+            lambda solution: {name: self.assembled(layout, schedule, here, solution).peak_bytes},
             {name: memory_bytes},
         )
 
-    def peak_bytes(
-        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
-    ) -> float:
-        """Of the fullest position, as the prediction will count it."""
-        return max(sum(kinds.values()) for kinds in self.position_bytes(layout, schedule, costs, solution))
-
-    def position_bytes(
-        self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], solution: PipelineSolution
-    ) -> list[dict[str, float]]:
-        """Bytes by kind of every position, as the prediction will count them."""
+    def assembled(self, layout: Layout, schedule: str, here: ChainCosts, solution: PipelineSolution) -> PipelineCosts:
+        """A solution's pipeline, as the prediction will put it together. here: of `chain_costs`."""
         pipeline = pipeline_of(solution, layout.num_positions, schedule, layout.offload)
-        borders = (*self.borders(layout), 0.0)
-        stages = pipeline.stages or (StagePlan(0, len(self.blocks)),)
+        return pipeline_costs((here,) * layout.num_positions, pipeline, self.request.cluster)
+
+    def chain_costs(self, layout: Layout) -> ChainCosts:
+        """Every block on the mesh of the layout's positions."""
         pricer, parameters = self.pricer(layout), self._parameters(layout)
-        copies = second_copies(self.graph, pricer, parameters)
-        staged = stage_costs(costs, self.blocks, stages, borders, copies)
-        ties = tie_costs(self.graph, pricer, parameters, layout.num_positions)
-        return bytes_of_positions(staged, pipeline, layout.num_micro_batches, shared_costs(stages, self.shared, ties))
+        return ChainCosts(self.graph, pricer, parameters, self.costs(layout), self.borders(layout))
 
     def problem(
         self, layout: Layout, schedule: str, costs: Mapping[str, BlockCost], memory_bytes: float
@@ -350,11 +335,10 @@ class PipelineSearch:
     def _byte_seconds(self, layout: Layout) -> float:
         """Of one byte of the largest message between neighbouring positions."""
         largest = max(self.borders(layout))
-        return self.transfer_seconds(layout, largest) / max(largest, 1.0)
-
-    def transfer_seconds(self, layout: Layout, num_bytes: float) -> float:
-        """Of one message between neighbouring positions."""
-        return transfer_seconds(self.pricer(layout), layout.num_positions, num_bytes)
+        if layout.num_positions == 1:
+            return 0.0
+        at = Seat(layout.mesh)
+        return hop_seconds(self.request.cluster, at, at, largest) / max(largest, 1.0)
 
     def promising(self) -> list[tuple[float, Layout]]:
         """Layouts of several positions by their bounds, whatever their schedule."""
@@ -366,8 +350,7 @@ class PipelineSearch:
 
     def borders(self, layout: Layout) -> tuple[float, ...]:
         """Bytes per micro-batch and rank at every border."""
-        base = self.base(layout)
-        assert base is not None
+        base = self._base(layout)
         key = (base.costed, layout.rows, layout.price)
         if key not in self._borders:
             graph = self.request.trace.estimate(layout.rows * base.costed.num_data_ranks)

@@ -136,9 +136,10 @@ def _smallest_chunked(search: PipelineSearch) -> tuple[float, Found] | None:
         if least is not None and stored >= least[0]:
             break
         for chunks in chunks_of(search):
-            for num_bytes, solution in cuts_by_mode(search, layout, chunks):
+            for found, costs in cuts_by_mode(search, layout, chunks):
+                num_bytes = costs.peak_bytes
                 if least is None or num_bytes < least[0]:
-                    least = num_bytes, search.found(layout, chunks.schedule, solution)
+                    least = num_bytes, found
     return least
 
 

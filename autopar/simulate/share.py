@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar.costs.block_costs import BlockCost, chain, homes_of
-from autopar.costs.borders import shared_parameters
 from autopar.costs.price import Pricer
+from autopar.graph import layer_names
 from autopar.planning.bases import Bases
 from autopar.planning.request import Request
 from autopar.sharding.strategies import Operator, scopes_of
@@ -74,9 +74,8 @@ class Share:
         if cp > 1:
             check_context(graph, cp)
         self.graph = graph
-        self.blocks = chain(graph)
+        self.blocks, self.layers = chain(graph), layer_names(graph)
         self.homes, self.scopes = homes_of(graph), scopes_of(graph)
-        self.shared_parameters = shared_parameters(graph)
         self.experts = experts_of(graph)
         self.matrices = matrices_of(graph, self.experts)
         self.settings: dict[Any, Setting] = {}

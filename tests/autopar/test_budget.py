@@ -66,7 +66,7 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str
     assert len({each.num_micro_batches for each in layouts}) > 1
     for layout in layouts:
         found = search.solve(layout, "1f1b", usable_bytes(request))
-        (counted,) = search.position_bytes(layout, "1f1b", found.costs, found.solution)
+        (counted,) = search.assembled(layout, "1f1b", search.chain_costs(layout), found.solution).num_bytes()
         rows = request.global_batch_size // layout.num_micro_batches
         graph, operators = operators_at(request, rows)
         pricer = pricer_for(request, layout.mesh, layout.num_micro_batches, layout.offload)

@@ -46,9 +46,9 @@ def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch
     """share: of the way from the smallest budget that is named to what the fastest plan takes; below, nothing fits."""
     ample = PipelineSearch(request_for("gpt2")).run().found[0]
     search = PipelineSearch(request_for("gpt2"))
-    kinds = search.position_bytes(ample.layout, ample.schedule, ample.costs, ample.solution)
+    costs = search.assembled(ample.layout, ample.schedule, search.chain_costs(ample.layout), ample.solution)
     workspace = workspace_bytes(search.request.cluster.device)
-    most = workspace + max(sum(kind.values()) for kind in kinds)
+    most = workspace + costs.peak_bytes
     smallest = PipelineSearch(request_for("gpt2", memory=workspace + 1)).run().smallest
     assert smallest is not None
     least = smallest.num_bytes

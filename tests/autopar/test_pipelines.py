@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,14 +13,14 @@ import torch
 
 from autopar.constraints import Constraints
 from autopar.costs.activity_costs import activity_costs
-from autopar.costs.block_costs import BlockCost
+from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.rates import Training
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.bases import Bases, named_mesh
 from autopar.planning.candidates import candidate_of
 from autopar.planning.layouts import Layout, layouts
-from autopar.planning.pipelines import Found, PipelineSearch
+from autopar.planning.pipelines import PipelineSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request, operators_at, pricer_for, usable_bytes
 from autopar.tracing.rebatch import BatchedTrace
@@ -158,29 +157,25 @@ def test_best_of_all_layouts_equals_brute_force(name: str, tight: float) -> None
     free = searched(name, "4 a100-80g").run().found[0]
     request = searched(name, "4 a100-80g").request
     usable = usable_bytes(request)
-    needed = max(sum(kinds.values()) for kinds in bytes_of(searched(name, "4 a100-80g"), free))
+    ample = searched(name, "4 a100-80g")
+    needed = ample.assembled(free.layout, free.schedule, ample.chain_costs(free.layout), free.solution).peak_bytes
     capacity = request.cluster.device.memory_bytes
     search = searched(name, "4 a100-80g", memory=int(capacity if tight == 1.0 else capacity - usable + needed * tight))
     best, capacity = math.inf, usable_bytes(search.request)
     for layout in search.layouts:
         for schedule in search.schedules_of(layout):
-            costs = search.costs(layout)
+            here = search.chain_costs(layout)
 
             def fits(
                 solution: PipelineSolution,
                 layout: Layout = layout,
                 schedule: str = schedule,
-                costs: Mapping[str, BlockCost] = costs,
+                here: ChainCosts = here,
             ) -> bool:
-                positions = search.position_bytes(layout, schedule, costs, solution)
-                return max(sum(kinds.values()) for kinds in positions) <= capacity
+                return search.assembled(layout, schedule, here, solution).peak_bytes <= capacity
 
-            problem = search.problem(layout, schedule, costs, capacity)
+            problem = search.problem(layout, schedule, here.costs, capacity)
             with contextlib.suppress(PipelineInfeasibleError):
                 best = min(best, exhaustive_pipeline.solve(problem, fits).objective)
     assert math.isfinite(best) and search.run().found[0].objective == pytest.approx(best, rel=1e-9)
     assert len(search.layouts) > 100 and best < math.inf
-
-
-def bytes_of(search: PipelineSearch, found: Found) -> list[dict[str, float]]:
-    return search.position_bytes(found.layout, found.schedule, found.costs, found.solution)

@@ -193,15 +193,15 @@ def test_cuts_of_frameworks() -> None:
             self.forward_seconds, self.backward_seconds = seconds / 3, seconds * 2 / 3
 
     costs: Any = {"top 0": Cost(0.0), "Layer": Cost(1.0), "top 1": Cost(3.0)}
-    assert cut(blocks, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
     # 8 units in 2 parts of 4: four layers, then two and the head.
-    assert cut(blocks, [costs] * 2, weights, "weights") == (0, 5, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 2, weights, "weights") == (0, 5, 8)
     # 9 seconds in 3 parts: three layers, three layers, the head.
-    assert cut(blocks, [costs] * 3, weights, "time") == (0, 4, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "time") == (0, 4, 7, 8)
     # Half as long on one of two stages: six layers in 3 seconds before the head, or three of them before 3 + 3 halves.
     fast: Any = {name: Cost(cost.forward_seconds * 3 / 2) for name, cost in costs.items()}
-    assert cut(blocks, [fast, costs], weights, "time") == (0, 7, 8)
-    assert cut(blocks, [costs, fast], weights, "time") == (0, 4, 8)
+    assert cut(blocks, {"Layer"}, [fast, costs], weights, "time") == (0, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs, fast], weights, "time") == (0, 4, 8)
 
 
 # --- timeline ---------------------------------------------------------------------------------------------------------

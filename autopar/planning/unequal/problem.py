@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.block_costs import BlockCost
-from autopar.costs.borders import hop_seconds, last_holders
-from autopar.costs.stage_costs import position_bytes, shared_costs, stage_cost
+from autopar.costs.borders import hop_seconds
+from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
 from autopar.plan import Pipeline, StagePlan
 from autopar.planning.bases import stored_parameters
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
@@ -27,8 +26,8 @@ from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, 
 Seats = Mapping[str, Seat]
 """Shapes by the names of their submeshes."""
 
-Table = Mapping[str, Mapping[str, BlockCost]]
-"""Submesh -> block -> its cost there."""
+Table = Mapping[str, ChainCosts]
+"""What the chain costs on every submesh, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +49,15 @@ def solve(costs: SeatCosts, terms: Terms, cutoff: float = math.inf) -> FoundUneq
 def fitting(costs: SeatCosts, terms: Terms) -> Fitting:
     """A pipeline under the terms to be cut in the memory of the request's devices."""
     seats = {str(seat): seat for seat in terms.seats}
-    table = {name: costs.costs(seat, terms) for name, seat in seats.items()}
+    table = {name: costs.chain_costs(seat, terms) for name, seat in seats.items()}
 
     def held(solution: PipelineSolution) -> dict[str, float]:
         fullest: dict[str, float] = {}
         pipeline = _pipeline(costs, solution, terms, seats)
-        for seat, num_bytes in zip(pipeline.seats, _held(costs, pipeline, terms, table), strict=True):
-            fullest[str(seat)] = max(fullest.get(str(seat), 0.0), num_bytes)
+        ranks = [table[str(seat)] for seat in pipeline.seats]
+        counted = pipeline_costs(ranks, pipeline, costs.request.whole).num_bytes()
+        for seat, kinds in zip(pipeline.seats, counted, strict=True):
+            fullest[str(seat)] = max(fullest.get(str(seat), 0.0), sum(kinds.values()))
         return fullest
 
     usable = {name: usable_bytes(costs.request.of_group(seat.group)) for name, seat in seats.items()}
@@ -77,12 +78,12 @@ def _problem(
 ) -> PipelineProblem:
     count, pinned = terms.num_micro_batches, costs.request.constraints.recompute
     points, holding = {}, HOLDING[terms.schedule](count)
-    for name, own in table.items():
-        stretch = stretch_of(own, costs.counts, terms.schedule, count)
-        for block, cost in own.items():
+    for name, here in table.items():
+        stretch = stretch_of(here.costs, costs.counts, terms.schedule, count)
+        for block, cost in here.costs.items():
             modes = modes_of(cost, pinned, has_host=not costs.is_on_cpu)
             points[block, name] = tuple(point(cost, k, mode, terms.schedule, stretch) for k, mode in modes.items())
-    sizes = {name: costs.borders(seat, terms) for name, seat in seats.items()}
+    sizes = {name: here.border_bytes for name, here in table.items()}
     return PipelineProblem(
         costs.blocks,
         tuple(Submesh(n, str(s.group), s.mesh.num_ranks, memory_bytes[n]) for n, s in seats.items()),
@@ -93,7 +94,7 @@ def _problem(
         tuple(max(border) for border in zip(*sizes.values(), strict=True)),
         _byte_seconds(costs, seats, sizes),
         costs.is_on_cpu,
-        tuple(_tied(costs, seats, terms)),
+        tuple(_tied(costs, table)),
         num_stages=costs.positions(terms.seats),
         put_off=holding.put_off,
     )
@@ -113,9 +114,9 @@ def _byte_seconds(
     }
 
 
-def _tied(costs: SeatCosts, seats: Seats, terms: Terms) -> Iterator[Tied]:
+def _tied(costs: SeatCosts, table: Table) -> Iterator[Tied]:
     """Parameters that two blocks read."""
-    ties = [costs.ties(seat, terms) for seat in seats.values()] if costs.shared else []
+    ties = [here.ties(num_ranks=2) for here in table.values()] if costs.shared else []
     for name, (first, last) in costs.shared.items():
         known = [each[name] for each in ties if name in each]
         if known:
@@ -128,16 +129,3 @@ def _pipeline(costs: SeatCosts, solution: PipelineSolution, terms: Terms, seats:
     pipeline = pipeline_of(solution, len(positions), terms.schedule, terms.offload)
     stages = pipeline.stages or (StagePlan(0, len(costs.blocks)),)
     return replace(pipeline, stages=stages, seats=positions)
-
-
-def _held(costs: SeatCosts, pipeline: Pipeline, terms: Terms, table: Table) -> Iterator[float]:
-    """Bytes of a rank of every position, as the prediction will count them."""
-    borders = [(*costs.borders(seat, terms), 0.0) for seat in pipeline.seats]
-    staged = [
-        stage_cost(table[str(seat)], costs.blocks, stage, border[stage.last], costs.copies(seat, terms))
-        for seat, stage, border in zip(pipeline.seats, pipeline.stages, borders, strict=True)
-    ]
-    ties = last_holders(costs.shared, pipeline.stages, [costs.ties(seat, terms) for seat in pipeline.seats])
-    shared = shared_costs(pipeline.stages, costs.shared, ties)
-    for kinds in position_bytes(staged, pipeline, terms.num_micro_batches, shared):
-        yield sum(kinds.values())

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costs.block_costs import BlockCost, chain, exposed, homes_of
-from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs
+from autopar.costs.borders import border_bytes, shared_parameters
 from autopar.costs.cost_table import combined
+from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
-from autopar.costs.stage_costs import Copy
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.mesh import Mesh
 from autopar.placement import Stored
@@ -117,13 +117,12 @@ class SeatCosts:
             self._borders[key] = border_bytes(activity.graph, activity.pricer.mesh, activity.choices)
         return self._borders[key]
 
-    def copies(self, seat: Seat, terms: Terms) -> tuple[Copy, ...]:
-        """The buffers of parameters that two blocks read, in the stage of the second."""
-        return second_copies(self.graph, self._pricer(seat, terms), self._parameters(seat, terms))
-
-    def ties(self, seat: Seat, terms: Terms) -> Mapping[str, tuple[tuple[float, float, float], float]]:
-        """Of every such parameter, bytes of the second copy and seconds to sum both gradients."""
-        return tie_costs(self.graph, self._pricer(seat, terms), self._parameters(seat, terms), num_positions=2)
+    def chain_costs(self, seat: Seat, terms: Terms) -> ChainCosts:
+        """Every block on a seat, with what crosses its borders."""
+        pricer, parameters = self._pricer(seat, terms), self._parameters(seat, terms)
+        return ChainCosts(
+            self.graph, pricer, parameters, self.costs(seat, terms), self.borders(seat, terms), seat.group
+        )
 
     def _activity_key(self, seat: Seat, terms: Terms) -> ActivityKey:
         rows = terms.rows // seat.mesh.num_data_ranks
