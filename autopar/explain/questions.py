@@ -13,12 +13,11 @@ from autopar.explain.decisions import Decision, is_made, other_decisions, pin_te
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import TIE, time_words, verdict_words
 from autopar.plan import Plan
-from autopar.planning.bases import Bases
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.config_costs import Solved
+from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
 from autopar.planning.request import Candidate, Request, pricer_for, unequal_of
-from autopar.planning.unequal.search import UnequalSearch
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.units import bytes_text, seconds_text
@@ -39,7 +38,7 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit = time.monotonic() + seconds
-    bases = UnequalSearch(request) if request.mixed is not None else PipelineSearch(request).bases
+    bases = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
     searched = search_plans(
         request, bases, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the bases
@@ -52,7 +51,7 @@ class _Questions:
     """What is asked of one request. searched: its best plan; bases: solved for it, and shared by all questions."""
 
     request: Request
-    bases: Bases | UnequalSearch
+    bases: Solved
     searched: Candidate
     limit: float
     not_tried: list[str] = field(default_factory=list)

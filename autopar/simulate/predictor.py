@@ -13,7 +13,6 @@ from torch import nn
 from autopar.cluster import as_cluster
 from autopar.constraints import Constraints
 from autopar.costs.block_costs import BlockCost
-from autopar.costs.borders import border_bytes
 from autopar.costs.cost_table import combined
 from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
 from autopar.costs.price import Pricer
@@ -283,8 +282,7 @@ def _in_group(share: Share, setting: Setting, number: int, terms: _Terms, wanted
         for exchanges in _exchanges(share, base, pricer, terms, wanted):
             costs = with_exchanges(costs, exchanges)
         setting.costs[own] = costs
-    borders = _borders(share, setting, base, wanted.rows)
-    return ChainCosts(share.graph, pricer, parameters, setting.costs[own], borders, number)
+    return ChainCosts(share.graph, pricer, parameters, setting.costs[own], base.activity.border_bytes, number)
 
 
 def _rate(cluster: Cluster) -> float:
@@ -366,14 +364,6 @@ def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequenc
         modes = {name: ((wanted.recompute, own.count(name)),) for name in layers if wanted.recompute != "none"}
         stages.append(StagePlan(first, last, modes))
     return Pipeline(wanted.pp, wanted.schedule, tuple(stages), wanted.offload)
-
-
-def _borders(share: Share, setting: Setting, base: Base, rows: int) -> tuple[float, ...]:
-    key = (base.costed, rows)
-    if key not in setting.borders:
-        graph = share.traced.estimate(rows * base.costed.num_data_ranks)
-        setting.borders[key] = border_bytes(graph, base.costed, base.costed_choices)
-    return setting.borders[key]
 
 
 def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, tp: int) -> Constraints:

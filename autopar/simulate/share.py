@@ -60,7 +60,6 @@ class Setting:
     request: Request
     bases: ScoredBases
     costs: dict[Any, Mapping[str, BlockCost]] = field(default_factory=dict)
-    borders: dict[Any, tuple[float, ...]] = field(default_factory=dict)
 
 
 class Share:
