@@ -16,8 +16,8 @@ from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.planner import search_plans
-from autopar.planning.predict import predict
-from autopar.planning.request import Candidate, Request, pricer_for, unequal_of
+from autopar.planning.predict import predicted
+from autopar.planning.request import Candidate, Request
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.units import bytes_text, seconds_text
@@ -118,10 +118,7 @@ def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:
     """A step of the plan as it is, priced under the condition; None where it cannot run as it is."""
     if not condition.is_comparable:
         return None
-    plan = best.plan
-    pricer = pricer_for(condition.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    unequal = unequal_of(condition.request, plan)
-    return predict(best.graph, best.operators, pricer, best.choices, plan.pipeline, unequal).step_seconds
+    return predicted(condition.request, best).plan.prediction.step_seconds
 
 
 def _difference(plan: Plan, best: Plan) -> str:

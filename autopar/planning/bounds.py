@@ -22,6 +22,7 @@ t - 2 w, and T is stretched (stage_points.py).
 from __future__ import annotations
 
 import math
+from operator import mul
 
 from autopar.costs.block_costs import Mode
 from autopar.costs.borders import hop_seconds
@@ -118,43 +119,43 @@ def _kept_of_blocks(costs: ConfigCosts, config: ParallelConfig) -> tuple[list[tu
     return blocks, stored_bound(costs, config)
 
 
-def _bound(
-    costs: ConfigCosts, config: ParallelConfig, totals: list[list[ClassSeconds]], recompute_seconds: float
-) -> float:
-    """totals: of every stage mesh, as `ConfigCosts.seconds`."""
-    is_split, least, drained, longest = config.schedule == "zero-bubble", recompute_seconds, recompute_seconds, 0.0
-    for index, count in enumerate(costs.counts.values()):
-        micro = min(own[index][0] for own in totals)
-        least += count * micro
-        drained += count * min(own[index][0] - 2 * own[index][1] for own in totals)
-        longest = max(longest, micro * math.ceil(count / config.pp))
-    busy = _bottleneck(costs, config, [[micro for micro, _, _ in own] for own in totals])
-    step = _bottleneck(costs, config, [[once for _, _, once in own] for own in totals])
-    busy = max(busy, least / config.pp, longest)
-    if is_split:
-        busy *= min(_stretch(costs, config, own) for own in totals)
-    return (drained if is_split else least) + (config.num_micro_batches - 1) * busy + step
+def _bound(costs: ConfigCosts, config: ParallelConfig, totals: list[ClassSeconds], recompute_seconds: float) -> float:
+    """totals: on every stage mesh."""
+    counts, p = list(costs.counts.values()), config.pp
+    micro = _least([own.micro for own in totals])
+    fill = least = _total(counts, micro) + recompute_seconds
+    busy = _bottleneck(costs, config, [own.micro for own in totals])
+    busy = max(busy, least / p, *(n * t for n, t in zip((math.ceil(n / p) for n in counts), micro, strict=True)))
+    if config.schedule == "zero-bubble":
+        drained = [[t - 2 * w for t, w in zip(own.micro, own.weight, strict=True)] for own in totals]
+        fill = _total(counts, _least(drained)) + recompute_seconds
+        sums = [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
+        busy *= min(stretched(weight, each, config.num_micro_batches) for weight, each in sums)
+    return fill + (config.num_micro_batches - 1) * busy + _bottleneck(costs, config, [own.step for own in totals])
 
 
-def _stretch(costs: ConfigCosts, config: ParallelConfig, seconds: list[ClassSeconds]) -> float:
-    """Under zero bubble, with all blocks on one stage mesh."""
-    weight = sum(own * count for (_, own, _), count in zip(seconds, costs.counts.values(), strict=True))
-    busy = sum(own * count for (own, _, _), count in zip(seconds, costs.counts.values(), strict=True))
-    return stretched(weight, busy, config.num_micro_batches)
+def _least(seconds: list[list[float]]) -> list[float]:
+    """Of every class of blocks, on the stage mesh that is best for it."""
+    return seconds[0] if len(seconds) == 1 else list(map(min, *seconds))
+
+
+def _total(counts: list[int], seconds: list[float]) -> float:
+    """Of all blocks."""
+    return float(sum(map(mul, counts, seconds)))
 
 
 def _bottleneck(costs: ConfigCosts, config: ParallelConfig, seconds: list[list[float]]) -> float:
     """What the busiest stage takes at least. seconds: of every class of blocks on every stage mesh."""
-    meshes, groups, counts = config.stage_meshes, costs.request.whole.groups, list(costs.counts.values())
-    areas = [[each.mesh.num_ranks * n for n in own] for each, own in zip(meshes, seconds, strict=True)]
-    least = sum(n * min(area[i] for area in areas) for i, n in enumerate(counts)) / costs.request.whole.num_devices
-    work = sum(n * each for n, each in zip(counts, seconds[0], strict=True))
-    if len(groups) == 1 or not work:
+    whole, counts = costs.request.whole, list(costs.counts.values())
+    devices = [each.mesh.num_ranks for each in config.stage_meshes]
+    areas = [[count * each for each in own] for count, own in zip(devices, seconds, strict=True)]
+    least = _total(counts, _least(areas)) / whole.num_devices
+    if len(costs.groups) == 1:
         return least
-    rate = 0.0
-    for each, own in zip(meshes, seconds, strict=True):
-        slower = min(a / b for a, b in zip(own, seconds[0], strict=True) if b)
+    work, rate = _total(counts, seconds[0]), 0.0
+    for each, own in zip(config.stage_meshes, seconds, strict=True):
+        slower = min((a / b for a, b in zip(own, seconds[0], strict=True) if b), default=0.0)
         if not slower:
             return least
-        rate += groups[each.group].num_devices / each.mesh.num_ranks / slower
+        rate += whole.groups[each.group].num_devices / each.mesh.num_ranks / slower
     return max(least, work / rate)

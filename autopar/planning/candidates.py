@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from autopar.plan import Plan
 from autopar.planning.bases import decided_anew, stored_parameters
-from autopar.planning.predict import predict
-from autopar.planning.request import Candidate, Request, operators_at, pricer_for, unequal_of
+from autopar.planning.predict import predicted
+from autopar.planning.request import Candidate, Request, operators_at
 from autopar.planning.stage_problem import Found
 from autopar.seats import Seat, envelope
 from autopar.sharding.carried import suits
@@ -41,6 +41,4 @@ def candidate_of(found: Found, request: Request) -> Candidate:
         compression=request.training.compression,
         fp8=request.fp8,
     )
-    pricer = pricer_for(request, mesh, count, pipeline.offload)
-    prediction = predict(graph, operators, pricer, choices, pipeline, unequal_of(request, plan))
-    return Candidate(replace(plan, prediction=prediction), graph, operators, choices, None)
+    return predicted(request, Candidate(plan, graph, operators, choices, None))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from operator import add
 
 from autopar.costs.block_costs import BlockCost, Mode, chain, exposed, homes_of
 from autopar.costs.borders import shared_parameters
@@ -24,8 +26,15 @@ Solved = Bases | SharedDecisions
 """Decisions, by themselves for equal stage meshes and shared by unlike ones; those of another request may serve, if it
 differs only in what they do not depend on (see bases.py)."""
 
-ClassSeconds = tuple[float, float, float]
-"""Of one block: busy per micro-batch, of this weight gradients, and once per step."""
+
+@dataclass(frozen=True, slots=True)
+class ClassSeconds:
+    """Of every class of blocks on one stage mesh, in the order of `ConfigCosts.counts`: busy per micro-batch, of this
+    weight gradients, and once per step."""
+
+    micro: list[float]
+    weight: list[float]
+    step: list[float]
 
 
 class ConfigCosts:
@@ -42,7 +51,8 @@ class ConfigCosts:
         self.usable_bytes = [usable_bytes(group) for group in self.groups]
         self.is_on_cpu = is_cpu(request.whole.groups[0])
         self._stored: dict[Hashable, dict[str, StoredCost]] = {}
-        self._synchronised: dict[Hashable, dict[str, tuple[float, float]]] = {}
+        self._synchronised: dict[Hashable, tuple[list[float], list[float]]] = {}
+        self._none = [0.0] * len(self.counts)
 
     def base(self, config: ParallelConfig, stage_mesh: Seat) -> Base:
         """The decisions on a stage mesh, which there must be."""
@@ -50,26 +60,26 @@ class ConfigCosts:
         assert found is not None
         return found
 
-    def seconds(self, config: ParallelConfig, stage_mesh: Seat) -> list[ClassSeconds]:
-        """Of every class of blocks on a stage mesh, in the order of `counts`."""
-        key = self._stored_key(config, stage_mesh)
+    def seconds(self, config: ParallelConfig, stage_mesh: Seat) -> ClassSeconds:
+        """On a stage mesh."""
+        base = self.base(config, stage_mesh)
+        key = stage_mesh, base.storage, config.zero, config.offload
         if key not in self._synchronised:
             stored = self.stored(config, stage_mesh)
-            self._synchronised[key] = {n: (exposed(s.per_micro), exposed(s.per_step)) for n, s in stored.items()}
-        return self._seconds(config, stage_mesh, self._synchronised[key])
+            own = [stored.get(name, StoredCost()) for name in self.counts]
+            self._synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
+        per_micro, per_step = self._synchronised[key]
+        busy = self._busy(base, config.schedule)
+        return ClassSeconds(list(map(add, busy.micro, per_micro)), busy.weight, per_step)
 
-    def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: Seat) -> list[ClassSeconds]:
-        """The same, whatever becomes of the parameters."""
-        return self._seconds(config, stage_mesh, {})
+    def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: Seat) -> ClassSeconds:
+        """On a stage mesh, whatever becomes of the parameters."""
+        return self._busy(self.base(config, stage_mesh), config.schedule)
 
-    def _seconds(
-        self, config: ParallelConfig, stage_mesh: Seat, stored: Mapping[str, tuple[float, float]]
-    ) -> list[ClassSeconds]:
-        busy, found = self.base(config, stage_mesh).activity.seconds, list[ClassSeconds]()
-        for name in self.counts:
-            per_micro, per_step = stored.get(name, (0.0, 0.0))
-            found.append((busy[name].under(config.schedule) + per_micro, busy[name].weight, per_step))
-        return found
+    def _busy(self, base: Base, schedule: str) -> ClassSeconds:
+        own = base.activity.seconds
+        busy = [own[name] for name in self.counts]
+        return ClassSeconds([each.under(schedule) for each in busy], [each.weight for each in busy], self._none)
 
     def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
         """The modes of a block that the constraints and the device leave."""
@@ -77,10 +87,11 @@ class ConfigCosts:
 
     def stored(self, config: ParallelConfig, stage_mesh: Seat) -> dict[str, StoredCost]:
         """The parameters of every block on a stage mesh."""
-        key = self._stored_key(config, stage_mesh)
+        base = self.base(config, stage_mesh)
+        # Gradients that are summed over micro-batches take room of their own, however many there are.
+        key = stage_mesh, base.storage, config.zero, config.offload, config.num_micro_batches > 1
         if key not in self._stored:
-            parameters = self.base(config, stage_mesh).parameters(config.zero)
-            pricer = self._pricer(config, stage_mesh)
+            parameters, pricer = base.parameters(config.zero), self._pricer(config, stage_mesh)
             self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
         return self._stored[key]
 
@@ -99,11 +110,6 @@ class ConfigCosts:
             border_bytes=base.activity.border_bytes,
             group=stage_mesh.group,
         )
-
-    def _stored_key(self, config: ParallelConfig, stage_mesh: Seat) -> Hashable:
-        # Gradients that are summed over micro-batches take room of their own, however many there are.
-        several, storage = config.num_micro_batches > 1, self.base(config, stage_mesh).storage
-        return stage_mesh, storage, config.zero, config.offload, several
 
     def _pricer(self, config: ParallelConfig, stage_mesh: Seat) -> Pricer:
         """Prices of what is stored on a stage mesh."""

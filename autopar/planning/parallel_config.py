@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.seats import Seat
 
@@ -42,7 +42,18 @@ class ParallelConfig:
 
     def under(self, schedule: str, chunks: int = 1) -> ParallelConfig:
         """The same with a schedule."""
-        return replace(self, schedule=schedule, chunks=chunks)
+        # Not by `replace`, which takes longer than the bound of a config.
+        return ParallelConfig(
+            stage_meshes=self.stage_meshes,
+            pipeline_ranks=self.pipeline_ranks,
+            rows=self.rows,
+            num_micro_batches=self.num_micro_batches,
+            zero=self.zero,
+            price=self.price,
+            offload=self.offload,
+            schedule=schedule,
+            chunks=chunks,
+        )
 
     @property
     def key(self) -> tuple[int, tuple[str, ...], int, int, float, str, str]:

@@ -22,8 +22,8 @@ from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
 from autopar.planning.one_stage import OneStage, meshes, search_one_stage
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
-from autopar.planning.predict import predict
-from autopar.planning.request import Candidate, Request, divisors, pricer_for, unequal_of
+from autopar.planning.predict import predicted
+from autopar.planning.request import Candidate, Request, divisors
 from autopar.planning.shared_decisions import SharedDecisions
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.stage_points import HOLDING
@@ -185,9 +185,8 @@ def price_plan(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
 ) -> Candidate:
     """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
-    pricer = pricer_for(request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    prediction = predict(graph, operators, pricer, choices, plan.pipeline, unequal_of(request, plan))
-    capacity = request.capacity_bytes(replace(plan, prediction=prediction).fullest_group)
+    found = predicted(request, Candidate(replace(plan, runner_ups=()), graph, operators, choices, None))
+    prediction, capacity = found.plan.prediction, request.capacity_bytes(found.plan.fullest_group)
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(
             "the plan does not fit the memory of one rank",
@@ -195,7 +194,7 @@ def price_plan(
             | {"capacity": bytes_text(capacity)},
             alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
         )
-    return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)
+    return found
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:

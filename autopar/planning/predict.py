@@ -1,4 +1,4 @@
-"""The prediction of one set of choices, by kind: the same prices that the search added up, told apart.
+"""The prediction of a plan, by kind: the same prices that the search added up, told apart.
 
 `test_predict` holds that the seconds add up to the search's objective.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.costs.block_costs import BlockCost, chain
 from autopar.costs.borders import border_bytes
@@ -17,26 +18,30 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Simulated
 from autopar.graph import Graph, layer_names
-from autopar.plan import Pipeline, Prediction
-from autopar.planning.request import Unequal
+from autopar.plan import Prediction
+from autopar.planning.request import Candidate, Request, pricer_for
+from autopar.seats import Seat
 from autopar.sharding.choices import Choices, on_axes
 from autopar.sharding.strategies import Operator
 from cost_models.memory import workspace_bytes
 
-PLAIN = Pipeline()
+
+def predicted(request: Request, candidate: Candidate) -> Candidate:
+    """The candidate with a fresh prediction of its plan."""
+    plan = candidate.plan
+    if plan.pipeline.is_plain:
+        pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
+        prediction = predict(candidate.graph, candidate.operators, pricer, candidate.choices)
+    else:
+        prediction = simulate_plan(request, candidate).prediction
+    return replace(candidate, plan=replace(plan, prediction=prediction))
 
 
 def predict(
-    graph: Graph,
-    operators: Mapping[tuple[str, str], Operator],
-    pricer: Pricer,
-    choices: Choices,
-    pipeline: Pipeline = PLAIN,
-    unequal: Unequal | None = None,
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
 ) -> Prediction:
-    """Seconds per step and bytes per rank, by kind. pricer: on the plan's mesh; unequal: for positions of their own."""
-    if not pipeline.is_plain:
-        return simulate_plan(graph, operators, pricer, choices, pipeline, unequal).prediction
+    """Seconds per step and bytes per rank, by kind, of a plan that is one stage and keeps everything. pricer: on the
+    plan's mesh."""
     costs = block_costs(graph, operators, pricer, choices)
     counts = Counter(chain(graph))
     micro = pricer.training.num_micro_batches
@@ -56,27 +61,25 @@ def predict(
     return Prediction(dict(seconds), dict(num_bytes))
 
 
-def simulate_plan(
-    graph: Graph,
-    operators: Mapping[tuple[str, str], Operator],
-    pricer: Pricer,
-    choices: Choices,
-    pipeline: Pipeline,
-    unequal: Unequal | None = None,
-) -> Simulated:
+def simulate_plan(request: Request, candidate: Candidate) -> Simulated:
     """The plan's timeline and what it predicts; a plan without stages is one stage. Every stage is priced on the mesh
     of its pipeline rank."""
-    pricers = unequal.pricers if unequal is not None else (pricer,) * pipeline.num_positions
-    groups = [seat.group for seat in pipeline.seats] or [0] * pipeline.num_positions
-    found: dict[int, ChainCosts] = {}
-    for own, group in zip(pricers, groups, strict=True):
-        if id(own) not in found:
-            here = on_axes(choices, pricer.mesh.axes, own.mesh.axes)
-            costs, borders = block_costs(graph, operators, own, here), border_bytes(graph, own.mesh, here)
-            found[id(own)] = ChainCosts(graph, own, here.parameters, costs, borders, group)
-    ranks = [found[id(own)] for own in pricers]
-    cluster, capacities = (unequal.cluster, unequal.capacities) if unequal is not None else (pricer.cluster, ())
-    return pipeline_costs(ranks, pipeline, cluster).simulated(capacities)
+    plan, graph, operators = candidate.plan, candidate.graph, candidate.operators
+    chains: dict[Seat, ChainCosts] = {}
+    for seat in dict.fromkeys(plan.seats):
+        group, mesh = request.of_group(seat.group), seat.mesh.compact
+        pricer = pricer_for(group, mesh, plan.num_micro_batches, plan.pipeline.offload)
+        choices = on_axes(candidate.choices, plan.mesh.axes, mesh.axes)
+        chains[seat] = ChainCosts(
+            graph=graph,
+            pricer=pricer,
+            parameters=choices.parameters,
+            costs=block_costs(graph, operators, pricer, choices),
+            border_bytes=border_bytes(graph, mesh, choices),
+            group=seat.group,
+        )
+    capacities = [float(request.capacity_bytes(seat.group)) for seat in plan.seats]
+    return pipeline_costs([chains[seat] for seat in plan.seats], plan.pipeline, request.whole).simulated(capacities)
 
 
 def transient_bytes(graph: Graph, costs: Mapping[str, BlockCost]) -> float:

@@ -19,7 +19,6 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import simulate_plan
-from autopar.planning.request import pricer_for
 from autopar.report.timeline import trace_of
 from autopar.sharding.strategies import scopes_of
 from autopar.simulate import Predictor
@@ -271,8 +270,7 @@ def test_a_searched_plans_events_are_those_of_its_strategy() -> None:
     name, strategy = PLANS[3]
     request = request_for(name, **strategy)
     best = search_plans(request).best
-    pricer = pricer_for(request, best.plan.mesh, best.plan.num_micro_batches, best.plan.pipeline.offload)
-    simulated = simulate_plan(best.graph, best.operators, pricer, best.choices, best.plan.pipeline)
+    simulated = simulate_plan(request, best)
     found = predicted(name, **strategy).timeline
 
     def counts(events: Any) -> Counter[Any]:
