@@ -25,7 +25,7 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.updates import OptimizerFactory, adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.graph import Graph, LayerRun
+from autopar.graph import Graph, LayerRun, layer_names
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
 from autopar.optimizers import check_plan, examine, limited
@@ -308,7 +308,7 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
     for position, stage in enumerate(pipeline.stages):
         for name, runs in stage.recompute.items():
             count = blocks[stage.first : stage.last].count(name)
-            if sum(number for _, number in runs) != count or name not in blocks or name.startswith("top "):
+            if sum(number for _, number in runs) != count or name not in layer_names(graph):
                 raise PlanError(
                     f"{plan.at('pipeline', 'stages', str(position), 'recompute', name)}: the stage of blocks "
                     f"{stage.first}-{stage.last - 1} has {count} layers {name}",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.compile import reprice
-from autopar.planning import predict as predict_module
+from autopar.costs import pipeline_costs
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
 from autopar.sharding.strategies import options_of
@@ -64,7 +64,7 @@ def test_a_shared_tables_second_copy_is_gathered_where_it_is_read(monkeypatch: p
     """GPT-2's token table under ZeRO-3: the last position gathers the whole of its own copy, 1024 x 512 in fp32."""
     request = request_for("gpt2", "4 cpu", pp=2, dp=2, tp=1, zero=3, micro_batches=2, schedule="1f1b", recompute="none")
     plan = search_plans(request).best.plan
-    monkeypatch.setattr(predict_module, "second_copies", lambda *_: ())
+    monkeypatch.setattr(pipeline_costs, "second_copies", lambda *_: ())
     bare = reprice(request, plan).best.plan
     positions = zip(plan.prediction.positions, bare.prediction.positions, strict=True)
     more = [sum(counted.values()) - sum(left_out.values()) for counted, left_out in positions]
