@@ -28,9 +28,9 @@ from autopar.tracing.trace import trace
 from cost_models import collective
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
-from search import exhaustive_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 from tests.autopar.planning import request_for
+from tests.search import exhaustive_pipeline
 
 
 def slow(*values: Any) -> Any:

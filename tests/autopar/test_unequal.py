@@ -33,9 +33,9 @@ from autopar.seats import Seat
 from cost_models import mixed
 from cost_models.hardware import Link
 from cost_models.mixed import AnyCluster, MixedCluster
-from search import exhaustive_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
 from tests.autopar.unequal import EQUAL, ROWS, TWO_AND_ONE, UNLIKE, request_for
+from tests.search import exhaustive_pipeline
 
 
 def slow(*values: Any) -> Any:
