@@ -9,9 +9,6 @@ from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import Call, LayerLoop, Program, Reshard, Statement, Var
 from codegen.text import plain
 
-WIDTH = 112
-"""Of a statement, before it is indented."""
-
 CHAIN_WIDTH = 104
 
 
@@ -32,24 +29,7 @@ def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
 
 def indented(lines: list[str]) -> list[str]:
     """As the body of a method."""
-    return [f"        {part}" if part else "" for line in lines for part in _wrap(line)]
-
-
-def _wrap(line: str) -> list[str]:
-    """A line that is too long is broken inside its last outermost brackets, one level deeper."""
-    if len(line) <= WIDTH or "  # " in line:
-        return [line]
-    if ")" not in line:  # an index or a sum has no brackets to break inside: it gets some
-        target, is_assignment, value = line.partition(" = ")
-        return [f"{target} = (", f"    {value}", ")"] if is_assignment else [line]
-    closing = line.rfind(")")
-    depth, opening = 0, closing
-    for opening in range(closing, -1, -1):
-        depth += (line[opening] == ")") - (line[opening] == "(")
-        if depth == 0:
-            break
-    inner = line[opening + 1 : closing]
-    return [line[: opening + 1], f"    {inner}", line[closing:]] if inner else [line]
+    return [f"        {line}" if line else "" for line in lines]
 
 
 def source_lines(

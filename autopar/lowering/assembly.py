@@ -10,7 +10,7 @@ from autopar.plan import Pipeline
 from autopar.planning.request import Candidate
 from autopar.seats import first_ranks
 from codegen.async_tp import with_async_tp
-from codegen.check import check_file
+from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.evaluation import follows_training
 from codegen.expressions import expression
@@ -110,8 +110,7 @@ def source_of(program: Program | PipelineProgram) -> str:
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
         sources = {name: text for name, text in files.items() if name.endswith(".py")}
-        for name, text in sources.items():
-            check_file(name, text)
+        check_files(sources)
     except EmissionError as error:
         raise InternalError(
             "autopar emitted a program that cannot run, which is an error of autopar's own and not of the model",
