@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from codegen.text import bytes_text as bytes_text
+
 
 def seconds_text(seconds: float) -> str:
     """0.0123 -> `12.3 ms`; three digits."""
@@ -21,13 +23,3 @@ def count_text(number: float) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """1536 -> `1.5 KiB`."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
-        value /= 1024
-    return ""

@@ -43,11 +43,12 @@ def program_of(
     operators = {key: Operator("", node, inputs, rule, True, None, {})}
     shared = Shared(graph, operators, mesh, choices, {scope.name: scope for scope in scopes_of(graph)}, results)
     lowering = Lowering(shared, shared.scopes[""])
+    entering = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name in names)
     body = lowering.run(graph.body)
-    outputs = tuple(lowering.names[ref] for ref in results)
+    outputs = tuple(lowering.at_hand[ref, lowering.lies[ref]] for ref in results)
     counting = Lowering(shared, shared.scopes[""])
     statements, counts = counting.count_targets(lowering.losses)
-    cls = ModuleClass("Model", "One call.", {}, {}, tuple(names), body, outputs, tuple(lowering.layouts))
+    cls = ModuleClass("Model", "One call.", {}, {}, entering, body, outputs, tuple(lowering.layouts))
     given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
     common = "Model", mesh.axes, mesh.sizes, "", "fp32", 1, 1
     return Program(*common, given, (), cls, (), tuple(statements), counts)
@@ -62,7 +63,7 @@ def prepare(
     check_file("model.py", text)
     scope: dict[str, Any] = {"__name__": "codegen.emitted", "__package__": "codegen"}
     exec(compile(text, "model.py", "exec"), scope)
-    names = program.root.inputs
+    names = [variable.name for variable in program.root.inputs]
 
     def run(values: tuple[Tensor, ...], mesh: SimulatedMesh) -> tuple[Tensor, ...]:
         model = scope["Model"](mesh)

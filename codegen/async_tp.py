@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from codegen.fusion.match import Flow
-from codegen.linear_calls import Layer, is_stored, layer_of, operands_of, readers_of, view_of
+from codegen.linear_calls import Layer, is_stored, layer_of, readers_of, view_of
 from codegen.overlap import joined
-from codegen.program import Call, ModuleClass, PipelineProgram, Program, Reshard, Var
+from codegen.program import Call, ModuleClass, PipelineProgram, Program, Raw, Reshard, Var, reads
 
 AXIS: Final = "tp"
 """Whose ranks share memory, if any do."""
@@ -86,25 +86,22 @@ def _gathered(gather: Reshard, index: int, flow: Flow) -> _Joint | None:
     readers = readers_of(index, flow)
     if readers is None:
         return None
-    operands, first, gone = operands_of(readers, flow.body), readers.calls[0], readers.gone | {index}
-    held = operands.pop(gather.result, None)
-    if held is None or not _is_of_rows(gather, len(held.shape)) or not _holds(gather.source, index, first, gone, flow):
+    first, gone = readers.calls[0], readers.gone | {index}
+    if not _is_of_rows(gather) or not _holds(gather.source, index, first, gone, flow):
         return None
-    call = joined(readers, flow.body)
+    call = joined(readers)
     args = tuple(gather.source if arg == readers.x else arg for arg in call.args)
-    kwargs = (("axis", Var(gather.axis)), *gather.kwargs)
-    named = ((gather.source.name, held), *operands.items())
-    return _Joint(replace(call, target=_GATHERED[call.target], args=args, kwargs=kwargs, operands=named), first, gone)
+    kwargs = (("axis", Raw(gather.axis)), *gather.kwargs)
+    return _Joint(replace(call, target=_GATHERED[call.target], args=args, kwargs=kwargs), first, gone)
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
     """The layer at `position` whose result a reduce_scatter alone reads. view: the position of a statement between them
-    that gives the rows of the result the dims of `shape`, -1 if there is none; num_dims: of what is scattered."""
+    that gives the rows of the result the dims of `shape`, -1 if there is none."""
 
     layer: Layer
     position: int
-    num_dims: int
     view: int = -1
     shape: tuple[Any, ...] = ()
 
@@ -112,7 +109,7 @@ class _Product:
 def _scattered(scatter: Reshard, index: int, flow: Flow) -> _Joint | None:
     """A reduce_scatter with the layer whose result it alone reads, and with that layer's bias."""
     product = _product(scatter.source, index, flow)
-    if product is None or not _is_of_rows(scatter, product.num_dims):
+    if product is None or not _is_of_rows(scatter):
         return None
     layer, position = product.layer, product.position
     masked, bias = _masked(layer, position, scatter.axis, flow)
@@ -120,13 +117,12 @@ def _scattered(scatter: Reshard, index: int, flow: Flow) -> _Joint | None:
     if bias is None and layer.bias is not None or not _holds(layer.x, position, index, gone, flow):
         return None
     args: tuple[Any, ...] = (layer.x, layer.weight) if bias is None else (layer.x, layer.weight, bias)
-    kwargs: tuple[tuple[str, Any], ...] = (("axis", Var(scatter.axis)), *scatter.kwargs)
+    kwargs: tuple[tuple[str, Any], ...] = (("axis", Raw(scatter.axis)), *scatter.kwargs)
     target = "async_tp.linear_reduce_scatter"
     if layer.is_addmm:
         target, args = "async_tp.addmm_reduce_scatter", (bias, layer.x, layer.weight)
         kwargs = (("shape", product.shape), *kwargs) if product.shape else kwargs
-    operands = tuple(pair for pair in layer.call.operands if Var(pair[0]) in (layer.x, layer.weight))
-    call = replace(layer.call, target=target, args=args, kwargs=kwargs, results=(scatter.result,), operands=operands)
+    call = replace(layer.call, target=target, args=args, kwargs=kwargs, results=(scatter.result,))
     return _Joint(call, index, gone)
 
 
@@ -138,13 +134,12 @@ def _product(result: Var, reader: int, flow: Flow) -> _Product | None:
         product, shape = viewed
         if not shape or shape[-1] != product.shape[-1] or len(flow.origins[made]) != 1:
             return None
-        (source,) = flow.origins[made]
-        made, view = _only_for(Var(source), made, flow), made
+        (source,) = reads(flow.body[made])
+        made, view = _only_for(source, made, flow), made
     layer = layer_of(flow.body[made]) if made >= 0 else None
-    held = dict(layer.call.operands).get(layer.x.name) if layer is not None else None
-    if layer is None or held is None or (view >= 0 and not layer.is_addmm):
+    if layer is None or (view >= 0 and not layer.is_addmm):
         return None
-    return _Product(layer, made, len(shape or held.shape), view, shape)
+    return _Product(layer, made, view, shape)
 
 
 def _masked(layer: Layer, position: int, axis: str, flow: Flow) -> tuple[int, Var | None]:
@@ -163,10 +158,10 @@ def _only_for(value: Var, reader: int, flow: Flow) -> int:
     return made if made >= 0 and flow.readers[made, value.name] == {reader} else -1
 
 
-def _is_of_rows(reshard: Reshard, num_dims: int) -> bool:
+def _is_of_rows(reshard: Reshard) -> bool:
     """Whether a gather or scatter is along one dim of the rows, in one section, with the summed gradient."""
     kwargs = dict(reshard.kwargs)
-    return kwargs.keys() == {"dim"} and 0 <= kwargs["dim"] < num_dims - 1
+    return kwargs.keys() == {"dim"} and 0 <= kwargs["dim"] < len(reshard.result.type.shape) - 1
 
 
 def _holds(value: Var, reader: int, at: int, gone: frozenset[int], flow: Flow) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from codegen.columns import COLUMNS, documented, fitted
 from codegen.expressions import KERNELS, is_custom, literal
-from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement
+from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
 from codegen.runtime.names import argument
 from codegen.statements import axes, indented, source_lines
 from codegen.text import is_path, plain, quoted
@@ -158,10 +158,14 @@ def layer_class(program: Program, cls: ModuleClass, saving: frozenset[str]) -> s
     lines += [f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else []
     if "DropoutModule" in _bases(cls, saving):
         lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
-    lines += [f"    def forward({', '.join(('self', *cls.inputs))}):"]
+    lines += [f"    def forward({_names(('self', *cls.inputs))}):"]
     lines += indented(axes(program, cls.body) + source_lines(cls.body, cls.outputs))
-    lines += [f"        return {', '.join(cls.outputs)}"]
+    lines += [f"        return {_names(cls.outputs)}"]
     return "\n".join(lines)
+
+
+def _names(values: Iterable[str | Var]) -> str:
+    return ", ".join(value if isinstance(value, str) else value.name for value in values)
 
 
 def _root_class(program: Program, words: Words) -> str:
@@ -180,22 +184,22 @@ def _root_class(program: Program, words: Words) -> str:
     sends = {name: border.spec for name, border in program.sends.items()}
     lines += _table("SENDS", sends, words.borders.get("SENDS"))
     given = (("num_targets", program.count_targets), ("sums", program.whole_sums))
-    takes = ("self", *cls.inputs, *(name for name, statements in given if statements))
+    takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
-    lines += [f"    def forward({', '.join(takes)}):"]
+    lines += [f"    def forward({_names(takes)}):"]
     lines += indented(axes(program, cls.body) + source_lines(cls.body, cls.outputs, 2, parted))
-    lines += [f"        return {', '.join(cls.outputs)}"]
+    lines += [f"        return {_names(cls.outputs)}"]
     if program.count_targets:
         lines += ["", f"    def count_targets({', '.join(('self', *map(argument, program.inputs)))}):"]
         lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
         counted = source_lines(program.count_targets, program.target_counts)
         lines += indented(axes(program, program.count_targets) + counted)
-        lines += [f"        return [{', '.join(program.target_counts)}]"]
+        lines += [f"        return [{_names(program.target_counts)}]"]
     if program.whole_sums:
         lines += ["", f"    def whole_sums({', '.join(('self', *map(argument, program.inputs)))}):"]
         lines += ['        """Sums over this micro-batch, on all ranks, that forward needs of the whole batch."""']
-        lines += indented(axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sum_names))
-        lines += [f"        return [{', '.join(program.sum_names)}]"]
+        lines += indented(axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums))
+        lines += [f"        return [{_names(program.sums)}]"]
     return "\n".join(lines)
 
 

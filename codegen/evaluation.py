@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, TypeGuard
 
-from codegen.names import attribute_path
 from codegen.program import Call, ModuleClass, Program, Raw, Statement, Var
 
 _FLAG: Final = 5
@@ -33,13 +32,12 @@ def _class(cls: ModuleClass) -> ModuleClass:
     if not writing:
         return cls
     written: list[str] = []
-    paths = {attribute_path(name): name for name in cls.buffers}
     for call in writing:
         for index in _STATISTICS:
             held = call.args[index]
-            if not isinstance(held, Var) or held.name not in paths:
+            if not isinstance(held, Var) or not held.is_stored or held.type.tensor[0] not in cls.buffers:
                 raise ValueError(f"{call.target} would update a resharded copy of its statistics, {held}")
-            written.append(paths[held.name])
+            written.append(held.type.tensor[0])
     body = tuple(_followed(each) if _writes(each) else each for each in cls.body)
     return replace(cls, body=body, written_buffers=tuple(dict.fromkeys(written)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from codegen.program import Call, Operand, Raw, Var
+from codegen.program import Call, Raw, Var
 from codegen.schemas import EmissionError, schema_of, signature_of
 from codegen.text import quoted
 
@@ -169,7 +169,7 @@ def _operator(call: Call) -> str:
         required = {argument.name for argument in schema_of(call.target) or () if argument.is_required}
         arguments = {k: v for k, v in arguments.items() if k not in WITHOUT_EFFECT or k in required}
         text = SPECIAL[name](call, dict(arguments)) if name in SPECIAL else None
-        text = text or _infix(call, full, list(arguments.values()))
+        text = text or _infix(full, list(arguments.values()))
         if text is None and (name in METHODS or full in METHODS):
             own, *rest = _positional(call.target, arguments)
             text = _function(f"{_atom(literal(own[1]))}.{name}", *_split(rest))
@@ -221,12 +221,12 @@ def _python(name: str, target: str, arguments: Arguments) -> str | None:
     return _function(name, [literal(v) for _, v in written[:lead]], dict(written[lead:]))
 
 
-def _infix(call: Call, name: str, values: list[Any]) -> str | None:
+def _infix(name: str, values: list[Any]) -> str | None:
     """`a + b`; `&` is the logical "and" of booleans only."""
     infix = INFIX.get(name)
     if infix is None or len(values) != 2:
         return None
-    if name == "logical_and.default" and any(o.dtype != "bool" for _, o in call.operands or (("", Operand((), "")),)):
+    if name == "logical_and.default" and not all(isinstance(v, Var) and v.type.dtype == "bool" for v in values):
         return None
     return f"{_atom(literal(values[0]))} {infix} {_atom(literal(values[1]))}"
 

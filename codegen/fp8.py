@@ -23,7 +23,7 @@ from typing import Final
 
 from codegen.fusion.match import Flow
 from codegen.linear_calls import Layer, as_one, is_stored
-from codegen.program import Call, ModuleClass, PipelineProgram, Program, Spec, Statement, Var
+from codegen.program import Call, ModuleClass, PipelineProgram, Program, Statement, TensorType, Var
 from codegen.runtime.parameters import parse_placement
 
 MULTIPLE: Final = 16
@@ -73,16 +73,15 @@ def _statement(statement: Statement, cls: ModuleClass, sizes: Mapping[str, int])
         return statement
     target = _TARGETS[statement.target]
     weight, x = statement.args[_WEIGHT[target]], statement.args[_WEIGHT[target] - 1]
-    spec = cls.parameters.get(weight.name.removeprefix("self.")) if isinstance(weight, Var) else None
-    dtypes = {held.dtype for name, held in statement.operands if Var(name) in (x, weight)}
-    fits = spec is not None and len(dtypes) == 1 and _is_whole(spec, sizes)
+    is_trained = is_stored(weight) and weight.type.tensor[0] in cls.parameters
+    fits = is_trained and weight.type.dtype == x.type.dtype and _is_whole(weight.type, sizes)
     return replace(statement, target=target) if fits else statement
 
 
-def _is_whole(spec: Spec, sizes: Mapping[str, int]) -> bool:
+def _is_whole(weight: TensorType, sizes: Mapping[str, int]) -> bool:
     """Whether a rank's part of a weight is a matrix of whole multiples."""
-    shape = list(spec.shape)
-    for axis, text in spec.placements:
+    shape = list(weight.shape)
+    for axis, text in weight.placements:
         kind, dim, _ = parse_placement(text)
         if kind == "S":
             shape[dim] //= sizes[axis]
@@ -121,7 +120,7 @@ def _is_linear(statement: Statement, x: str) -> bool:
     if not isinstance(statement, Call) or statement.target != "fp8.linear" or statement.divisor != 1:
         return False
     read, *stored = statement.args
-    return read == Var(x) and all(value is None or is_stored(value) for value in stored)
+    return isinstance(read, Var) and read.name == x and all(value is None or is_stored(value) for value in stored)
 
 
 def _layer(call: Call) -> Layer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from codegen.fusion.match import Flow
-from codegen.program import Call, Operand, Reshard, Statement, Var
+from codegen.program import Call, Reshard, Statement, TensorType, Var
 
 LINEAR: Final = "aten.linear.default"
 ADDMM: Final = "aten.addmm.default"
@@ -62,7 +62,7 @@ def layer_of(statement: Statement | None) -> Layer | None:
 
 def is_stored(value: Any) -> bool:
     """Whether an argument is a parameter or buffer."""
-    return isinstance(value, Var) and value.name.startswith("self.")
+    return isinstance(value, Var) and value.is_stored
 
 
 def readers_of(index: int, flow: Flow) -> Readers | None:
@@ -70,12 +70,12 @@ def readers_of(index: int, flow: Flow) -> Readers | None:
     reshard = flow.body[index]
     assert isinstance(reshard, Reshard)
     read, view = reshard.result, -1
-    calls = flow.readers.get((index, read), frozenset())
+    calls = flow.readers.get((index, read.name), frozenset())
     if len(calls) == 1:
         (only,) = calls
         flattened = _flattened(only, flow)
-        if flattened:
-            read, view, calls = flattened, only, flow.readers.get((only, flattened), frozenset())
+        if flattened is not None:
+            read, view, calls = flattened, only, flow.readers.get((only, flattened.name), frozenset())
     order = tuple(sorted(calls))
     layers = tuple(layer for i in order if (layer := _reader(i, read, flow)) is not None)
     if not layers or len(layers) < len(order) or any(layer.is_addmm for layer in layers) and len(layers) > 1:
@@ -83,9 +83,9 @@ def readers_of(index: int, flow: Flow) -> Readers | None:
     if view >= 0 and not layers[0].is_addmm:
         return None
     first = order[0]
-    holds = flow.value_at(reshard.result, first, frozenset((view,))) == index
+    holds = flow.value_at(reshard.result.name, first, frozenset((view,))) == index
     may_move = all(flow.may_move(i, first) for i in order[1:])
-    return Readers(Var(reshard.result), order, layers, view) if holds and may_move else None
+    return Readers(reshard.result, order, layers, view) if holds and may_move else None
 
 
 def as_one(layers: Sequence[Layer], target: str) -> Call:
@@ -94,41 +94,29 @@ def as_one(layers: Sequence[Layer], target: str) -> Call:
     weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
     more = (biases,) if any(bias is not None for bias in biases) else ()
     results = tuple(layer.call.results[0] for layer in layers)
-    operands = dict(pair for layer in layers for pair in layer.call.operands)
-    args = (first.x, weights, *more)
-    return replace(first.call, target=target, args=args, results=results, operands=tuple(operands.items()))
+    return replace(first.call, target=target, args=(first.x, weights, *more), results=results)
 
 
-def operands_of(readers: Readers, body: tuple[Statement, ...]) -> dict[str, Operand]:
-    """What the layers read, of x the tensor before it is flattened."""
-    operands = dict(pair for layer in readers.layers for pair in layer.call.operands)
-    view = body[readers.view] if readers.view >= 0 else None
-    if isinstance(view, Call):
-        operands = {name: held for name, held in operands.items() if is_stored(Var(name))} | dict(view.operands)
-    return operands
-
-
-def _reader(index: int, read: str, flow: Flow) -> Layer | None:
+def _reader(index: int, read: Var, flow: Flow) -> Layer | None:
     layer = layer_of(flow.body[index] if index < len(flow.body) else None)
-    if layer is None or layer.x != Var(read):
+    if layer is None or layer.x != read:
         return None
     return layer if layer.bias is None or is_stored(layer.bias) else None
 
 
-def view_of(statement: Statement | None) -> tuple[Operand, tuple[Any, ...]] | None:
+def view_of(statement: Statement | None) -> tuple[TensorType, tuple[Any, ...]] | None:
     """What a view is of, and its sizes; None for what is no view."""
     if not isinstance(statement, Call) or statement.target not in VIEWS or statement.kwargs or statement.divisor != 1:
         return None
     x, sizes = (*statement.args, None, None)[:2]
-    held = dict(statement.operands).get(x.name) if isinstance(x, Var) else None
-    return (held, sizes) if held is not None and isinstance(sizes, tuple) else None
+    return (x.type, sizes) if isinstance(x, Var) and isinstance(sizes, tuple) else None
 
 
-def _flattened(index: int, flow: Flow) -> str:
-    """The result of a statement that is x as a matrix of its rows; "" for any other."""
+def _flattened(index: int, flow: Flow) -> Var | None:
+    """The result of a statement that is x as a matrix of its rows; None for any other."""
     statement = flow.body[index] if index < len(flow.body) else None
     found = view_of(statement)
     if found is None or not isinstance(statement, Call):
-        return ""
+        return None
     held, sizes = found
-    return statement.results[0] if len(sizes) == 2 and sizes[1] == held.shape[-1] else ""
+    return statement.results[0] if len(sizes) == 2 and sizes[1] == held.shape[-1] else None

@@ -15,20 +15,11 @@ the rows of x as a matrix, is joined alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
 
 from codegen.fusion.match import Flow
-from codegen.linear_calls import Readers, as_one, operands_of, readers_of
+from codegen.linear_calls import Readers, as_one, readers_of
 from codegen.program import Call, ModuleClass, Program, Reshard, Statement
-
-SUMMED_BACKWARD: Final[Mapping[str, frozenset[tuple[str, Any]]]] = {
-    "for_use": frozenset(),
-    "all_gather": frozenset(),
-    "all_reduce": frozenset({("grad", "partial")}),
-}
-"""Methods of an axis that end in Rp -> the arguments that make them, beside dims."""
 
 
 def overlap(program: Program) -> Program:
@@ -39,21 +30,17 @@ def overlap(program: Program) -> Program:
 
 def sums_backward(statement: Statement) -> bool:
     """Whether a statement is a reshard to Rp, whose backward sums over the axis."""
-    wanted = SUMMED_BACKWARD.get(statement.method) if isinstance(statement, Reshard) else None
-    if wanted is None or not isinstance(statement, Reshard):
-        return False
-    return wanted == {pair for pair in statement.kwargs if pair[0] not in ("dim", "sections")}
+    return isinstance(statement, Reshard) and statement.result.type.placement(statement.axis) == "Rp"
 
 
-def joined(readers: Readers, body: tuple[Statement, ...]) -> Call:
+def joined(readers: Readers) -> Call:
     """The call of `overlapped` that stands for the layers."""
     layers = readers.layers
-    first, operands = layers[0], tuple(operands_of(readers, body).items())
-    call = replace(first.call, operands=operands)
+    first = layers[0]
     if first.is_addmm:
-        return replace(call, target="overlapped.addmm", args=(first.bias, readers.x, first.weight))
+        return replace(first.call, target="overlapped.addmm", args=(first.bias, readers.x, first.weight))
     if len(layers) == 1:
-        return replace(call, target="overlapped.linear")
+        return replace(first.call, target="overlapped.linear")
     return as_one(layers, "overlapped.linears")
 
 
@@ -65,5 +52,5 @@ def _overlap_class(cls: ModuleClass) -> ModuleClass:
         if readers is not None:
             for gone in readers.gone:
                 body[gone] = None
-            body[readers.calls[0]] = joined(readers, cls.body)
+            body[readers.calls[0]] = joined(readers)
     return replace(cls, body=tuple(statement for statement in body if statement is not None))

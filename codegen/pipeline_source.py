@@ -21,7 +21,7 @@ from codegen.emit import (
 from codegen.expressions import literal
 from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program
 from codegen.runtime.positions import tiled
-from codegen.text import plain
+from codegen.text import bytes_text, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _border_comments(pipeline: PipelineProgram, file: _File) -> Mapping[str, Map
 
 def _border(borders: list[Border], peers: str) -> str:
     """One rank's bytes differ where the stages' meshes do."""
-    sizes = " or ".join(dict.fromkeys(border.size for border in borders))
+    sizes = " or ".join(dict.fromkeys(bytes_text(border.num_bytes) for border in borders))
     return f"{sizes} {peers}{', gradient back' if borders[0].spec.requires_grad else ''}"
 
 

@@ -7,7 +7,7 @@ calls, reshards, and (in the root) loops over layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -16,25 +16,54 @@ from codegen.runtime.positions import tiled
 
 
 @dataclass(frozen=True, slots=True)
+class TensorType:
+    """What a variable holds: global shape, dtype name ("float32"), placement text per axis (R left out).
+
+    requires_grad: whether the loss is differentiated through it. tensor: the graph's tensor that it stands for, as the
+    name of a node, parameter or input and the number of the output; the name is "" where the graph has no such tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[tuple[str, str], ...] = ()
+    requires_grad: bool = False
+    tensor: tuple[str, int] = ("", 0)
+
+    def placement(self, axis: str) -> str:
+        """How it lies on an axis, as text: "R", "Rp", "S(1)", "P"."""
+        return dict(self.placements).get(axis, "R")
+
+    def is_alike(self, other: TensorType) -> bool:
+        """Whether both have one global shape and dtype, so that nothing is broadcast or promoted between them."""
+        return (self.shape, self.dtype) == (other.shape, other.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Var:
-    """A local variable or attribute path, printed as it is: `hidden`, `self.mlp.up_proj.weight`."""
+    """A local variable or attribute path, printed as it is: `hidden`, `self.mlp.up_proj.weight`; and what it holds.
+
+    Variables of one name are equal, whatever they hold.
+    """
 
     name: str
+    type: TensorType = field(compare=False)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is a parameter or buffer of the module."""
+        return self.name.startswith(("self.", "self["))
+
+
+UNREAD = Var("", TensorType((), ""))
+"""The result of a call or loop that nothing uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A Python expression, printed as it is."""
+    """A Python expression, printed as it is. reads: the variables in it."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """What a variable holds where a call reads it: global shape, dtype name ("float32")."""
-
-    shape: tuple[int, ...]
-    dtype: str
+    reads: tuple[Var, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +71,33 @@ class Call:
     """`results = target(*args, **kwargs)`, divided by `divisor`.
 
     target: an operator ("aten.linear.default"), a runtime function ("runtime.dropout") or a fused kernel
-    ("kernels.swiglu"). A result that nothing uses is "". section: the module that made the call, for a comment where it
-    changes. operands: (variable, what it holds) of what the call reads; codegen.fusion decides by them.
+    ("kernels.swiglu"). section: the module that made the call, for a comment where it changes.
     """
 
     target: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[str, ...]
+    results: tuple[Var, ...]
     section: str = ""
     divisor: int = 1
-    operands: tuple[tuple[str, Operand], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """`result = axis.method(source, **kwargs)  # comment`: one step on one axis."""
+    """`result = axis.method(source, **kwargs)`: one step on one axis, between the placements that the types say.
+
+    num_bytes: of the buffer that one rank gathers, reduces or exchanges. forward, backward: the collective, "" where
+    nothing is sent.
+    """
 
     axis: str
     method: str
     source: Var
     kwargs: tuple[tuple[str, Any], ...]
-    result: str
-    comment: str
-    section: str = ""
+    result: Var
+    num_bytes: float = 0
+    forward: str = ""
+    backward: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +105,7 @@ class LayerLoop:
     """`for layer in self.layers_of(Layer, first, first + count): carried = layer(...)`.
 
     args: what the first layer gets, one variable per formal input. carried: (argument position, output position).
-    results: a name per output of a layer ("" if only carried on); they hold the last layer's after the loop.
+    results: one per output of a layer; they hold the last layer's after the loop.
     """
 
     layer: str
@@ -81,10 +113,35 @@ class LayerLoop:
     count: int
     args: tuple[Var, ...]
     carried: tuple[tuple[int, int], ...]
-    results: tuple[str, ...]
+    results: tuple[Var, ...]
 
 
 Statement = Call | Reshard | LayerLoop
+
+
+def reads(statement: Statement) -> tuple[Var, ...]:
+    """What a statement reads, as often and in the order in which it is written."""
+    if isinstance(statement, Reshard):
+        return (statement.source,)
+    if isinstance(statement, LayerLoop):
+        return statement.args
+    return tuple(_variables((statement.args, tuple(value for _, value in statement.kwargs))))
+
+
+def _variables(value: Any) -> Iterator[Var]:
+    if isinstance(value, Var):
+        yield value
+    elif isinstance(value, Raw):
+        yield from value.reads
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _variables(item)
+
+
+def assigns(statement: Statement) -> tuple[Var, ...]:
+    """What a statement assigns, without what nothing uses."""
+    results = (statement.result,) if isinstance(statement, Reshard) else statement.results
+    return tuple(result for result in results if result != UNREAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +182,9 @@ class ModuleClass:
     doc: str
     parameters: Mapping[str, Spec]
     buffers: Mapping[str, Spec]
-    inputs: tuple[str, ...]
+    inputs: tuple[Var, ...]
     body: tuple[Statement, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[Var, ...]
     layouts: tuple[Layout, ...] = ()
     num_dropout_calls: int = 0
     dropout_base: int | tuple[int, ...] = 0
@@ -136,10 +193,10 @@ class ModuleClass:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """A tensor that crosses from one pipeline stage to others: what it is, and one rank's bytes of it as text."""
+    """A tensor that crosses from one pipeline stage to others: what it is, and one rank's bytes of it."""
 
     spec: Spec
-    size: str
+    num_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +212,10 @@ class LayerRunSpec:
 class Program:
     """Everything that is emitted: a whole model, or one stage of a pipeline.
 
-    count_targets: statements that compute, from the batch, this rank's number of valid targets per cross-entropy; its
-    outputs are those variables. whole_sums: likewise statements that compute sums over the batch, which forward takes,
-    summed over the micro-batches, as `sums`. inputs: the batch's specs at the global micro-batch size. vocabulary:
-    integer inputs stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones;
+    count_targets: statements that compute, from the batch, this rank's number of valid targets per cross-entropy, the
+    variables target_counts. whole_sums: likewise statements that compute sums over the batch, the variables sums, which
+    forward takes, summed over the micro-batches, as `sums`. inputs: the batch's specs at the global micro-batch size.
+    vocabulary: integer inputs stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones;
     `root.inputs` are what it receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class
     -> (mode, how many layers in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
     offload_parameters: ZeRO-3's shards too. compression: of ZeRO's collectives, as `Step` takes it.
@@ -180,7 +237,7 @@ class Program:
     root: ModuleClass
     runs: tuple[LayerRunSpec, ...]
     count_targets: tuple[Statement, ...] = ()
-    target_counts: tuple[str, ...] = ()
+    target_counts: tuple[Var, ...] = ()
     vocabulary: int = 2
     notes: tuple[str, ...] = field(default=())
     receives: Mapping[str, Border] = field(default_factory=dict)
@@ -194,7 +251,7 @@ class Program:
     kernels: bool = False
     fp8: bool = False
     whole_sums: tuple[Statement, ...] = ()
-    sum_names: tuple[str, ...] = ()
+    sums: tuple[Var, ...] = ()
     unused_inputs: tuple[str, ...] = ()
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
     no_evaluation: str = ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from codegen.expressions import expression, is_atom, is_method, literal
-from codegen.program import Call, LayerLoop, Program, Reshard, Statement, Var
-from codegen.text import plain
+from codegen.program import UNREAD, Call, LayerLoop, Program, Raw, Reshard, Statement, Var, assigns, reads
+from codegen.text import bytes_text, plain
 
 CHAIN_WIDTH = 104
 
@@ -19,8 +18,8 @@ def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
         if isinstance(statement, Reshard):
             used.add(statement.axis)
         elif isinstance(statement, Call):
-            text = expression(statement)
-            used |= {axis for axis in program.axes if re.search(rf"(?<![\w.]){axis}\b(?!=)", text)}
+            values = (*statement.args, *(value for _, value in statement.kwargs))
+            used |= {value.text for value in values if isinstance(value, Raw)}
     named = [axis for axis in program.axes if axis in used]
     if not named:
         return []
@@ -33,7 +32,7 @@ def indented(lines: list[str]) -> list[str]:
 
 
 def source_lines(
-    body: tuple[Statement, ...], outputs: tuple[str, ...], depth: int = 1, parted: frozenset[str] = frozenset()
+    body: tuple[Statement, ...], outputs: tuple[Var, ...], depth: int = 1, parted: frozenset[str] = frozenset()
 ) -> list[str]:
     """Source lines, with calls chained and a comment where the user's module (to `depth` names) changes.
 
@@ -46,7 +45,7 @@ def source_lines(
         if isinstance(statement, Call):
             here = _section(statement.section, depth)
             text = expression(statement)
-            target = ", ".join(name or "_" for name in statement.results)
+            target = ", ".join(_name(result) for result in statement.results)
             chained = _chain(statement, text, previous, CHAIN_WIDTH - len(target))
             if chained is not None:
                 lines.pop()
@@ -55,7 +54,8 @@ def source_lines(
                 lines.append(f"# {plain(here)}")
                 section = here
             lines.append(f"{target} = {text}")
-            is_single = len(statement.results) == 1 and _uses_after(position, target, body, outputs) == 1
+            results = statement.results
+            is_single = len(results) == 1 and _uses_after(position, results[0], body, outputs) == 1
             previous = (target, text) if is_single else None
         elif isinstance(statement, Reshard):
             lines.append(_reshard(statement))
@@ -82,32 +82,44 @@ def _chain(call: Call, text: str, previous: tuple[str, str] | None, width: int) 
     return joined if before.endswith((")", "]")) and is_atom(before) and len(joined) < width else None
 
 
-def _uses_after(position: int, name: str, body: tuple[Statement, ...], outputs: tuple[str, ...]) -> int:
+def _uses_after(position: int, variable: Var, body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> int:
     """How often the variable assigned at `position` is read before it is assigned again."""
     count = 0
     for statement in body[position + 1 :]:
-        count += _names_in(statement).count(name)
-        if name in _assigned(statement):
+        count += reads(statement).count(variable)
+        if variable in assigns(statement):
             return count
-    return count + outputs.count(name)
+    return count + outputs.count(variable)
 
 
-def _assigned(statement: Statement) -> tuple[str, ...]:
-    return (statement.result,) if isinstance(statement, Reshard) else statement.results
-
-
-def _names_in(statement: Statement) -> list[str]:
-    if isinstance(statement, Reshard):
-        return [statement.source.name]
-    if isinstance(statement, LayerLoop):
-        return [var.name for var in statement.args]
-    return re.findall(r"(?<![\w.])[A-Za-z_]\w*", expression(statement))
+def _name(result: Var) -> str:
+    return "_" if result == UNREAD else result.name
 
 
 def _reshard(statement: Reshard) -> str:
     kwargs = "".join(f", {key}={literal(value)}" for key, value in statement.kwargs)
-    text = f"{statement.result} = {statement.axis}.{statement.method}({statement.source.name}{kwargs})"
-    return f"{text}  # {plain(statement.comment)}"
+    text = f"{statement.result.name} = {statement.axis}.{statement.method}({statement.source.name}{kwargs})"
+    return f"{text}  # {_change(statement)}"
+
+
+def _change(reshard: Reshard) -> str:
+    """`S(1) -> Rp: 32 MiB, backward reduce_scatter`."""
+    if reshard.method == "sum_over":
+        return f"targets of all ranks{_waits(reshard)}"
+    source, target = (variable.type.placement(reshard.axis) for variable in (reshard.source, reshard.result))
+    return f"{source} -> {target}: {moved_text(reshard)}"
+
+
+def moved_text(reshard: Reshard) -> str:
+    """`64 KiB, backward reduce_scatter`: what is sent in forward, and in backward."""
+    size = bytes_text(reshard.num_bytes)
+    forward = size if reshard.forward else "no communication"
+    backward = f", backward {reshard.backward}" if reshard.backward else ""
+    return forward + (f"{backward} {size}" if backward and not reshard.forward else backward) + _waits(reshard)
+
+
+def _waits(reshard: Reshard) -> str:
+    return "; the step waits for it" if ("wait", False) in reshard.kwargs else ""
 
 
 def _loop(loop: LayerLoop, is_part: bool) -> list[str]:
@@ -116,11 +128,12 @@ def _loop(loop: LayerLoop, is_part: bool) -> list[str]:
     lines = []
     arguments = [var.name for var in loop.args]
     for position, output in carried.items():
-        if arguments[position] != loop.results[output]:
-            lines.append(f"{loop.results[output]} = {arguments[position]}")
-        arguments[position] = loop.results[output]
+        name = loop.results[output].name
+        if arguments[position] != name:
+            lines.append(f"{name} = {arguments[position]}")
+        arguments[position] = name
     instances = f"self.layers_of({loop.layer})"
     if is_part:
         instances = f"self.layers_of({loop.layer}, {loop.first}, {loop.first + loop.count})"
-    targets = ", ".join(name or "_" for name in loop.results)
+    targets = ", ".join(_name(result) for result in loop.results)
     return [*lines, f"for layer in {instances}:", f"    {targets} = layer({', '.join(arguments)})"]

@@ -1,4 +1,4 @@
-"""Names and words of a user's inside of source: nothing that they say can end the literal or comment they stand in."""
+"""Words inside of source: nothing that a user's names say can end the literal or comment they stand in."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def plain(text: str) -> str:
 def is_path(text: str) -> bool:
     """Whether a module's path has letters, digits and dots only, so that it can stand in an f-string."""
     return re.fullmatch(r"[\w.]*", text) is not None
+
+
+def bytes_text(num_bytes: float) -> str:
+    """1536 -> `1.5 KiB`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
+        value /= 1024
+    return ""

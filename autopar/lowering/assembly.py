@@ -20,6 +20,7 @@ from codegen.overlap import overlap
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
+from codegen.verify import check_types
 from cost_models.schedule import orders, orders_text, placement
 
 HOST = "host"
@@ -35,7 +36,7 @@ def program_of(
     products run beside the collectives before and after them (codegen/async_tp.py). The plan says whether linear
     layers are in fp8.
     """
-    program = _lowered(candidate)
+    program = _checked(_lowered(candidate))
     rewrites = (
         (True, follows_training),
         (fused, _with_kernels),
@@ -45,8 +46,26 @@ def program_of(
     )
     for wanted, rewrite in rewrites:
         if wanted:
-            program = program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program)
+            program = _checked(program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program))
     return program
+
+
+def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
+    """The program, if it does not contradict itself (codegen/verify.py); raises InternalError if it does."""
+    try:
+        for each in [s.program for s in program.stages] if isinstance(program, PipelineProgram) else [program]:
+            check_types(each)
+    except EmissionError as error:
+        raise _internal(str(error)) from error
+    return program
+
+
+def _internal(values: str) -> InternalError:
+    return InternalError(
+        "autopar emitted a program that cannot run, which is an error of autopar's own and not of the model",
+        values=values,
+        alternatives="report it with the model and this message; other constraints may avoid the call meanwhile",
+    )
 
 
 def _with_kernels(program: Program) -> Program:
@@ -112,11 +131,7 @@ def source_of(program: Program | PipelineProgram) -> str:
         sources = {name: text for name, text in files.items() if name.endswith(".py")}
         check_files(sources)
     except EmissionError as error:
-        raise InternalError(
-            "autopar emitted a program that cannot run, which is an error of autopar's own and not of the model",
-            values=f"{error}{_operator_of(program, error.call)}",
-            alternatives="report it with the model and this message; other constraints may avoid the call meanwhile",
-        ) from error
+        raise _internal(f"{error}{_operator_of(program, error.call)}") from error
     if isinstance(program, Program):
         return sources["model.py"]
     return "\n\n".join(f"# {name}\n{text}" for name, text in sources.items())

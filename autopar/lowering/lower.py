@@ -9,14 +9,13 @@ from typing import Protocol
 
 from autopar.costs.block_costs import chain, home_of_unread
 from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
-from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, without_waiting
+from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, placement_pairs, without_waiting
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, Stored
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local, scopes_of
-from autopar.units import bytes_text
-from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec
+from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Var
 from codegen.runtime.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
@@ -175,7 +174,7 @@ def _lower_stage(
         *root_class,
         {name: spec for name, spec in stored.items() if name not in buffers},
         {name: spec for name, spec in stored.items() if name in buffers} | unread_here,
-        tuple(argument(name) for name in inputs),
+        tuple(root.variable(Ref(name), choices.tensors["", Ref(name)], argument(name)) for name in inputs),
         tuple(without_waiting(statements) if stage.has_loss else statements),
         results,
         tuple(root.layouts),
@@ -203,7 +202,7 @@ def _lower_stage(
         offload,
         context.offload_optimizer,
         whole_sums=tuple(sum_statements),
-        sum_names=sums,
+        sums=sums,
     )
 
 
@@ -224,16 +223,16 @@ def _before_and_in_step(stage: StageGraph) -> tuple[tuple[Node | LayerRun, ...],
     return tuple(reversed(kept)), tuple(ref for ref in graph.accumulation.whole if ref in read)
 
 
-def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) -> tuple[str, ...]:
+def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) -> tuple[Var, ...]:
     """The variables that forward returns: the loss, equal on all ranks, or what later stages receive."""
     if stage.has_loss:
         loss, found = root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)), stage.graph.accumulation
         if found is not None and found.loss != 1:
             loss = root.multiply(loss, found.loss, "")
-        return (loss.name,)
+        return (loss,)
     for ref, name in stage.sends:
         context.placements[number, name] = root.lies[ref]
-    return tuple(root.use(ref, border_placements(root.lies[ref])).name for ref, _ in stage.sends)
+    return tuple(root.use(ref, border_placements(root.lies[ref])) for ref, _ in stage.sends)
 
 
 def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:
@@ -273,6 +272,7 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
     layer = scope.layer
     assert layer is not None
     lowering = Lowering(shared, scope)
+    inputs = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name, _ in layer.inputs)
     body = lowering.run(scope.nodes)
     outputs = []
     carried = _carried(shared.graph, layer.name)
@@ -280,14 +280,14 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
         where = lowering.lies[ref]
         if index in carried:
             where = shared.choices.tensors[scope.name, Ref(layer.inputs[carried[index]][0])]
-        outputs.append(lowering.use(ref, where).name)
+        outputs.append(lowering.use(ref, where))
     body = (*body, *lowering.drain())
     return ModuleClass(
         layer.name,
         _layer_doc(scope),
         {p.name: _spec(shared, scope.name, p) for p in layer.parameters if not p.is_buffer},
         {p.name: _spec(shared, scope.name, p) for p in layer.parameters if p.is_buffer},
-        tuple(lowering.names[Ref(name)] for name, _ in layer.inputs),
+        inputs,
         body,
         tuple(outputs),
         tuple(lowering.layouts),
@@ -319,7 +319,7 @@ def _spec(shared: Shared, scope: str, parameter: Parameter) -> Spec:
     return Spec(
         parameter.meta.shape,
         _stored_dtype(parameter),
-        _pairs(stored.placements, shared.mesh),
+        placement_pairs(stored.placements, shared.mesh),
         stored.zero,
         parameter.aliases,
         parameter.meta.requires_grad,
@@ -343,18 +343,14 @@ def _stored_dtype(parameter: Parameter) -> str:
 
 
 def _input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
-    placements = shared.choices.tensors["", Ref(name)]
-    return Spec(meta.shape, dtype_name(meta.dtype), _pairs(placements, shared.mesh), requires_grad=False)
+    pairs = placement_pairs(shared.choices.tensors["", Ref(name)], shared.mesh)
+    return Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=False)
 
 
 def _border(shared: Shared, meta: TensorMeta, placements: Placements) -> Border:
-    pairs = _pairs(placements, shared.mesh)
+    pairs = placement_pairs(placements, shared.mesh)
     spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
-    return Border(spec, bytes_text(num_local(meta, placements, shared.mesh) * meta.dtype.itemsize))
-
-
-def _pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    return tuple((axis, str(p)) for axis, p in zip(mesh.axes, placements, strict=True) if p != R)
+    return Border(spec, num_local(meta, placements, shared.mesh) * meta.dtype.itemsize)
 
 
 def _layer_doc(scope: Scope) -> str:

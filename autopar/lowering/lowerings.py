@@ -6,6 +6,8 @@ codegen/runtime; their names here are `runtime.<function>`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +15,14 @@ import torch
 
 from autopar.costs.contractions import DEFERRABLE
 from autopar.graph import Graph, LayerRun, Node, Ref, ancestors, base_name
-from autopar.placement import R
+from autopar.placement import Placement, R, S
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from autopar.sharding.strategies import Operator, Option
 from codegen.expressions import given
-from codegen.program import Call, Raw, Reshard, Statement, Var
+from codegen.program import Call, Raw, Statement, TensorType, Var
 
 if TYPE_CHECKING:
     from autopar.lowering.scope_lowering import Lowering
@@ -36,7 +38,7 @@ def lower_call(
     name = base_name(node.op)
     if is_plain_cross_entropy(node, operator.inputs, any_dims=True):
         axes = lowering.axes if lowering and lowering.name == "cross_entropy" else ()
-        return _cross_entropy(scope, node, operator, option, axes, _with_rows(scope, operator, call))
+        return _cross_entropy(scope, node, axes, _with_rows(scope, call))
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
     if lowering is None:
@@ -79,7 +81,7 @@ def _context_attention(call: Call, exchange: str, axis: str) -> Call:
 def _is_trained(operator: Operator, call: Call, position: int) -> bool:
     """Whether a layer's weight is a trained parameter, used as it is stored, and the call says no more than tensors."""
     is_plain = all(isinstance(argument, Var) for argument in call.args if argument is not None) and not call.kwargs
-    return is_plain and operator.inputs[position].requires_grad and call.args[position].name.startswith("self.")
+    return is_plain and operator.inputs[position].requires_grad and call.args[position].is_stored
 
 
 def _on_one_rank(node: Node, operator: Operator) -> Any:
@@ -89,12 +91,10 @@ def _on_one_rank(node: Node, operator: Operator) -> Any:
     return None if lowering is None else replace(lowering, layout=())
 
 
-def _cross_entropy(
-    scope: Lowering, node: Node, operator: Operator, option: Option, axes: tuple[int, ...], call: Call
-) -> Call:
+def _cross_entropy(scope: Lowering, node: Node, axes: tuple[int, ...], call: Call) -> Call:
     arguments = cross_entropy_arguments(node)
     is_mean = arguments["reduction"] == MEAN
-    divisor = _count(scope, node, option, arguments["ignore_index"], call) if is_mean else Raw("1.0")
+    divisor = _count(scope, node, arguments["ignore_index"], call) if is_mean else Raw("1.0")
     kwargs: list[tuple[str, Any]] = []
     if arguments["ignore_index"] != -100:
         kwargs.append(("ignore_index", arguments["ignore_index"]))
@@ -105,7 +105,7 @@ def _cross_entropy(
     return replace(call, target="runtime.cross_entropy", args=(*call.args[:2], divisor), kwargs=tuple(kwargs))
 
 
-def _count(scope: Lowering, node: Node, option: Option, ignore_index: int, call: Call) -> Raw:
+def _count(scope: Lowering, node: Node, ignore_index: int, call: Call) -> Raw:
     """The number of valid targets on all ranks.
 
     Targets that come from the batch alone are counted before the step, over all its micro-batches, which makes the mean
@@ -114,12 +114,8 @@ def _count(scope: Lowering, node: Node, option: Option, ignore_index: int, call:
     target = node.inputs[1]
     if scope.scope.layer is None and depends_on_batch_only(scope.shared.graph, target, scope.shared.received):
         return Raw(f"num_targets[{scope.loss_index(node, target, ignore_index)}]")
-    name = scope.fresh_name("num_valid")
-    scope.pending.append(Call("runtime.count_valid", (call.args[1], ignore_index), (), (name,), call.section))
-    for axis, placement in zip(scope.shared.mesh.axes, option.inputs[1], strict=True):
-        if placement.is_shard:
-            scope.pending.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
-    return Raw(name)
+    count = scope.count_valid(call.args[1], ignore_index, scope.fresh_name("num_valid"), call.section)
+    return Raw(count.name, (count,))
 
 
 def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = frozenset()) -> bool:
@@ -138,17 +134,48 @@ def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:
     return replace(call, target="runtime.arange", args=args, kwargs=() if is_whole else (("dtype", dtype),))
 
 
-def _with_rows(scope: Lowering, operator: Operator, call: Call) -> Call:
+def _with_rows(scope: Lowering, call: Call) -> Call:
     """Cross-entropy of [N, C, ...] or [C] logits as that of [rows, C], which is what the run time's takes."""
     logits, target = call.args[:2]
-    rank = len(operator.inputs[0].shape)
+    rank = len(logits.type.shape)
     if rank == 2:
         return call
-    rows, classes = scope.fresh_name("targets"), scope.fresh_name("logits")
+    rows, name = Var(scope.fresh_name("targets"), _flat(target.type)), scope.fresh_name("logits")
     if rank == 1:
+        classes = Var(name, _flat(logits.type, 1))
         scope.pending.append(Call("aten.unsqueeze.default", (logits, 0), (), (classes,), call.section))
     else:
-        moved = Call("aten.movedim.int", (logits, 1, -1), (), (classes,), call.section)
-        scope.pending += [moved, Call("aten.flatten.using_ints", (Var(classes), 0, -2), (), (classes,), call.section)]
+        moved = Var(name, _moved(logits.type))
+        classes = Var(name, _flat(moved.type, 1))
+        scope.pending.append(Call("aten.movedim.int", (logits, 1, -1), (), (moved,), call.section))
+        scope.pending.append(Call("aten.flatten.using_ints", (moved, 0, -2), (), (classes,), call.section))
     scope.pending.append(Call("aten.flatten.using_ints", (target,), (), (rows,), call.section))
-    return replace(call, args=(Var(classes), Var(rows), *call.args[2:]))
+    return replace(call, args=(classes, rows, *call.args[2:]))
+
+
+def _moved(held: TensorType) -> TensorType:
+    """With dim 1 as the last."""
+    num_dims = len(held.shape)
+    order = (0, *range(2, num_dims), 1)
+    return _redimmed(held, tuple(held.shape[dim] for dim in order), lambda dim: (order.index(dim), 1))
+
+
+def _flat(held: TensorType, num_last: int = 0) -> TensorType:
+    """With all dims but the last `num_last` as one."""
+    num_rows = len(held.shape) - num_last
+    shape = (math.prod(held.shape[:num_rows]), *held.shape[num_rows:])
+    # A shard of a dim inside is one of as many sections of the rows as there are indices before it.
+    home = {dim: (0, math.prod(held.shape[:dim])) for dim in range(num_rows)}
+    return _redimmed(held, shape, lambda dim: home.get(dim, (dim - num_rows + 1, 1)))
+
+
+def _redimmed(held: TensorType, shape: tuple[int, ...], home: Callable[[int], tuple[int, int]]) -> TensorType:
+    """In another shape. home: a dim -> the dim that it becomes (part of), and in how many sections it is there."""
+    pairs = []
+    for axis, text in held.placements:
+        placement = Placement.parse(text)
+        if placement.is_shard:
+            dim, sections = home(placement.dim)
+            placement = S(dim, sections * placement.sections)
+        pairs.append((axis, str(placement)))
+    return replace(held, shape=shape, placements=tuple(pairs), tensor=("", 0))

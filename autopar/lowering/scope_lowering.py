@@ -15,16 +15,26 @@ import torch
 
 from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
 from autopar.lowering.lowerings import lower_call
-from autopar.lowering.reshard_calls import reshard_call, traffic_text
 from autopar.mesh import Mesh
 from autopar.names import readable_names
-from autopar.placement import Placements, R
+from autopar.placement import Placement, Placements, R
 from autopar.rules.localize import local_call
 from autopar.sharding.choices import Choices
 from autopar.sharding.reshard import Step, steps
 from autopar.sharding.strategies import Operator, Scope
 from codegen.names import attribute_path
-from codegen.program import Call, LayerLoop, LayerRunSpec, Layout, Operand, Reshard, Statement, Var
+from codegen.program import (
+    UNREAD,
+    Call,
+    LayerLoop,
+    LayerRunSpec,
+    Layout,
+    Reshard,
+    Statement,
+    TensorType,
+    Var,
+)
+from codegen.reshards import METHODS, axis_kwargs
 
 SUMS = "sums"
 """What forward calls the sums over the whole batch that it is given."""
@@ -72,9 +82,9 @@ class Lowering:
         choices, scope, graph = self.shared.choices, self.scope, self.shared.graph
         self.names = readable_names(scope, graph, self.shared.results)
         for (owner, name), stored in choices.parameters.items():
-            if owner == scope.name:
-                self.lies[Ref(name)] = stored.placements
-                self.at_hand[Ref(name), stored.placements] = Var(attribute_path(name))
+            if owner == scope.name and Ref(name) in scope.metas:
+                ref, where = Ref(name), stored.placements
+                self.lies[ref], self.at_hand[ref, where] = where, self.variable(ref, where, attribute_path(name))
         entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
         for name in entering:
             ref = Ref(name)
@@ -89,10 +99,17 @@ class Lowering:
         self.uses = uses
         self.taken = set(self.names.values())
 
-    def define(self, ref: Ref, placements: Placements) -> None:
+    def define(self, ref: Ref, placements: Placements) -> Var:
         """`ref` lies in `placements` under its own name."""
         self.lies[ref] = placements
-        self.at_hand[ref, placements] = Var(self.names[ref])
+        self.at_hand[ref, placements] = self.variable(ref, placements, self.names[ref])
+        return self.at_hand[ref, placements]
+
+    def variable(self, ref: Ref, placements: Placements, name: str) -> Var:
+        """A variable that holds `ref` in these placements."""
+        meta, pairs = self.scope.metas[ref], placement_pairs(placements, self.shared.mesh)
+        held = TensorType(meta.shape, dtype_name(meta.dtype), pairs, meta.requires_grad, (ref.node, ref.index))
+        return Var(name, held)
 
     def receive(self, kept: Mapping[str, Placements]) -> None:
         """Tensors of earlier stages go from how they crossed the border to how the plan keeps them."""
@@ -110,7 +127,7 @@ class Lowering:
     def run(self, pieces: tuple[Node | LayerRun, ...]) -> tuple[Statement, ...]:
         for ref, name in self.known.items():
             where = (R,) * len(self.shared.mesh.axes)
-            self.lies[ref], self.at_hand[ref, where] = where, Var(name)
+            self.lies[ref], self.at_hand[ref, where] = where, self.variable(ref, where, name)
         for piece in pieces:
             if any(Ref(piece.name, index) in self.known for index in range(len(piece.outputs))):
                 continue
@@ -129,18 +146,12 @@ class Lowering:
         values = iter(arguments)
         args = map_refs(local.args, lambda _: next(values))
         kwargs = map_refs(local.kwargs, lambda _: next(values))
-        results = tuple(
-            self.names[Ref(node.name, i)] if Ref(node.name, i) in self.uses else "" for i in range(len(node.outputs))
-        )
-        held = tuple(
-            (variable.name, Operand(meta.shape, dtype_name(meta.dtype)))
-            for variable, meta in zip(arguments, operator.inputs, strict=True)
-        )
-        call = Call(local.op, args, kwargs, results, node.module, operands=held)
+        made = [(Ref(node.name, index), placements) for index, placements in enumerate(option.outputs)]
+        variables = [self.define(ref, placements) for ref, placements in made]
+        results = tuple(v if ref in self.uses else UNREAD for v, (ref, _) in zip(variables, made, strict=True))
+        call = Call(local.op, args, kwargs, results, node.module)
         self.pending.append(lower_call(self, node, operator, option, local, call))
-        for index, placements in enumerate(option.outputs):
-            ref = Ref(node.name, index)
-            self.define(ref, placements)
+        for ref, placements in made:
             kept = self.shared.choices.tensors.get((self.scope.name, ref))
             if kept is not None and kept != placements and ref in self.uses:
                 self.use(ref, kept, rename=False)
@@ -159,8 +170,9 @@ class Lowering:
         op, number = ("div", scale.denominator) if scale.numerator == 1 else ("mul", scale.numerator)
         exact = 1 in (scale.numerator, scale.denominator)
         argument = number if exact else float(scale)
-        self.pending.append(Call(f"aten.{op}.Tensor", (variable, argument), (), (result,), section))
-        return Var(result)
+        scaled = Var(result, replace(variable.type, tensor=("", 0)))
+        self.pending.append(Call(f"aten.{op}.Tensor", (variable, argument), (), (scaled,), section))
+        return scaled
 
     def layer_run(self, run: LayerRun) -> None:
         layer = self.shared.scopes[run.layer.name]
@@ -172,8 +184,8 @@ class Lowering:
         for index, inner in enumerate(run.layer.outputs):
             ref = Ref(run.name, index)
             where = self._layer_output(layer, run, inner, carried.get(index))
-            results.append(self.names[ref] if ref in self.uses or index in carried else "")
-            self.define(ref, where)
+            variable = self.define(ref, where)
+            results.append(variable if ref in self.uses or index in carried else UNREAD)
         first = sum(len(r.paths) for r in self.layer_runs if r.layer == run.layer.name)
         self.layer_runs.append(LayerRunSpec(run.layer.name, run.instances, self.num_dropout_calls))
         self.num_dropout_calls += self.calls_per_layer[run.layer.name] * len(run.instances)
@@ -199,8 +211,8 @@ class Lowering:
         path = steps(current, wanted, self.shared.mesh.sizes)
         assert path is not None, f"no way from {current} to {wanted}"
         variable = self.at_hand[ref, current]
-        is_stored = variable.name.startswith(("self.", "self[", f"{SUMS}["))
-        keeps_name = not is_stored and (not rename or self.uses.get(ref, 0) == 1)
+        is_given = variable.is_stored or ref in self.known
+        keeps_name = not is_given and (not rename or self.uses.get(ref, 0) == 1)
         if keeps_name:
             target = variable.name
         else:
@@ -209,7 +221,7 @@ class Lowering:
         for step in path:
             statement = self._reshard(step, variable, target, meta)
             self.pending.append(statement)
-            variable = Var(target)
+            variable = statement.result
         self.at_hand[ref, wanted] = variable
         if keeps_name:
             self.at_hand = {key: v for key, v in self.at_hand.items() if key[0] != ref or key[1] == wanted}
@@ -229,11 +241,17 @@ class Lowering:
         self.taken.add(name)
         return name
 
-    def _reshard(self, step: Step, source: Var, result: str, meta: TensorMeta) -> Reshard:
-        method, kwargs = reshard_call(step, meta.requires_grad)
-        axis = self.shared.mesh.axes[step.axis]
-        comment = f"{step.source} -> {step.target}: {traffic_text(step, meta)}"
-        return Reshard(axis, method, source, kwargs, result, comment)
+    def _reshard(self, step: Step, source: Var, name: str, meta: TensorMeta) -> Reshard:
+        axes, before = self.shared.mesh.axes, source.type
+        sections = step.source_sections, step.target_sections
+        method = METHODS[step.source.kind, step.target.kind].name
+        kwargs = axis_kwargs(str(step.source), str(step.target), sections, meta.requires_grad)
+        lies = dict(before.placements) | {axes[step.axis]: str(step.target)}
+        pairs = tuple((axis, lies[axis]) for axis in axes if lies.get(axis, "R") != "R")
+        result = Var(name, replace(before, placements=pairs))
+        backward = step.backward if meta.requires_grad else None
+        sent = meta.num_bytes * step.fraction, step.forward or "", backward or ""
+        return Reshard(axes[step.axis], method, source, kwargs, result, *sent)
 
     # --- targets ----------------------------------------------------------------------------------------------
 
@@ -253,8 +271,8 @@ class Lowering:
         self.layouts.append(Layout(name, shape, pairs))
         return name
 
-    def count_targets(self, losses: list[tuple[Node, Ref, int]]) -> tuple[list[Statement], tuple[str, ...]]:
-        """Statements that count the valid targets of each loss from the batch alone, and the counts' names."""
+    def count_targets(self, losses: list[tuple[Node, Ref, int]]) -> tuple[list[Statement], tuple[Var, ...]]:
+        """Statements that count the valid targets of each loss from the batch alone, and the counts."""
         statements: list[Statement] = []
         counts = []
         graph = self.shared.graph
@@ -263,37 +281,44 @@ class Lowering:
             for piece in graph.body:
                 if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.lies:
                     self.node(piece)
-            option = self.shared.choices.operators["", node.name]
-            where = option.inputs[1]
-            variable = self.use(target, where)
-            statements += self.drain()
-            name = f"count_{number}"
-            statements.append(Call("runtime.count_valid", (variable, ignore_index), (), (name,)))
-            for axis, placement in zip(self.shared.mesh.axes, where, strict=True):
-                if placement.is_shard:
-                    statements.append(Reshard(axis, "sum_over", Var(name), (), name, "targets of all ranks"))
-            statements = without_waiting(statements)
-            counts.append(name)
+            variable = self.use(target, self.shared.choices.operators["", node.name].inputs[1])
+            counts.append(self.count_valid(variable, ignore_index, f"count_{number}"))
+            statements = without_waiting([*statements, *self.drain()])
         return statements, tuple(counts)
 
-    def sums(self, refs: tuple[Ref, ...]) -> tuple[list[Statement], tuple[str, ...]]:
-        """Statements that compute these tensors, whole on every rank, from the batch alone, and their names."""
+    def count_valid(self, target: Var, ignore_index: int, name: str, section: str = "") -> Var:
+        """A new variable `name`: the number of valid targets on all ranks."""
+        shards = tuple(axis for axis, text in target.type.placements if Placement.parse(text).is_shard)
+        count = Var(name, TensorType((), "int64", tuple((axis, "P") for axis in shards)))
+        self.pending.append(Call("runtime.count_valid", (target, ignore_index), (), (count,), section))
+        for axis in shards:
+            summed = Var(name, replace(count.type, placements=count.type.placements[1:]))
+            self.pending.append(Reshard(axis, "sum_over", count, (), summed, 8, "all_reduce"))
+            count = summed
+        return count
+
+    def sums(self, refs: tuple[Ref, ...]) -> tuple[list[Statement], tuple[Var, ...]]:
+        """Statements that compute these tensors, whole on every rank, from the batch alone, and the tensors."""
         needed = set().union(*(ancestors(self.shared.graph, ref) for ref in refs))
         for piece in self.shared.graph.body:
             if piece.name in needed and isinstance(piece, Node):
                 self.node(piece)
         where = (R,) * len(self.shared.mesh.axes)
-        names = tuple(self.use(ref, where).name for ref in refs)
-        return self.drain(), names
+        tensors = tuple(self.use(ref, where) for ref in refs)
+        return self.drain(), tensors
 
 
 def without_waiting(statements: list[Statement]) -> list[Statement]:
     """A sum over an axis that ends `statements` is read by the step alone, which waits for it (Mesh.finish)."""
     last = statements[-1] if statements else None
     if isinstance(last, Reshard) and last.method in ("all_reduce", "sum_over") and not last.kwargs:
-        comment = f"{last.comment}; the step waits for it"
-        return [*statements[:-1], replace(last, kwargs=(("wait", False),), comment=comment)]
+        return [*statements[:-1], replace(last, kwargs=(("wait", False),))]
     return statements
+
+
+def placement_pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    """As text per axis, R left out."""
+    return tuple((axis, str(p)) for axis, p in zip(mesh.axes, placements, strict=True) if p != R)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

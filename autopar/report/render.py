@@ -153,7 +153,7 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
     program, plan = compiled.program, compiled.plan
     rows: list[Transfer] = []
     for module in _modules(program, scope):
-        rows += reshard_rows(scope, module, compiled.best.graph, plan.mesh, names, plan.num_micro_batches)
+        rows += reshard_rows(scope, module, names, plan.num_micro_batches)
     best, on_cpu = compiled.best, is_cpu(compiled.cluster.groups[0])
     rows += context_rows(scope, best.operators, best.choices, plan.mesh, on_cpu, plan.num_micro_batches)
     training = replace(

@@ -87,7 +87,7 @@ def activation_rows(scope: Scope, choices: Choices, mesh: Mesh, names: DimNames)
             rows.append(Row("(enters)", how))
     phases = [(_words(scope, node, choices, mesh, names), node) for node in _matter(scope)]
     for how, group in groupby(phases, key=lambda pair: pair[0]):
-        modules = list(dict.fromkeys(_relative(scope, node) for _, node in group))
+        modules = list(dict.fromkeys(relative(scope, node.module) for _, node in group))
         rows.append(Row(_modules_text(modules), how))
     return rows
 
@@ -113,9 +113,8 @@ def activation_words(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh,
     return ", ".join(parts) or "whole"
 
 
-def _relative(scope: Scope, node: Node) -> str:
-    """The calling module's path, inside the layer for layers."""
-    path = node.module
+def relative(scope: Scope, path: str) -> str:
+    """A module's path, inside the layer for layers; "(itself)" for the layer or the model."""
     for instance in scope.instances:
         if scope.layer and (path == instance or path.startswith(f"{instance}.")):
             return path[len(instance) :].lstrip(".") or "(itself)"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.coding import wire_of
 from autopar.costs.context import context_call
 from autopar.costs.rates import Training
-from autopar.graph import Graph, LayerRun, Node, Ref
+from autopar.graph import Ref
 from autopar.mesh import Mesh
-from autopar.names import readable_names
-from autopar.placement import Placement, S
+from autopar.placement import Placement
 from autopar.report.dims import DimNames
+from autopar.report.sharding import relative
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local
 from autopar.units import bytes_text
-from codegen.names import attribute_path
-from codegen.program import Call, ModuleClass, Reshard
+from codegen.program import Call, ModuleClass, Reshard, TensorType
+from codegen.statements import moved_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,66 +29,24 @@ class Transfer:
     count: int
 
 
-def reshard_rows(
-    scope: Scope, module: ModuleClass, graph: Graph, mesh: Mesh, names: DimNames, num_micro_batches: int
-) -> list[Transfer]:
+def reshard_rows(scope: Scope, module: ModuleClass, names: DimNames, num_micro_batches: int) -> list[Transfer]:
     """The class' reshards in the order of execution, equal ones once with their number."""
     found: dict[tuple[str, str], int] = {}
-    for statement, ref, user in _reshards(scope, module, graph):
-        source, target, traffic = _comment_parts(statement.comment)
-        words = _reshard_words(scope, statement, ref, source, target, names)
-        text = f"{words}{f', for {user}' if user else ''}"
-        found[text, traffic] = found.get((text, traffic), 0) + 1
+    for index, reshard in enumerate(module.body):
+        if isinstance(reshard, Reshard):
+            following = next((s for s in module.body[index + 1 :] if not isinstance(s, Reshard)), None)
+            words = _reshard_words(scope, reshard, names)
+            if isinstance(following, Call) and following.section:
+                words += f", for {relative(scope, following.section)}"
+            row = words, moved_text(reshard)
+            found[row] = found.get(row, 0) + 1
     times = scope.count * num_micro_batches
     return [Transfer(text, traffic, number * times) for (text, traffic), number in found.items()]
 
 
-def _reshards(scope: Scope, module: ModuleClass, graph: Graph) -> Iterator[tuple[Reshard, Ref | None, str]]:
-    """Each reshard with the tensor that its variable holds by then, and the module of the next call after it.
-
-    Generated code uses a name again for what a tensor becomes, so a variable's tensor is followed call by call.
-    """
-    names = readable_names(scope, graph)
-    stored = scope.layer.parameters if scope.layer else graph.parameters
-    holds: dict[str, Ref] = {attribute_path(p.name): Ref(p.name) for p in stored}
-    pieces = list(scope.nodes if scope.layer else graph.body)
-    made = {ref for piece in pieces for ref in _outputs(piece)}
-    holds |= {name: ref for ref, name in names.items() if ref not in made}
-    for index, statement in enumerate(module.body):
-        if isinstance(statement, Reshard):
-            ref = holds.get(statement.source.name)
-            if ref is not None:
-                holds[statement.result] = ref
-            following = next((s for s in module.body[index + 1 :] if not isinstance(s, Reshard)), None)
-            yield statement, ref, _short(following.section) if isinstance(following, Call) else ""
-            continue
-        for position, piece in enumerate(pieces):
-            outputs = {names[ref]: ref for ref in _outputs(piece) if ref in names}
-            if any(name in outputs for name in statement.results):
-                holds |= outputs
-                del pieces[: position + 1]
-                break
-
-
-def _outputs(piece: Node | LayerRun) -> list[Ref]:
-    return [Ref(piece.name, index) for index in range(len(piece.outputs))]
-
-
-def _short(module: str) -> str:
-    """A module's path inside its layer."""
-    return re.sub(r"^.*?\.\d+\.", "", module)
-
-
-def _comment_parts(comment: str) -> tuple[str, str, str]:
-    """`S(1) -> Rp: 32 MiB, backward reduce_scatter` in three."""
-    change, _, traffic = comment.partition(": ")
-    source, _, target = change.partition(" -> ")
-    return source, target, traffic
-
-
-def _reshard_words(scope: Scope, statement: Reshard, ref: Ref | None, source: str, target: str, names: DimNames) -> str:
-    axis, what = statement.axis, statement.source.name.removeprefix("self.")
-    before, after = (_dim_word(scope, ref, text, names) for text in (source, target))
+def _reshard_words(scope: Scope, reshard: Reshard, names: DimNames) -> str:
+    axis, what = reshard.axis, reshard.source.name.removeprefix("self.")
+    before, after = (_dim_word(scope, variable.type, axis, names) for variable in (reshard.source, reshard.result))
     return {
         "all_gather": f"{what}: gather {before} over {axis}",
         "reduce_scatter": f"{what}: sum over {axis}, each keeps its part of {after}",
@@ -99,17 +56,15 @@ def _reshard_words(scope: Scope, statement: Reshard, ref: Ref | None, source: st
         "slice": f"{what}: keep own part of {after} on {axis}",
         "first_rank_only": f"{what}: count once, on the first of {axis}",
         "first_rank_grad": f"{what}: count the gradient once, on the first of {axis}",
-    }.get(statement.method, f"{what}: {statement.method} over {axis}")
+    }.get(reshard.method, f"{what}: {reshard.method} over {axis}")
 
 
-def _dim_word(scope: Scope, ref: Ref | None, text: str, names: DimNames) -> str:
-    try:
-        placement = Placement.parse(text)
-    except ValueError:
-        return text
-    if not placement.is_shard or ref is None or ref not in scope.metas:
-        return f"dim {placement.dim}" if placement.is_shard else text
-    return names.of(scope.name, ref, S(placement.dim, placement.sections), len(scope.metas[ref].shape))
+def _dim_word(scope: Scope, held: TensorType, axis: str, names: DimNames) -> str:
+    """What is sharded over the axis; the placement's text where nothing is."""
+    placement, ref = Placement.parse(held.placement(axis)), Ref(*held.tensor)
+    if not placement.is_shard:
+        return str(placement)
+    return names.of(scope.name, ref, placement, len(held.shape)) if ref in scope.metas else f"dim {placement.dim}"
 
 
 def context_rows(

@@ -14,7 +14,7 @@ from typing import Any
 from autopar.graph import Node, Ref, TensorMeta, base_name, map_refs
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from codegen.fusion import PATTERNS, Match, matches
-from codegen.program import Call, Operand, Raw, Var
+from codegen.program import Call, Raw, TensorType, Var
 
 OTHER_RESULT = "fused."
 """Instead of "kernels." in the operator of a result beside a kernel's last one."""
@@ -78,7 +78,7 @@ class Fusions:
         nodes, metas, leaving = self._scope
         body = tuple(_call(node, metas) for node in nodes)
         found: list[Fusion] = []
-        for match in matches(PATTERNS, body, tuple(map(_name, leaving))):
+        for match in matches(PATTERNS, body, tuple(_variable(ref, metas[ref]) for ref in leaving)):
             rivals = tuple(other for other in found if other.match.statements & match.statements)
             found.append(_fusion(match, nodes, metas, rivals))
         return tuple(found)
@@ -115,9 +115,8 @@ def _fusion(
         for ref in member.inputs:
             if ref not in made:
                 readers.setdefault(ref, member.name)
-    known = {_name(ref): ref for ref in readers}
-
-    leaves = {name: known[bound.value.name] for name, bound in match.bound.items() if isinstance(bound.value, Var)}
+    bound = match.bound.items()
+    leaves = {name: Ref(*each.type.tensor) for name, each in bound if isinstance(each.value, Var)}
     pattern, results = match.pattern, []
     makers = {result.name: nodes[match.bound[result.name].origin] for result in pattern.results}
     named = leaves | {name: Ref(maker.name) for name, maker in makers.items()}
@@ -139,24 +138,23 @@ def _fusion(
 def _call(node: Node, metas: Mapping[Ref, TensorMeta]) -> Call:
     """A call as it is lowered where nothing is sharded."""
     inputs = [metas[ref] for ref in node.inputs]
-    operands = (Operand(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in inputs)
-    held = tuple(zip(map(_name, node.inputs), operands, strict=True))
-    results = tuple(_name(Ref(node.name, index)) for index in range(len(node.outputs)))
+    results = tuple(_variable(Ref(node.name, index), meta) for index, meta in enumerate(node.outputs))
 
     def variable(ref: Ref) -> Var:
-        return Var(_name(ref))
+        return _variable(ref, metas[ref])
 
     args: tuple[Any, ...] = map_refs(node.args, variable)
     if is_plain_cross_entropy(node, inputs):
         arguments = cross_entropy_arguments(node)
         divisor = Raw("num_targets[0]" if arguments["reduction"] == MEAN else "1.0")
         options = tuple((key, arguments[key]) for key in ("ignore_index", "label_smoothing") if arguments[key])
-        return Call("runtime.cross_entropy", (*args[:2], divisor), options, results, operands=held)
+        return Call("runtime.cross_entropy", (*args[:2], divisor), options, results)
     if base_name(node.op) == "dropout":
-        return Call("self.same_dropout", args[:2], (), results, operands=held)
+        return Call("self.same_dropout", args[:2], (), results)
     kwargs = tuple((key, map_refs(value, variable)) for key, value in node.kwargs)
-    return Call(node.op, args, kwargs, results, operands=held)
+    return Call(node.op, args, kwargs, results)
 
 
-def _name(ref: Ref) -> str:
-    return ref.node if ref.index == 0 else f"{ref.node}:{ref.index}"
+def _variable(ref: Ref, meta: TensorMeta) -> Var:
+    held = TensorType(meta.shape, str(meta.dtype).removeprefix("torch."), tensor=(ref.node, ref.index))
+    return Var(ref.node if ref.index == 0 else f"{ref.node}:{ref.index}", held)

@@ -1,20 +1,6 @@
 """From one tuple of placements to another: the shortest sequence of one-axis steps.
 
-Each step is one autograd function of the runtime (`codegen/runtime/mesh.py`), so its backward is known with it:
-
-    step        call on the axis                       forward         backward
-    R  -> Rp    for_use(x)                             -               all_reduce
-    R  -> S     slice(x, dim)                          -               all_gather
-    R  -> P     first_rank_only(x)                     -               -
-    Rp -> R     first_rank_grad(x)                     -               -
-    Rp -> S     slice(x, dim, grad="partial")          -               -
-    Rp -> P     first_rank_only(x, grad="partial")     -               -
-    S  -> R     all_gather(x, dim, grad="full")        all_gather      -
-    S  -> Rp    all_gather(x, dim)                     all_gather      reduce_scatter
-    S  -> S'    all_to_all(x, ...)                     all_to_all      all_to_all
-    P  -> R     all_reduce(x)                          all_reduce      -
-    P  -> Rp    all_reduce(x, grad="partial")          all_reduce      all_reduce
-    P  -> S     reduce_scatter(x, dim)                 reduce_scatter  all_gather
+Each step is one autograd function of the runtime, so its backward is known with it (`METHODS` of codegen/reshards.py).
 
 When several axes shard one dim at the same level the first axis is the outer one. An axis may join or leave such a
 dim only while no axis inside it does, which is why a sequence can have more steps than axes that change.
@@ -26,27 +12,9 @@ import heapq
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from autopar.placement import Placement, Placements, R
-
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-
-_COLLECTIVES: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
-    ("R", "Rp"): (None, "all_reduce"),
-    ("R", "S"): (None, "all_gather"),
-    ("R", "P"): (None, None),
-    ("Rp", "R"): (None, None),
-    ("Rp", "S"): (None, None),
-    ("Rp", "P"): (None, None),
-    ("S", "R"): ("all_gather", None),
-    ("S", "Rp"): ("all_gather", "reduce_scatter"),
-    ("S", "S"): ("all_to_all", "all_to_all"),
-    ("P", "R"): ("all_reduce", None),
-    ("P", "Rp"): ("all_reduce", "all_reduce"),
-    ("P", "S"): ("reduce_scatter", "all_gather"),
-}
-"""Forward and backward collective of each step; what is absent needs two steps."""
+from codegen.reshards import METHODS, Collective
 
 _STEP_PENALTY = 1e-3
 _WEIGHT: dict[Collective | None, float] = {
@@ -56,7 +24,7 @@ _WEIGHT: dict[Collective | None, float] = {
     "all_reduce": 2.0,
     "all_to_all": 1.0,
 }
-_BYTES_MOVED = {kinds: _WEIGHT[forward] + _WEIGHT[backward] for kinds, (forward, backward) in _COLLECTIVES.items()}
+_BYTES_MOVED = {kinds: _WEIGHT[method.forward] + _WEIGHT[method.backward] for kinds, method in METHODS.items()}
 """Of each step forward and backward, in times of `Step.fraction`."""
 
 
@@ -81,11 +49,11 @@ class Step:
 
     @property
     def forward(self) -> Collective | None:
-        return _COLLECTIVES[self.source.kind, self.target.kind][0]
+        return METHODS[self.source.kind, self.target.kind].forward
 
     @property
     def backward(self) -> Collective | None:
-        return _COLLECTIVES[self.source.kind, self.target.kind][1]
+        return METHODS[self.source.kind, self.target.kind].backward
 
 
 @lru_cache(maxsize=200_000)
@@ -98,7 +66,7 @@ def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -
         # Any other way leaves to R and comes from there, with at most as many axes that share the bytes: it moves more.
         axis = changed[0]
         goal = target[axis]
-        if (source[axis].kind, goal.kind) in _COLLECTIVES and _is_legal(source, axis, goal, axis_sizes):
+        if (source[axis].kind, goal.kind) in METHODS and _is_legal(source, axis, goal, axis_sizes):
             return (_step(source, axis, goal, axis_sizes),)
     return _cheapest(source, target, axis_sizes)
 

@@ -8,7 +8,7 @@ call, hence never inside a pattern. It is done (match.py, rewrite.py) where
   unless the kernel makes it too; then nothing reads it before the pattern's last call,
 - what the pattern reads still has the same value where its last call stands, which is where the fused call goes,
 - no call of the pattern is corrected for sharding (`divisor` 1: the normalised dim of a mean is whole),
-- shapes and dtypes (`Call.operands`) are those that the kernel is for,
+- shapes and dtypes (`Var.type`) are those that the kernel is for,
 - it pays for the rows that a rank has.
 
 All other statements keep their order.

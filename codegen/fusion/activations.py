@@ -48,8 +48,7 @@ def _approximate(bound: Bindings) -> tuple[tuple[str, Any], ...]:
 
 
 def _gelu_fits(bound: Bindings) -> bool:
-    x = bound["x"].operand
-    return x is not None and x.dtype in FLOATS
+    return bound["x"].type.dtype in FLOATS
 
 
 def _build_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
@@ -59,10 +58,8 @@ def _build_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ..
 
 def _bias_gelu_fits(bound: Bindings) -> bool:
     """A bias of the last dim, in x's dtype."""
-    x, bias = bound["x"].operand, bound["bias"].operand
-    if x is None or bias is None or len(x.shape) < 2:
-        return False
-    return x.dtype in FLOATS and bias.dtype == x.dtype and bias.shape == x.shape[-1:]
+    x, bias = bound["x"].type, bound["bias"].type
+    return len(x.shape) > 1 and x.dtype in FLOATS and (bias.shape, bias.dtype) == (x.shape[-1:], x.dtype)
 
 
 def _build_bias_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
@@ -77,8 +74,7 @@ _BIASED: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("bias")), commutes=True)
 
 def _gated_fits(bound: Bindings) -> bool:
     """No broadcasting and no promotion."""
-    gate, up = bound["gate"].operand, bound["up"].operand
-    return gate is not None and gate == up
+    return bound["gate"].type.is_alike(bound["up"].type)
 
 
 def _build_geglu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:

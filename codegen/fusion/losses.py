@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from codegen.expressions import expression, literal
 from codegen.fusion.template import Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
-from codegen.program import Call, Program, Raw, Var
+from codegen.program import Call, Program, Raw, TensorType, Var
 
 ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ACCUMULATOR_BYTES: Final = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}
@@ -29,8 +29,8 @@ def _cross_entropy_template() -> Op:
 
 def _cross_entropy_fits(bound: Bindings) -> bool:
     """Without vocab_axis and label_smoothing, which are keywords that the template does not have."""
-    logits, target = bound["logits"].operand, bound["target"].operand
-    if logits is None or target is None or not isinstance(bound["num_targets"].value, Raw):
+    logits, target = bound["logits"].type, bound["target"].type
+    if not isinstance(bound["num_targets"].value, Raw):
         return False
     widens = "wide" not in bound or (is_dtype(bound["wide"], "float32") and logits.dtype in ("bfloat16", "float16"))
     return widens and target.dtype == "int64" and logits.dtype in ("float32", "bfloat16", "float16")
@@ -38,22 +38,28 @@ def _cross_entropy_fits(bound: Bindings) -> bool:
 
 def _cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
     """Losses per token, their sum, and the division by the count of targets on all ranks."""
-    logits = bound["logits"].value
+    logits: Var = bound["logits"].value
     before: tuple[Call, ...] = ()
     if "view" in bound:
         view: Call = bound["view"].value
-        logits = Var(view.results[0])
-        before = (replace(view, args=(bound["logits"].value, *view.args[1:]), operands=()),)
+        viewed = Var(view.results[0].name, replace(view.results[0].type, dtype=logits.type.dtype))
+        before = (replace(view, args=(logits, *view.args[1:]), results=(viewed,)),)
+        logits = viewed
     ignored = (bound["ignore_index"].value,) if "ignore_index" in bound else ()
-    plain = replace(last, kwargs=(), operands=())
-    losses = replace(plain, target="kernels.cross_entropy", args=(logits, bound["target"].value, *ignored))
-    loss = Var(last.results[0])
-    total = replace(plain, target="aten.sum.default", args=(loss,))
-    divisor = bound["num_targets"].value
+    (loss,), target, divisor = last.results, bound["target"].value, bound["num_targets"].value
+    each = Var(loss.name, replace(loss.type, shape=target.type.shape, placements=_of_rows(target.type)))
+    plain = replace(last, kwargs=())
+    losses = replace(plain, target="kernels.cross_entropy", args=(logits, target, *ignored), results=(each,))
+    total = replace(plain, target="aten.sum.default", args=(each,))
     if divisor.text == "1.0":
         return (*before, losses, total)
     mean = replace(plain, target="aten.div.Tensor", args=(loss, divisor))
     return (*before, losses, total, mean)
+
+
+def _of_rows(target: TensorType) -> tuple[tuple[str, str], ...]:
+    """How losses lie, one per target: as the targets, which have no gradient that could be partial."""
+    return tuple((axis, text) for axis, text in target.placements if text != "Rp")
 
 
 # --- linear layer and cross-entropy -----------------------------------------------------------------------------------
@@ -86,14 +92,9 @@ def _wide(x: Template) -> Op:
 
 def _linear_cross_entropy_fits(bound: Bindings) -> bool:
     """One dtype of x, weight and bias; logits of the whole layer in rows; no label smoothing (not in the template)."""
-    names = ("x", "weight", "target", *(("bias",) if "bias" in bound else ()))
-    held = {name: operand for name in names if (operand := bound[name].operand) is not None}
-    loss: Call = bound["loss"].value
-    logits = dict(loss.operands).get(loss.args[0].name)
-    if len(held) < len(names) or logits is None:
-        return False
-    x, weight, target = held["x"], held["weight"], held.pop("target")
-    same = x.dtype in ITEM_BYTES and all(operand.dtype == x.dtype for operand in held.values())
+    x, weight, target = (bound[name].type for name in ("x", "weight", "target"))
+    logits: TensorType = bound["loss"].value.args[0].type
+    same = x.dtype in ITEM_BYTES and len({bound[n].type.dtype for n in ("x", "weight", "bias") if n in bound}) == 1
     wide = "float64" if x.dtype == "float64" else "float32"
     widens = "wide" not in bound or is_dtype(bound["wide"], wide)
     # A slice of the rows' own dim would cut classes off.
@@ -104,22 +105,19 @@ def _linear_cross_entropy_fits(bound: Bindings) -> bool:
 
 def _linear_cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
     """One call on rows of tokens, which divides by the count of targets on all ranks."""
-    x, held = bound["x"].value, bound["x"].operand
-    assert held is not None
+    x: Var = bound["x"].value
     rows: Var | Raw = x
     if "slice" in bound:
-        rows = Raw(expression(replace(bound["slice"].value, args=(rows, *bound["slice"].value.args[1:]))))
-    if len(held.shape) > 2:
-        rows = Raw(f"{literal(rows)}.reshape(-1, {held.shape[-1]})")
+        rows = Raw(expression(replace(bound["slice"].value, args=(rows, *bound["slice"].value.args[1:]))), (x,))
+    if len(x.type.shape) > 2:
+        rows = Raw(f"{literal(rows)}.reshape(-1, {x.type.shape[-1]})", (x,))
     names = ("weight", "target", *(("bias",) if "bias" in bound else ()))
     args = (rows, *(bound[name].value for name in names))
     kwargs: list[tuple[str, Any]] = [("ignore_index", bound["ignore_index"].value)] if "ignore_index" in bound else []
     kwargs.append(("num_targets", bound["num_targets"].value))
     kwargs += [("vocab_axis", bound["vocab_axis"].value)] if "vocab_axis" in bound else []
-    operands = tuple((bound[n].value.name, o) for n in ("x", *names) if (o := bound[n].operand) is not None)
     section = bound["linear"].value.section
-    call = replace(last, target="kernels.linear_cross_entropy", args=args, kwargs=tuple(kwargs), section=section)
-    return (replace(call, operands=operands),)
+    return (replace(last, target="kernels.linear_cross_entropy", args=args, kwargs=tuple(kwargs), section=section),)
 
 
 def _linear_cross_entropy_pays(bound: Bindings, num_data_ranks: int) -> bool:
@@ -130,8 +128,7 @@ def _linear_cross_entropy_pays(bound: Bindings, num_data_ranks: int) -> bool:
     C e + H a forward and H (a + e) backward. Both are less where H a <= N e. The products are the same and the sum has
     traffic of its own, so there is no gain in time that would make up for more memory.
     """
-    x = bound["x"].operand
-    assert x is not None
+    x = bound["x"].type
     rows = math.prod(x.shape[:-1]) / num_data_ranks
     return rows * ITEM_BYTES[x.dtype] >= x.shape[-1] * ACCUMULATOR_BYTES[x.dtype]
 

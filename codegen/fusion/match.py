@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from codegen.fusion.template import Bindings, Bound, Either, Is, Op, Pattern, Template, Value
-from codegen.program import Call, LayerLoop, Raw, Reshard, Statement, Var
+from codegen.program import UNREAD, Call, Statement, Var, assigns, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +27,14 @@ class Flow:
     assigned: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, body: tuple[Statement, ...], outputs: tuple[str, ...]) -> Flow:
+    def of(cls, body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> Flow:
         latest: dict[str, int] = {}
         origins: list[Mapping[str, int]] = []
         readers: dict[tuple[int, str], frozenset[int]] = {}
         calls: dict[str, tuple[int, ...]] = {}
         assigned: dict[str, tuple[int, ...]] = {}
-        for index, names in enumerate([*(_reads(s) for s in body), frozenset(outputs)]):
-            origins.append({name: latest.get(name, -1) for name in names})
+        for index, variables in enumerate([*map(reads, body), outputs]):
+            origins.append({variable.name: latest.get(variable.name, -1) for variable in variables})
             for name, origin in origins[-1].items():
                 readers[origin, name] = readers.get((origin, name), frozenset()) | {index}
             if index < len(body):
@@ -69,7 +68,7 @@ class Match:
     last: int
 
 
-def matches(patterns: Iterable[Pattern], body: tuple[Statement, ...], outputs: tuple[str, ...]) -> tuple[Match, ...]:
+def matches(patterns: Iterable[Pattern], body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> tuple[Match, ...]:
     """Every legal match, pattern by pattern; those of different patterns may share calls. outputs: what is returned."""
     flow = Flow.of(body, outputs)
     places = ((pattern, index) for pattern in patterns for index in flow.calls.get(pattern.template.target, ()))
@@ -103,7 +102,7 @@ def _match_before(template: Op, position: int, flow: Flow, found: _Found) -> Ite
 
 
 def _closed(pattern: Pattern, found: _Found, last: int, flow: Flow) -> Bindings | None:
-    """The bindings, with "" for results that nobody reads; None where the last call cannot stand for all.
+    """The bindings, with UNREAD for results that nobody reads; None where the last call cannot stand for all.
 
     It can where intermediates are read inside only, results after it, and what is read from outside has the same value
     there. A result that is read after it was not assigned again since.
@@ -118,7 +117,7 @@ def _closed(pattern: Pattern, found: _Found, last: int, flow: Flow) -> Bindings 
             return None
         if index in results and not outside:
             call: Call = bound[results[index]].value
-            bound[results[index]] = replace(bound[results[index]], value=replace(call, results=("",)))
+            bound[results[index]] = replace(bound[results[index]], value=replace(call, results=(UNREAD,)))
     leaves = [b for b in bound.values() if isinstance(b.value, Var)]
     is_same = all(
         b.origin not in found.statements and flow.value_at(b.value.name, last, inner) == b.origin for b in leaves
@@ -146,9 +145,7 @@ def _match(template: Template, value: Any, reader: int, flow: Flow, found: _Foun
             if origin >= 0:
                 yield from _match_call(template, origin, flow, found)
             return
-        call = flow.body[reader]
-        held = dict(call.operands).get(value.name) if isinstance(call, Call) else None
-        yield from _bind(template.name, Bound(value, held, origin), found)
+        yield from _bind(template.name, Bound(value, origin), found)
 
 
 def _match_call(template: Op, index: int, flow: Flow, found: _Found) -> Iterator[_Found]:
@@ -162,7 +159,7 @@ def _match_call(template: Op, index: int, flow: Flow, found: _Found) -> Iterator
     if not possible:
         return
     own = {key: Bound(value) for key, value in call.kwargs}
-    own |= {template.name: Bound(call, origin=index)} if template.name else {}
+    own |= {template.name: Bound(call, index)} if template.name else {}
     start = _Found({**found.bound, **own}, found.statements | {index})
     for args in possible:
         yield from _match_all(template.args, args, index, flow, start)
@@ -205,23 +202,5 @@ def _bind(name: str, bound: Bound, found: _Found) -> Iterator[_Found]:
         yield _Found({name: bound, **found.bound}, found.statements)
 
 
-def _reads(statement: Statement) -> frozenset[str]:
-    if isinstance(statement, Reshard):
-        return frozenset((statement.source.name,))
-    if isinstance(statement, LayerLoop):
-        return frozenset(var.name for var in statement.args)
-    return frozenset(_names((statement.args, tuple(value for _, value in statement.kwargs))))
-
-
-def _names(value: Any) -> Iterator[str]:
-    if isinstance(value, Var):
-        yield value.name
-    elif isinstance(value, Raw):
-        yield from re.findall(r"(?<![\w.])[A-Za-z_]\w*", value.text)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _names(item)
-
-
 def _assigns(statement: Statement) -> tuple[str, ...]:
-    return (statement.result,) if isinstance(statement, Reshard) else tuple(filter(None, statement.results))
+    return tuple(variable.name for variable in assigns(statement))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Result, Template, Value, fused, is_dtype
-from codegen.program import Call, Operand, Program
+from codegen.program import Call, Program
 
 SUM: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("residual")), name="sum")
 
@@ -35,13 +35,13 @@ def _rms_norm_template(x: Template) -> Op:
 
 def _rms_norm_fits(bound: Bindings) -> bool:
     """The last dim, a weight of its length, and a result in x's dtype, which is what the kernel returns."""
-    x, weight, dims, eps = bound["x"].operand, bound["weight"].operand, bound["dims"].value, bound["eps"].value
-    if x is None or weight is None or not isinstance(eps, float) or not isinstance(dims, tuple):
+    x, weight, dims, eps = bound["x"].type, bound["weight"].type, bound["dims"].value, bound["eps"].value
+    if not isinstance(eps, float) or not isinstance(dims, tuple):
         return False
     is_last = dims in ((-1,), (len(x.shape) - 1,))
     widens = "wide" not in bound or is_dtype(bound["wide"], "float32")
     narrows = "narrow" not in bound or is_dtype(bound["narrow"], x.dtype)
-    return is_last and widens and narrows and weight == Operand(x.shape[-1:], x.dtype)
+    return is_last and widens and narrows and (weight.shape, weight.dtype) == (x.shape[-1:], x.dtype)
 
 
 # --- layer norm -------------------------------------------------------------------------------------------------------
@@ -56,11 +56,9 @@ def _layer_norm_template(x: Template) -> Op:
 
 def _layer_norm_fits(bound: Bindings) -> bool:
     """The last dim, and parameters of its length in x's dtype."""
-    x, weight, dims = bound["x"].operand, bound["weight"].operand, bound["dims"].value
-    if x is None or weight is None or not isinstance(bound["eps"].value, float):
-        return False
-    fits = weight == Operand(x.shape[-1:], x.dtype) and ("bias" not in bound or bound["bias"].operand == weight)
-    return fits and dims == x.shape[-1:]
+    x, weight, dims = bound["x"].type, bound["weight"].type, bound["dims"].value
+    fits = (weight.shape, weight.dtype) == (x.shape[-1:], x.dtype) and isinstance(bound["eps"].value, float)
+    return fits and dims == x.shape[-1:] and ("bias" not in bound or bound["bias"].type.is_alike(weight))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -68,7 +66,7 @@ def _layer_norm_fits(bound: Bindings) -> bool:
 
 def _agrees(fits: Callable[[Bindings], bool]) -> Callable[[Bindings], bool]:
     """`fits`, where the addition neither broadcasts nor promotes."""
-    return lambda bound: bound["x"].operand == bound["residual"].operand and fits(bound)
+    return lambda bound: bound["x"].type.is_alike(bound["residual"].type) and fits(bound)
 
 
 def _norm(target: str, names: tuple[str, ...]) -> Callable[[Bindings, Call, Program], tuple[Call, ...]]:

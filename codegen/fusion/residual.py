@@ -15,8 +15,8 @@ PLACE: Final = ("call", "layout", "batched")
 
 def _fits(bound: Bindings) -> bool:
     """No broadcasting and no promotion, and something is dropped."""
-    x, p = bound["x"].operand, bound["p"].value
-    return x is not None and x == bound["residual"].operand and isinstance(p, float) and 0.0 < p < 1.0
+    p = bound["p"].value
+    return bound["x"].type.is_alike(bound["residual"].type) and isinstance(p, float) and 0.0 < p < 1.0
 
 
 def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:

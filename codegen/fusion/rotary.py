@@ -49,11 +49,8 @@ def _rotated(x: str, interleaved: bool, partial: bool) -> Op:
 
 def _fits(bound: Bindings) -> bool:
     """Tensors of one dtype as the kernel wants them, halves that are halves, and all of it along the last dim."""
-    held = [bound[name].operand for name in ("q", "k", "cos", "sin")]
-    if any(operand is None for operand in held):
-        return False
-    q, k, cos, sin = (operand for operand in held if operand is not None)
-    if len(q.shape) != 4 or len(k.shape) != 4 or len(cos.shape) != 3 or cos != sin:
+    q, k, cos, sin = (bound[name].type for name in ("q", "k", "cos", "sin"))
+    if len(q.shape) != 4 or len(k.shape) != 4 or len(cos.shape) != 3 or not cos.is_alike(sin):
         return False
     heads_dim = bound["heads_dim"].value
     if heads_dim not in (1, 2) or any(bound[n].value not in (-1, 3) for n in _DIMS if n in bound):
@@ -65,7 +62,7 @@ def _fits(bound: Bindings) -> bool:
     agree = all(q.shape[dim] == k.shape[dim] for dim in (0, 3 - heads_dim, 3))
     agree = agree and cos.shape[0] in (1, q.shape[0]) and cos.shape[1] == q.shape[3 - heads_dim]
     has_angles = num_angles <= cos.shape[2] and num_angles == (half if "angle_dim" in bound else num_rotated)
-    return is_rotation and agree and has_angles and len({operand.dtype for operand in (q, k, cos)}) == 1
+    return is_rotation and agree and has_angles and len({held.dtype for held in (q, k, cos)}) == 1
 
 
 _DIMS: Final = ("dim", "cat_dim", "angle_dim")
@@ -77,7 +74,7 @@ def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
     options |= {"heads_dim": 2} if bound["heads_dim"].value == 2 else {}
     call = fused("kernels.rotary", bound, ("q", "k", "cos", "sin"), last, tuple(options.items()))
     q, k, *angles = call.args
-    cos, sin = (Raw(f"{x.name}[..., :{bound['half'].value}]") if interleaved else x for x in angles)
+    cos, sin = (Raw(f"{x.name}[..., :{bound['half'].value}]", (x,)) if interleaved else x for x in angles)
     return (replace(call, args=(q, k, cos, sin), results=(*bound["rotated q"].value.results, *last.results)),)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from codegen.program import Call, Operand, Program
+from codegen.program import Call, Program, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,17 @@ Template = Leaf | Value | Is | Op | Either | tuple["Template", ...]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a name of a pattern stands for. operand: of a Leaf; origin: the statement that made it (-1: none here); of a
-    call, the statement itself."""
+    """What a name of a pattern stands for. origin: the statement that made it (-1: none here); of a call, the statement
+    itself."""
 
     value: Any
-    operand: Operand | None = None
     origin: int = -1
+
+    @property
+    def type(self) -> TensorType:
+        """What a Leaf's variable holds."""
+        held: TensorType = self.value.type
+        return held
 
 
 Bindings = Mapping[str, Bound]
@@ -93,8 +98,8 @@ class Pattern:
     last call. beside: calls that stand before it and do not lead to it. results: which of the others have results of
     the kernel; those may be read outside, after the last call. fits: whether it is for these shapes and dtypes. build:
     (bindings, the pattern's last call, the program) -> the calls that take its place, of which the last makes the same
-    results; one that nobody reads is "" there. pays: whether it is worth it, where so many ranks share the rows of a
-    micro-batch; if not, another pattern may have some of the calls.
+    results; one that nobody reads is UNREAD there. pays: whether it is worth it, where so many ranks share the rows of
+    a micro-batch; if not, another pattern may have some of the calls.
     """
 
     name: str
@@ -117,5 +122,4 @@ def fused(
     target: str, bound: Bindings, names: tuple[str, ...], last: Call, kwargs: tuple[tuple[str, Any], ...] = ()
 ) -> Call:
     """A call of `target` on what `names` stand for, with the result of `last`."""
-    operands = tuple((b.value.name, b.operand) for n in names if (b := bound[n]).operand is not None)
-    return Call(target, tuple(bound[n].value for n in names), kwargs, last.results, last.section, operands=operands)
+    return Call(target, tuple(bound[n].value for n in names), kwargs, last.results, last.section)

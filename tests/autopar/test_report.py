@@ -106,7 +106,7 @@ def test_reshards_are_those_of_the_source(which: str, request: pytest.FixtureReq
         body = re.split(r"^class ", forward.partition(f"class {class_name}(Module)")[2], flags=re.MULTILINE)[0]
         lines = re.findall(r"# (?:R|Rp|P|S\([^)]*\)) -> ", body)
         module = next((m for m in program.program.layers if m.name == scope.name), program.program.root)
-        rows = reshard_rows(scope, module, program.best.graph, program.plan.mesh, names, program.plan.num_micro_batches)
+        rows = reshard_rows(scope, module, names, program.plan.num_micro_batches)
         assert sum(row.count for row in rows) == len(lines) * scope.count
         assert sum(isinstance(s, Reshard) for s in module.body) == len(lines)
 

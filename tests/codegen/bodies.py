@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -10,17 +11,18 @@ import torch.nn.functional as F
 from codegen import kernels
 from codegen.expressions import KERNELS, expression
 from codegen.fusion import fuse
-from codegen.program import Call, ModuleClass, Operand, Program, Var
+from codegen.program import Call, ModuleClass, Program, TensorType, Var
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
+from tests.codegen.typed import var, variables
 
 WIDTH = 6
 SHAPES = {"x": (3, 4, WIDTH), "a": (3, 4, WIDTH), "b": (3, 4, WIDTH), "row": (WIDTH,), "self.weight": (WIDTH,)}
 
 
 class Body:
-    """Statements in a row, with the operands' types read off the values that the calls really get."""
+    """Statements in a row, with the variables' types read off the values that the calls really get."""
 
     def __init__(self, dtypes: dict[str, torch.dtype] | None = None, **shapes: tuple[int, ...]) -> None:
         dtypes = dtypes or {}
@@ -32,13 +34,16 @@ class Body:
         self.statements: list = []
 
     def call(self, result: str, target: str, *args: object, divisor: int = 1, **kwargs: object) -> Body:
-        named = tuple(Var(a) if isinstance(a, str) else a for a in args)
-        held = {a.name: self.known[a.name] for a in named if isinstance(a, Var)}
-        operands = tuple((n, Operand(tuple(v.shape), str(v.dtype).removeprefix("torch."))) for n, v in held.items())
-        statement = Call(target, named, tuple(kwargs.items()), (result,), "", divisor, operands)
+        named = tuple(self.var(a) if isinstance(a, str) else a for a in args)
+        statement = Call(target, named, tuple(kwargs.items()), (var(result),), "", divisor)
         self.known = execute([statement], self.known)
-        self.statements.append(statement)
+        self.statements.append(replace(statement, results=(self.var(result),)))
         return self
+
+    def var(self, name: str) -> Var:
+        """As it is by now."""
+        value = self.known[name]
+        return Var(name, TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch.")))
 
     def rms_norm(
         self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1
@@ -53,7 +58,7 @@ class Body:
         return self.call("act", "aten.silu.default", gate).call("y", "aten.mul.Tensor", "act", up)
 
     def program(self, *outputs: str, num_micro_batches: int = 1) -> Program:
-        cls = ModuleClass("M", "", {}, {}, ("x",), tuple(self.statements), outputs or ("y",))
+        cls = ModuleClass("M", "", {}, {}, (var("x"),), tuple(self.statements), variables(*(outputs or ("y",))))
         return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, num_micro_batches, {}, (), cls, ())
 
 
@@ -65,7 +70,7 @@ def execute(statements: list, values: dict) -> dict:
     scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}
     scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
     for statement in statements:
-        results = ", ".join(name or "_" for name in statement.results)
+        results = ", ".join(result.name or "_" for result in statement.results)
         exec(f"{results} = {expression(statement)}".replace("self.", "self_"), scope)
     return {name.replace("self_", "self."): value for name, value in scope.items() if name not in ("F", "torch")}
 
@@ -81,7 +86,7 @@ def assert_same_numbers(body: Body, fused: Program, tolerance: float = 1e-6) -> 
         leaves = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in body.values.items()}
         values = execute(list(statements), leaves)
         torch.manual_seed(1)
-        outputs = [values[name] for name in fused.root.outputs]
+        outputs = [values[output.name] for output in fused.root.outputs]
         torch.autograd.backward(outputs, [torch.randn(output.shape).to(output.dtype) for output in outputs])
         found.append((values["y"].detach(), {n: v.grad for n, v in leaves.items() if v.grad is not None}))
     (y, gradients), (fused_y, fused_gradients) = found

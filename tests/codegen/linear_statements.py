@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from codegen.program import Call, Operand, Var
-
-RESULT = (3, 4, 8)
-"""Of what has no shape of its own."""
+from codegen.program import Call
+from tests.codegen.typed import SHAPE, var
 
 
 def call(shapes: Mapping[str, tuple[int, ...]], target: str, result: str, *args: object) -> Call:
     """`result = torch.ops.aten.target(*args)`; texts are names of fp32 tensors of these shapes."""
-    named = tuple(Var(a) if isinstance(a, str) else a for a in args)
-    held = tuple((a, Operand(shapes.get(a, RESULT), "float32")) for a in args if isinstance(a, str))
-    return Call(f"aten.{target}", named, (), (result,), operands=held)
+    named = tuple(var(a, shapes.get(a, SHAPE)) if isinstance(a, str) else a for a in args)
+    return Call(f"aten.{target}", named, (), (var(result, shapes.get(result, SHAPE)),))

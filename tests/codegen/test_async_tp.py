@@ -10,16 +10,17 @@ import pytest
 from codegen.async_tp import has_async_tp, with_async_tp
 from codegen.emit import emit_model
 from codegen.overlap import overlap
-from codegen.program import Call, ModuleClass, Program, Reshard, Spec, Var
+from codegen.program import Call, ModuleClass, Program, Spec
 from tests.codegen import linear_statements
+from tests.codegen.typed import reshard, var, variables
 
 SHAPES = {
     "x": (3, 4, 6), "flat": (12, 6), "h": (3, 4, 8), "rows": (12, 8), "product": (12, 6), "self.q": (8, 6),
     "self.k": (4, 6), "self.b": (8,), "self.o": (6, 8), "self.c": (6, 8), "self.d": (8, 6), "self.e": (6,),
 }  # fmt: skip
-GATHER = Reshard("tp", "all_gather", Var("x"), (("dim", 1),), "x", "")
-SCATTER = Reshard("tp", "reduce_scatter", Var("y"), (("dim", 1),), "y", "")
-MASK = Reshard("tp", "first_rank_only", Var("self.e"), (), "masked", "")
+GATHER = reshard("all_gather", "x", "x", "Rp", dim=1)
+SCATTER = reshard("reduce_scatter", "y", "y", "S(1)", dim=1)
+MASK = reshard("first_rank_only", "self.e", "masked", "P")
 
 
 call = partial(linear_statements.call, SHAPES)
@@ -42,7 +43,7 @@ def program(*body: object, outputs: tuple[str, ...] = ("y",)) -> Program:
     stored = {
         name.removeprefix("self."): Spec(shape, "float32") for name, shape in SHAPES.items() if name.startswith("self.")
     }
-    cls = ModuleClass("M", "", stored, {}, ("x", "h", "rows"), tuple(body), outputs)  # type: ignore[arg-type]
+    cls = ModuleClass("M", "", stored, {}, variables("x", "h", "rows"), tuple(body), variables(*outputs))  # type: ignore[arg-type]
     return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, 1, {}, (), cls, ())
 
 
@@ -68,7 +69,7 @@ def test_a_gather_goes_to_where_its_first_layer_stood() -> None:
 
 
 def test_one_layer_and_a_source_with_another_name() -> None:
-    found = with_async_tp(program(replace(GATHER, source=Var("h"), result="x"), linear("y", "self.q", "self.b")))
+    found = with_async_tp(program(replace(GATHER, source=var("h")), linear("y", "self.q", "self.b")))
     assert lines(found)[1:] == ["y = async_tp.all_gather_linear(h, self.q, self.b, axis=tp, dim=1)"]
 
 
@@ -79,10 +80,10 @@ def test_addmm_takes_x_before_it_is_flattened() -> None:
 
 
 def test_rows_of_a_matrix() -> None:
-    gather = replace(GATHER, source=Var("flat"), result="flat", kwargs=(("dim", 0),))
+    gather = reshard("all_gather", "flat", "flat", "Rp", shape=(12, 6), dim=0)
     found = with_async_tp(program(gather, call("addmm.default", "y", "self.b", "flat", "self.c")))
     assert lines(found)[1:] == ["y = async_tp.all_gather_addmm(self.b, flat, self.c, axis=tp, dim=0)"]
-    scatter = replace(SCATTER, source=Var("product"), kwargs=(("dim", 0),))
+    scatter = reshard("reduce_scatter", "product", "y", "S(0)", shape=(12, 6), dim=0)
     found = with_async_tp(program(MASK, ADDMM, scatter))
     assert lines(found)[1:] == ["y = async_tp.addmm_reduce_scatter(self.e, rows, self.d, axis=tp, dim=0)"]
 
@@ -104,7 +105,7 @@ def test_a_scatter_takes_the_bias_of_the_first_rank_and_the_view() -> None:
 def test_one_call_does_not_change_what_the_next_one_reads() -> None:
     """The second layer of the first gather is named like what the second gather reads; once it has moved up, that one
     can no longer go to where its layer is."""
-    other = Reshard("tp", "all_gather", Var("k"), (("dim", 1),), "z", "")
+    other = reshard("all_gather", "k", "z", "Rp", dim=1)
     body = (GATHER, other, linear("q", "self.q"), linear("p", "self.q", x="z"), linear("k", "self.k"))
     found = with_async_tp(program(*body, add("y", "p", "k"), outputs=("y", "q")))
     assert lines(found)[1:] == [
@@ -123,9 +124,10 @@ UNTOUCHED = {
     "gathered in sections": program(replace(GATHER, kwargs=(("dim", 1), ("sections", 2))), linear("y", "self.q")),
     "a gradient that is not summed": program(replace(GATHER, kwargs=(("dim", 1), ("grad", "full"))), LAYERS[0]),
     "another axis": program(replace(GATHER, axis="dp"), linear("y", "self.q")),
-    "another collective": program(Reshard("tp", "for_use", Var("x"), (), "x", ""), linear("y", "self.q")),
+    "another collective": program(reshard("for_use", "x", "x", "Rp"), linear("y", "self.q")),
     "what is gathered is gone": program(
-        replace(GATHER, result="z"), call("neg.default", "x", "h"), linear("p", "self.q", x="z"), add("y", "p", "x")
+        replace(GATHER, result=var("z")), call("neg.default", "x", "h"), linear("p", "self.q", x="z"),
+        add("y", "p", "x"),
     ),
     "a computed weight": program(GATHER, call("neg.default", "w", "self.q"), linear("y", "w")),
     "put off": program(
@@ -135,7 +137,7 @@ UNTOUCHED = {
     "in fp8": program(replace(ROW, target="fp8.linear"), SCATTER),
     "scattered features": program(ROW, replace(SCATTER, kwargs=(("dim", 2),))),
     "scattered in sections": program(ROW, replace(SCATTER, kwargs=(("dim", 1), ("sections", 2)))),
-    "another reader of the partial sum": program(ROW, replace(SCATTER, result="z"), add("w", "y", "z")),
+    "another reader of the partial sum": program(ROW, replace(SCATTER, result=var("z")), add("w", "y", "z")),
     "another reader of the product": program(MASK, ADDMM, VIEW, SCATTER, outputs=("y", "product")),
     "a bias that is partial by itself": program(linear("y", "self.o", "self.e", x="h"), SCATTER),
     "a bias whose gradient is partial": program(

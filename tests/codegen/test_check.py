@@ -14,9 +14,10 @@ from autopar.errors import InternalError
 from autopar.lowering.assembly import source_of
 from codegen.check import check_file
 from codegen.emit import emit_model
-from codegen.program import Call, Raw, Var
+from codegen.program import Call, Raw
 from codegen.schemas import EmissionError
 from tests.codegen.bodies import Body
+from tests.codegen.typed import var, variables
 
 HEAD = """import torch
 import torch.nn.functional as F
@@ -89,7 +90,7 @@ def test_what_fails_when_it_runs_is_refused(line, said):
 
 def test_an_operator_that_was_written_wrongly_is_named():
     program = Body().call("y", "aten.mul.Tensor", "x", "a").program("y")
-    bad = replace(program.root.body[0], target="runtime.cross_entropy", args=(Var("x"),), section="mlp.gate")
+    bad = replace(program.root.body[0], target="runtime.cross_entropy", args=(var("x"),), section="mlp.gate")
     program = replace(program, root=replace(program.root, body=(bad,)))
     with pytest.raises(InternalError, match="runtime.cross_entropy of M.mlp.gate") as error:
         source_of(program)
@@ -106,9 +107,9 @@ def test_an_operator_that_torch_lacks_is_named():
 @pytest.mark.parametrize("names", [("x", "self.weight"), ("x", "long_name" * 14)])
 def test_long_lines_without_brackets_stay_python(names):
     """An index or a sum that is too long for a line was cut in the middle."""
-    left, right = (Var(name) for name in names)
-    index = Call("aten.index.Tensor", (left, tuple([right] * (120 // len(right.name) + 2))), (), ("y",))
-    total = Call("aten.add.Tensor", (Raw("x[" + ":, " * 40 + "1:]"), left), (), ("z",))
+    left, right = variables(*names)
+    index = Call("aten.index.Tensor", (left, tuple([right] * (120 // len(right.name) + 2))), (), (var("y"),))
+    total = Call("aten.add.Tensor", (Raw("x[" + ":, " * 40 + "1:]"), left), (), (var("z"),))
     program = Body().call("y", "aten.mul.Tensor", "x", "a").program("y")
     text = emit_model(replace(program, root=replace(program.root, body=(index, total))))
     refused = pytest.raises(EmissionError, match="not defined") if right.name[0] == "l" else contextlib.nullcontext()
@@ -150,7 +151,7 @@ class WithCustomOperator(nn.Module):
 def test_a_program_says_which_library_it_needs():
     text = emit_model(Body().call("y", "aten.mul.Tensor", "x", "a").program("y"))
     assert "it needs torch only." in text
-    call = Call("autopar_tests.scaled_square.default", (Var("x"), 0.5), (), ("y",))
+    call = Call("autopar_tests.scaled_square.default", (var("x"), 0.5), (), (var("y"),))
     program = Body().call("y", "aten.mul.Tensor", "x", "a").program("y")
     text = emit_model(replace(program, root=replace(program.root, body=(call,))))
     assert "it needs torch and whatever registers autopar_tests.scaled_square: import it before this." in " ".join(

@@ -253,7 +253,7 @@ def test_stages_on_unequal_meshes_share_a_file_where_their_text_is_equal() -> No
     assert {f"stage_{i}.py" for i in range(4)} <= apart.keys() and "stage_2.py" not in texts
     assert "# 128 B to the next stage, gradient back" in texts["stage_1.py"]
     third = together.stages[2]
-    sends = {name: replace(border, size="256 B") for name, border in third.program.sends.items()}
+    sends = {name: replace(border, num_bytes=256) for name, border in third.program.sends.items()}
     third = replace(third, program=replace(third.program, axis_sizes=half, sends=sends))
     mixed = emit_pipeline(replace(together, stages=(*together.stages[:2], third, together.stages[3])))
     assert list(mixed) == list(texts)

@@ -8,16 +8,19 @@ import pytest
 
 from codegen.expressions import expression
 from codegen.fp8 import in_fp8
-from codegen.program import Call, ModuleClass, Operand, Program, Spec, Var
+from codegen.program import Call, ModuleClass, Program, Spec, TensorType, Var
 
 SHAPES = {"x": (4, 16), "self.q": (32, 16), "self.k": (32, 16), "self.v": (32, 16), "self.b": (32,), "self.c": (16, 32)}
 SHAPES |= {"self.narrow": (24, 16)}
 
 
 def call(target: str, result: str, *args: object) -> Call:
-    named = tuple(Var(a) if isinstance(a, str) else a for a in args)
-    held = tuple((a, Operand(SHAPES.get(a, (4, 32)), "float32")) for a in args if isinstance(a, str))
-    return Call(f"aten.{target}", named, (), (result,), operands=held)
+    return Call(f"aten.{target}", tuple(_var(a) if isinstance(a, str) else a for a in args), (), (_var(result),))
+
+
+def _var(name: str) -> Var:
+    """What is stored stands for the parameter of its name."""
+    return Var(name, TensorType(SHAPES.get(name, (4, 32)), "float32", tensor=(name.removeprefix("self."), 0)))
 
 
 def linear(result: str, weight: str, *bias: str) -> Call:
@@ -33,19 +36,11 @@ def lines(*body: Call, outputs: tuple[str, ...] = ("y",)) -> list[str]:
     stored = {
         name.removeprefix("self."): Spec(shape, "float32") for name, shape in SHAPES.items() if name.startswith("self.")
     }
-    layer = ModuleClass("Layer", "", stored, {}, ("x",), body, outputs)
-    root = ModuleClass("M", "", {}, {}, ("x",), (), ("x",))
+    layer = ModuleClass("Layer", "", stored, {}, (_var("x"),), body, tuple(map(_var, outputs)))
+    root = ModuleClass("M", "", {}, {}, (_var("x"),), (), (_var("x"),))
     (found,) = in_fp8(Program("M", ("dp",), (1,), "", "fp32", 4, 1, {}, (layer,), root, ())).layers
     calls = [statement for statement in found.body if isinstance(statement, Call)]
-    assert all(set(dict(call.operands)) >= {name for name in _names(call.args)} for call in calls)
-    return [f"{', '.join(call.results)} = {expression(call)}" for call in calls]
-
-
-def _names(args: tuple[object, ...]) -> set[str]:
-    found: set[str] = set()
-    for value in args:
-        found |= {value.name} if isinstance(value, Var) else _names(value) if isinstance(value, tuple) else set()
-    return found
+    return [f"{', '.join(result.name for result in call.results)} = {expression(call)}" for call in calls]
 
 
 def test_layers_of_one_x_are_one_call_where_the_first_stood() -> None:

@@ -18,9 +18,10 @@ from autopar.verify import sgd_with_momentum, verify_program
 from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.fusion.losses import ACCUMULATOR_BYTES, ITEM_BYTES
-from codegen.program import Call, Program, Raw, Reshard, Var
+from codegen.program import Call, Program, Raw
 from examples.models import EXAMPLES, Example
 from tests.codegen.bodies import Body, execute, targets
+from tests.codegen.typed import reshard, var, variables
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 FUSED = "kernels.linear_cross_entropy"
@@ -90,7 +91,7 @@ def test_views_and_slices_of_the_rows(between, bias):
     target = TARGET[:6] if "slice" in between else TARGET
     body = head(bias=bias, between=between, target=target)
     (call,) = assert_fused(body).root.body
-    assert call.args[1:] == (Var("self.weight"), Var("target"), *((Var("self.bias"),) if bias else ()))
+    assert call.args[1:] == variables("self.weight", "target", *(("self.bias",) if bias else ()))
     rows = "x[:, 0:3].reshape(-1, 3)" if "slice" in between else "x.reshape(-1, 3)"
     assert call.args[0].text.replace("[:, :3]", "[:, 0:3]") == rows
 
@@ -100,7 +101,7 @@ def test_two_dims_need_no_view():
     body.values["target"] = body.known["target"] = TARGET
     body.call("logits", "aten.linear.default", "x", "self.weight")
     body.call("y", "runtime.cross_entropy", "logits", "target", Raw("1.0"))
-    assert assert_fused(body).root.body[0].args[0] == Var("x")
+    assert assert_fused(body).root.body[0].args[0] == var("x")
 
 
 @pytest.mark.parametrize("between", ["wide view", "view wide", "view"])
@@ -164,8 +165,8 @@ def stays(body: Body, *outputs: str) -> bool:
 def test_logits_with_other_readers_stay():
     assert stays(head(between="wide view"), "y", "logits"), "returned"
     read = head()
-    read.statements.insert(1, replace(read.statements[0], target="aten.exp.default", args=(Var("logits"),)))
-    read.statements[1] = replace(read.statements[1], results=("other",))
+    read.statements.insert(1, replace(read.statements[0], target="aten.exp.default", args=(var("logits"),)))
+    read.statements[1] = replace(read.statements[1], results=(var("other"),))
     assert stays(read, "y", "other"), "read by another call"
 
 
@@ -173,7 +174,7 @@ def test_logits_with_other_readers_stay():
 @pytest.mark.parametrize("position", [1, 2])
 def test_reshards_between_stay(position, name):
     body = head()
-    body.statements.insert(position, Reshard("tp", "all_reduce", Var(name), (), name, "P -> R"))
+    body.statements.insert(position, reshard("all_reduce", name, name))
     assert stays(body)
 
 
@@ -193,8 +194,7 @@ def test_what_the_kernel_is_not_for_stays(body):
 def test_a_weight_of_another_dtype_stays():
     body = head(torch.float32)
     linear = body.statements[0]
-    held = {name: replace(o, dtype="bfloat16") if name == "self.weight" else o for name, o in linear.operands}
-    body.statements[0] = replace(linear, operands=tuple(held.items()))
+    body.statements[0] = replace(linear, args=(linear.args[0], var("self.weight", (CLASSES, HIDDEN), "bfloat16")))
     assert stays(body)
 
 

@@ -19,11 +19,12 @@ import autopar
 from autopar.verify import verify_program
 from codegen import kernels
 from codegen.fusion import fuse
-from codegen.program import Raw, Reshard, Var
+from codegen.program import UNREAD, Raw
 from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
 from examples.models import EXAMPLES
 from tests.codegen.bodies import Body, assert_same_numbers, is_left_alone, targets
+from tests.codegen.typed import reshard, var, variables
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -65,7 +66,7 @@ class Rotary(Body):
         for name, place in zip(("first", "second"), places, strict=True):
             self.call(f"{x}_{name}", "aten.slice.Tensor", part, 3, *place)
         self.call(f"{x}_neg", "aten.neg.default", f"{x}_second")
-        both = (Var(f"{x}_neg"), Var(f"{x}_first"))
+        both = variables(f"{x}_neg", f"{x}_first")
         if self.interleaved:
             self.call(f"{x}_stack", "aten.stack.default", both, -1)
             self.call(f"{x}_turned", "aten.flatten.using_ints", f"{x}_stack", -2)
@@ -75,7 +76,7 @@ class Rotary(Body):
         if self.rotated == WIDTH:
             return self.call(result, "aten.add.Tensor", f"{x}_cos", f"{x}_sin")
         self.call(f"{x}_sum", "aten.add.Tensor", f"{x}_cos", f"{x}_sin")
-        return self.call(result, "aten.cat.default", (Var(f"{x}_sum"), Var(f"{x}_rest")), -1)
+        return self.call(result, "aten.cat.default", variables(f"{x}_sum", f"{x}_rest"), -1)
 
 
 @DTYPES
@@ -86,7 +87,7 @@ def test_rotary_of_queries_and_keys(rotated, interleaved, heads_dim, dtype):
     body = Rotary(rotated, interleaved=interleaved, heads_dim=heads_dim, dtype=dtype).turn("q", "y").turn("k", "z")
     fused = fuse(body.program("y", "z"))
     assert targets(fused) == ["kernels.rotary"]
-    assert fused.root.body[0].results == ("y", "z")
+    assert fused.root.body[0].results == variables("y", "z")
     assert_same_numbers(body, fused, TOLERANCES[dtype])
 
 
@@ -112,16 +113,16 @@ def test_calls_between_queries_and_keys_stay_in_their_order():
     ids=["one alone", "read between", "other angles", "read inside", "angles read", "no halves", "promotion"],
 )
 def test_what_rotary_is_not_for_stays(body):
-    names = [s.results[0] for s in body.statements]
+    names = [s.results[0].name for s in body.statements]
     assert is_left_alone(body, *(name for name in ("y", "z", "read") if name in names))
 
 
 @pytest.mark.parametrize("name", ["q_cos", "q", "cos_4", "k_neg"])
 def test_reshards_within_rotary_stay(name):
     body = Rotary().turn("q", "y").turn("k", "z")
-    made = [s.results[0] for s in body.statements]
+    made = [s.results[0].name for s in body.statements]
     position = made.index(name) + 1 if name in made else made.index(f"{name}_cos") + 1
-    body.statements.insert(position, Reshard("tp", "all_gather", Var(name), (("dim", 1),), name, "S(1) -> R"))
+    body.statements.insert(position, reshard("all_gather", name, name, dim=1))
     assert is_left_alone(body, "y", "z")
 
 
@@ -142,7 +143,7 @@ def test_layer_norm(bias, dtype):
     body = layer_norm(Body(dict.fromkeys(("x", "row", "self.weight"), dtype)), bias=bias)
     fused = fuse(body.program())
     assert targets(fused) == ["kernels.layer_norm"]
-    assert fused.root.body[0].args == (Var("x"), Var("self.weight"), Var("row") if bias else None, 1e-3)
+    assert fused.root.body[0].args == (*variables("x", "self.weight"), var("row") if bias else None, 1e-3)
     assert_same_numbers(body, fused, TOLERANCES[dtype])
 
 
@@ -154,7 +155,7 @@ def test_a_sum_and_its_norm_are_both_results(norm, dtype):
     body.call("z", "aten.exp.default", "s")
     fused = fuse(body.program("y", "z"))
     assert targets(fused) == [f"kernels.add_{norm}_norm", "aten.exp.default"]
-    assert fused.root.body[0].results == ("y", "s")
+    assert fused.root.body[0].results == variables("y", "s")
     assert_same_numbers(body, fused, TOLERANCES[dtype])
 
 
@@ -163,10 +164,10 @@ def test_a_sum_that_only_the_norm_reads_has_no_name(norm):
     """Also where its name is another value's by then."""
     body = doubles().call("s", "aten.add.Tensor", "x", "a")
     body = body.rms_norm("s") if norm == "rms" else layer_norm(body, "s")
-    other = replace(body.statements[-1], target="aten.exp.default", args=(Var("b"),), results=("s",), operands=())
-    body.statements.insert(-1, replace(other, results=("s_2",)))
+    other = replace(body.statements[-1], target="aten.exp.default", args=(var("b"),), results=(var("s"),))
+    body.statements.insert(-1, replace(other, results=(var("s_2"),)))
     fused = fuse(body.program("y", "s_2"))
-    assert fused.root.body[-1].results == ("y", "")
+    assert fused.root.body[-1].results == (var("y"), UNREAD)
     assert_same_numbers(body, fused, 1e-12)
 
 
@@ -183,7 +184,7 @@ def test_sums_that_broadcast_leave_the_norm_alone(residual):
 
 def test_a_reshard_between_sum_and_norm_parts_them():
     body = layer_norm(doubles().call("s", "aten.add.Tensor", "x", "a"), "s")
-    body.statements.insert(1, Reshard("tp", "all_gather", Var("s"), (("dim", 1),), "s", "S(1) -> R"))
+    body.statements.insert(1, reshard("all_gather", "s", "s", dim=1))
     assert targets(fuse(body.program("y", "s"))) == ["aten.add.Tensor", "Reshard", "kernels.layer_norm"]
 
 
@@ -234,7 +235,7 @@ def test_geglu(order, form, dtype):
     body = gelu(Body(dict.fromkeys("ab", dtype)), form, "a", "act").call("y", "aten.mul.Tensor", *order)
     fused = fuse(body.program())
     assert targets(fused) == ["kernels.geglu"]
-    assert fused.root.body[0].args == (Var("a"), Var("b"))
+    assert fused.root.body[0].args == variables("a", "b")
     assert dict(fused.root.body[0].kwargs).get("approximate", "none") == FORMS[form]
     assert_same_numbers(body, fused, TOLERANCES[dtype])
 

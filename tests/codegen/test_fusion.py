@@ -25,9 +25,10 @@ from autopar.errors import ConstraintError
 from autopar.folder import TUNING_FILE
 from codegen.emit import emit_model
 from codegen.fusion import fuse
-from codegen.program import Call, LayerLoop, Raw, Reshard, Var
+from codegen.program import Call, LayerLoop, Raw
 from examples.models import EXAMPLES
 from tests.codegen.bodies import Body, assert_same_numbers, execute, is_left_alone, targets
+from tests.codegen.typed import reshard, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 IDEAL = str(ROOT / "examples" / "clusters" / "ideal.toml")
@@ -44,7 +45,7 @@ def test_rms_norm_in_any_operand_order():
     for body in (plain, swapped):
         fused = fuse(body.program())
         assert targets(fused) == ["kernels.rms_norm"]
-        assert fused.root.body[0].args == (Var("x"), Var("self.weight"), 1e-3)
+        assert fused.root.body[0].args == (*variables("x", "self.weight"), 1e-3)
         assert_same_numbers(body, fused)
 
 
@@ -74,7 +75,7 @@ def test_swiglu_in_either_order(order):
     body.call("y", "aten.mul.Tensor", *order)
     fused = fuse(body.program("y", "c"))
     assert targets(fused) == ["aten.exp.default", "kernels.swiglu"]
-    assert fused.root.body[1].args == (Var("a"), Var("b"))
+    assert fused.root.body[1].args == variables("a", "b")
     assert_same_numbers(body, fused)
 
 
@@ -88,7 +89,7 @@ def test_intermediates_with_other_uses_stay(name):
     assert is_left_alone(read, "y", "other")
     assert is_left_alone(Body().rms_norm(), "y", name), "returned"
     carried = Body().rms_norm()
-    carried.statements.append(LayerLoop("Layer", 0, 2, (Var(name),), ((0, 0),), ("last",)))
+    carried.statements.append(LayerLoop("Layer", 0, 2, variables(name), ((0, 0),), variables("last")))
     assert is_left_alone(carried, "y", "last"), "goes into a loop over layers"
 
 
@@ -101,7 +102,7 @@ def test_sharded_normalised_dim_stays():
     """Lowering divides a mean over a sharded dim by the ranks and sums over them afterwards."""
     assert is_left_alone(Body().rms_norm(by=2))
     body = Body().rms_norm(by=2)
-    body.statements.insert(2, Reshard("tp", "all_reduce", Var("mean"), (), "mean", "P -> R"))
+    body.statements.insert(2, reshard("all_reduce", "mean", "mean"))
     assert is_left_alone(body)
 
 
@@ -111,7 +112,7 @@ def test_reshards_between_stay(position):
     produced = ["power", "mean", "shifted", "rsqrt", "mul"][position - 1]
     for name in (produced, "x"):
         body = Body().rms_norm()
-        body.statements.insert(position, Reshard("tp", "all_gather", Var(name), (("dim", 1),), name, "S(1) -> R"))
+        body.statements.insert(position, reshard("all_gather", name, name, dim=1))
         assert is_left_alone(body), f"{name} is resharded"
 
 
@@ -177,7 +178,7 @@ def test_cross_entropy_also_without_any_target(widens, ignored, count, num_micro
 def test_cross_entropy_keeps_its_ignored_class_and_sums_without_a_count():
     target = torch.tensor([0, 2, 2, 3, 1, 5])
     body = loss_body(target, torch.tensor(4), ignore_index=2)
-    body.statements[-1] = replace(body.statements[-1], args=(Var("logits"), Var("target"), Raw("1.0")))
+    body.statements[-1] = replace(body.statements[-1], args=(*body.statements[-1].args[:2], Raw("1.0")))
     fused = fuse(body.program())
     assert targets(fused)[1:] == ["kernels.cross_entropy", "aten.sum.default"]
     expected = F.cross_entropy(body.values["logits"].view(-1, 7), target, ignore_index=2, reduction="sum")
@@ -191,7 +192,7 @@ def test_cross_entropy_with_what_the_kernel_lacks_stays(options):
 
 def test_both_cross_entropies_in_one_file():
     body = loss_body(torch.tensor([0, 6, 3, 3, 1, 5]), torch.tensor(6))
-    body.statements.append(replace(body.statements[-1], kwargs=(("label_smoothing", 0.1),), results=("z",)))
+    body.statements.append(replace(body.statements[-1], kwargs=(("label_smoothing", 0.1),), results=variables("z")))
     source = emit_model(fuse(body.program("y", "z")))
     assert "from .kernels.cross_entropy import cross_entropy as token_losses" in source
     assert "from .runtime.cross_entropy import cross_entropy" in source

@@ -9,11 +9,12 @@ import pytest
 
 from codegen.emit import emit_model
 from codegen.overlap import overlap
-from codegen.program import Call, ModuleClass, Program, Reshard, Spec, Var
+from codegen.program import Call, ModuleClass, Program, Reshard, Spec
 from tests.codegen import linear_statements
+from tests.codegen.typed import reshard, variables
 
 SHAPES = {"x": (3, 4, 6), "flat": (12, 6), "self.q": (8, 6), "self.k": (8, 6), "self.b": (8,), "self.c": (6, 8)}
-GATHER = Reshard("tp", "all_gather", Var("x"), (("dim", 1),), "x", "S(1) -> Rp: 8 KiB, backward reduce_scatter")
+GATHER = reshard("all_gather", "x", "x", "Rp", dim=1)
 
 
 call = partial(linear_statements.call, SHAPES)
@@ -27,7 +28,7 @@ def program(*body: object, outputs: tuple[str, ...] = ("y",)) -> Program:
     stored = {
         name.removeprefix("self."): Spec(shape, "float32") for name, shape in SHAPES.items() if name.startswith("self.")
     }
-    cls = ModuleClass("M", "", stored, {}, ("x", "flat"), tuple(body), outputs)  # type: ignore[arg-type]
+    cls = ModuleClass("M", "", stored, {}, variables("x", "flat"), tuple(body), variables(*outputs))  # type: ignore[arg-type]
     return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, 1, {}, (), cls, ())
 
 
@@ -60,8 +61,8 @@ def test_layers_of_one_reshard_are_one_call_where_the_first_stood() -> None:
     "reshard",
     [
         GATHER,
-        Reshard("tp", "for_use", Var("x"), (), "x", ""),
-        Reshard("tp", "all_reduce", Var("x"), (("grad", "partial"),), "x", ""),
+        reshard("for_use", "x", "x", "Rp"),
+        reshard("all_reduce", "x", "x", "Rp", grad="partial"),
     ],
 )
 def test_every_reshard_that_sums_backward(reshard: Reshard) -> None:
@@ -72,9 +73,9 @@ def test_every_reshard_that_sums_backward(reshard: Reshard) -> None:
 @pytest.mark.parametrize(
     "reshard",
     [
-        Reshard("tp", "all_gather", Var("x"), (("dim", 1), ("grad", "full")), "x", ""),
-        Reshard("tp", "all_reduce", Var("x"), (), "x", ""),
-        Reshard("tp", "slice", Var("x"), (("dim", 1), ("grad", "partial")), "x", ""),
+        reshard("all_gather", "x", "x", "R", dim=1, grad="full"),
+        reshard("all_reduce", "x", "x", "R"),
+        reshard("slice", "x", "x", "S(1)", dim=1, grad="partial"),
     ],
 )
 def test_no_other_reshard(reshard: Reshard) -> None:
@@ -85,7 +86,7 @@ def test_no_other_reshard(reshard: Reshard) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_addmm_takes_x_before_it_is_flattened(first: bool) -> None:
     view = call("view.default", "flat", "x", (-1, 6))
-    gather = GATHER if first else replace(GATHER, source=Var("flat"), result="flat")
+    gather = GATHER if first else reshard("all_gather", "flat", "flat", "Rp", dim=1)
     order = (gather, view) if first else (view, gather)
     found = overlap(program(*order, call("addmm.default", "y", "self.b", "flat", "self.c")))
     assert lines(found)[1:] == (
