@@ -19,7 +19,9 @@ from codegen.emit import (
     saving_layers,
 )
 from codegen.expressions import literal
+from codegen.idioms import with_idioms
 from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program
+from codegen.reshard_words import Dims
 from codegen.runtime.positions import tiled
 from codegen.text import bytes_text, plain
 
@@ -43,25 +45,27 @@ class _File:
 
 def emit_pipeline(pipeline: PipelineProgram) -> dict[str, str]:
     """File name -> text: layers that several stages have, the stages, pipeline.py and schedule.txt."""
+    pipeline = pipeline.map(with_idioms)
     saving = frozenset[str]().union(*(saving_layers(stage.program) for stage in pipeline.stages))
-    files, shared = _with_layers(pipeline, _files(pipeline), saving)
-    texts = {"layers.py": _layers_source(pipeline, shared, saving)} if shared else {}
-    texts |= {f"{file.module}.py": _stage_source(pipeline, file, saving) for file in files}
+    words = Words("", saving=saving, dims=Dims.of(pipeline.inputs))
+    files, shared = _with_layers(pipeline, _files(pipeline, words), words)
+    texts = {"layers.py": _layers_source(pipeline, shared, words)} if shared else {}
+    texts |= {f"{file.module}.py": _stage_source(pipeline, file, words) for file in files}
     texts["pipeline.py"] = _assembly(pipeline, files)
     texts["schedule.txt"] = "".join(f"{line}\n" for line in pipeline.schedule)
     return texts
 
 
-def _files(pipeline: PipelineProgram) -> tuple[_File, ...]:
+def _files(pipeline: PipelineProgram, words: Words) -> tuple[_File, ...]:
     """Stages that differ in the layers' paths, their number and their modes only share a file."""
     users: dict[str, list[int]] = {}
     for number, stage in enumerate(pipeline.stages):
-        users.setdefault(emit_classes(_without_particulars(stage.program), Words("")), []).append(number)
+        users.setdefault(emit_classes(_without_particulars(stage.program), words), []).append(number)
     return tuple(_File(tuple(stages)) for stages in users.values())
 
 
 def _with_layers(
-    pipeline: PipelineProgram, files: tuple[_File, ...], saving: frozenset[str]
+    pipeline: PipelineProgram, files: tuple[_File, ...], words: Words
 ) -> tuple[tuple[_File, ...], dict[str, tuple[int, ...]]]:
     """The files, and for each layer class that layers.py has the stages with it.
 
@@ -71,7 +75,7 @@ def _with_layers(
     for file in files:
         program = pipeline.stages[file.stages[0]].program
         for layer in program.layers:
-            text = layer_class(program, replace(layer, doc=""), saving) + repr(layer.layouts)
+            text = layer_class(program, replace(layer, doc=""), words) + repr(layer.layouts)
             users.setdefault(layer.name, {}).setdefault(text, []).append(file)
     most = {name: max(texts.values(), key=len) for name, texts in users.items()}
     shared = {name: found for name, found in most.items() if len(found) > 1}
@@ -80,14 +84,14 @@ def _with_layers(
     return tuple(named), stages
 
 
-def _layers_source(pipeline: PipelineProgram, shared: dict[str, tuple[int, ...]], saving: frozenset[str]) -> str:
+def _layers_source(pipeline: PipelineProgram, shared: dict[str, tuple[int, ...]], words: Words) -> str:
     found: dict[str, tuple[Program, ModuleClass]] = {}
     for name, stages in shared.items():
         program = pipeline.stages[stages[0]].program
         layer = next(layer for layer in program.layers if layer.name == name)
         found[name] = program, replace(layer, doc=_layer_doc(pipeline, stages, name))
     title = f"{pipeline.name} for {pipeline.mesh_text}: {batch_text(pipeline.any)}; layers that several stages have"
-    return emit_layers(found, Words(title, saving=saving))
+    return emit_layers(found, replace(words, title=title))
 
 
 def _without_particulars(program: Program) -> Program:
@@ -105,13 +109,14 @@ def _without_particulars(program: Program) -> Program:
 # --- a stage's module -------------------------------------------------------------------------------------------------
 
 
-def _stage_source(pipeline: PipelineProgram, file: _File, saving: frozenset[str]) -> str:
+def _stage_source(pipeline: PipelineProgram, file: _File, words: Words) -> str:
     first = pipeline.stages[file.stages[0]].program
     which = _numbers(file.stages)
     title = f"{pipeline.name} for {pipeline.mesh_text}: {batch_text(first)}; {which} of {len(pipeline.stages)}"
     layers = tuple(replace(layer, doc=_layer_doc(pipeline, file.stages, layer.name)) for layer in first.layers)
     program = replace(first, layers=layers, root=replace(first.root, name=file.root, doc=_root_doc(pipeline, file)))
-    return emit_classes(program, Words(title, _border_comments(pipeline, file), file.from_layers, saving))
+    borders = _border_comments(pipeline, file)
+    return emit_classes(program, replace(words, title=title, borders=borders, elsewhere=file.from_layers))
 
 
 def _layer_doc(pipeline: PipelineProgram, stages: tuple[int, ...], layer: str) -> str:
