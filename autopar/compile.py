@@ -16,11 +16,11 @@ from torch import nn
 from autopar.arguments import as_plan, check_compile, whole
 from autopar.backend import NOTHING_ASYNCHRONOUS, parse_backend, with_backend
 from autopar.batch import mapped, with_inputs_of
+from autopar.chain import chain
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
 from autopar.compression import Compression
 from autopar.constraints import Constraints
-from autopar.costs.block_costs import chain
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import OptimizerFactory, adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
@@ -30,9 +30,9 @@ from autopar.lowering.assembly import program_of, source_of
 from autopar.optimizers import check_plan, examine, limited
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan, search_plans
-from autopar.planning.request import Candidate, Request, operators_at
+from autopar.planning.request import Request, operators_at
 from autopar.sharding.accumulating_trace import AccumulatingTrace
-from autopar.sharding.choices import expand
+from autopar.sharding.choices import Candidate, expand
 from autopar.surroundings import check_autocast
 from autopar.tracing.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.tracing.evaluation import check_norms, why_no_evaluation

@@ -24,8 +24,9 @@ from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
-from autopar.planning.request import Candidate, Request
+from autopar.planning.request import Request
 from autopar.scratch import lasting_folder
+from autopar.sharding.choices import Candidate
 from autopar.surroundings import check_starting, check_training
 from autopar.tracing.admission import require_traits
 from autopar.tracing.inputs import name_inputs

@@ -239,6 +239,15 @@ VIEWS = frozenset(
 """Operators whose output shares memory with their first input (reshape: when it can)."""
 
 
+MATMULS = frozenset(
+    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
+)
+DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
+"""Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
+
+ATTENTION = frozenset({"scaled_dot_product_attention"})
+
+
 def base_name(op: str) -> str:
     """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
     return op.split(".")[1].removeprefix("_").removesuffix("_")

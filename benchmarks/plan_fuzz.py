@@ -37,7 +37,8 @@ from autopar.explain.questions import explain
 from autopar.explain.rescue import advised
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
-from autopar.planning.request import Candidate, Request
+from autopar.planning.request import Request
+from autopar.sharding.choices import Candidate
 from benchmarks.fuzz_requests import Draw, draw, request_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_fuzz.csv"

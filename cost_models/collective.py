@@ -151,7 +151,7 @@ def _lines(kind: Kind, group: Group, num_nodes: int, per_node: int, intra: Link,
 
 
 def _lowest(lines: Iterator[Line] | list[Line]) -> tuple[Line, ...]:
-    """Without the lines that another undercuts at every size."""
+    """The lines (seconds, seconds per byte) that no other undercuts at every size."""
     kept: list[Line] = []
     for fixed, per_byte in sorted(lines):
         if not kept or per_byte < kept[-1][1]:
@@ -245,8 +245,8 @@ def _ring_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> fl
 
 
 def _tree_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> float:
-    """From the leaves to the root. NCCL: a chain over the ranks of a node, (p - 1) hi, then a binary tree over nodes,
-    log2(N) he. Other libraries: a binary tree in both places."""
+    """Seconds of latency from the leaves to the root. NCCL has a chain over the ranks of a node, (p - 1) hi, then a
+    binary tree over nodes, log2(N) he; other libraries a binary tree in both places."""
     per_node = path.layout.ranks_per_node
     depth = per_node - 1 if path.by_nccl else _levels(per_node)
     intra_seconds = depth * path.intra.latency_seconds * inside.hop
@@ -348,7 +348,8 @@ def _broadcast(path: _Path) -> Iterator[Line]:
 
 
 def _p2p_rate(group: Group, path: _Path, per_node: int) -> float:
-    """Of the slowest pair: a device's own network interface, or its part of the node's among the pairs that cross."""
+    """Bytes per second of the slowest pair, by a device's own interface or its part of the node's among those that
+    cross."""
     if path.layout.num_nodes == 1:
         return path.intra_rate
     rate = path.inter.achievable_bytes_per_second / (1 + path.inter.contention_per_doubling)

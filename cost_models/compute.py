@@ -62,7 +62,7 @@ WIDE = {"fp64": 8, "complex64": 8, "fp32": 4, "tf32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one kernel does.
+    """The work that one kernel does.
 
     kind: "matmul" (any contraction), "attention" (a fused one), "memory" (elementwise, reductions, copies).
     flops: floating-point operations, a multiply-add counted as two; of attention with a causal mask only the half below

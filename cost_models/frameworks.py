@@ -22,7 +22,7 @@ CP_EXCHANGES = ("all-gather", "ring")
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """One profile.
+    """The habits of one framework, by which strategies given for it are predicted.
 
     fusion: which memory-bound calls are one kernel: none ("calls"), neighbours of one module, such as the parts of a
     norm ("modules"), or every run of pointwise calls ("chains"). attention: the kernel, one of the flash kernels of

@@ -88,7 +88,7 @@ class Cluster:
 
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> Cluster:
-        """As `from_toml_text`, from what TOML is read to."""
+        """The cluster of a table as TOML is read to. Raises ValueError as `from_toml_text` does."""
         known = {"num_nodes", "devices_per_node", "device", "intra_node", "inter_node"}
         if surplus := sorted(table.keys() - known):
             raise ValueError(f"unknown keys {surplus}; the keys are {', '.join(sorted(known))}")

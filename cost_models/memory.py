@@ -125,7 +125,7 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> float:
-        """All of it, without fragmentation."""
+        """All bytes, without fragmentation."""
         return self.persistent + self.activations + self.transient
 
     @property
@@ -134,7 +134,7 @@ class MemoryBreakdown:
         return self.parameters + self.gradients + self.optimizer_state + self.workspace
 
     def reserved(self, fragmentation: float = FRAGMENTATION) -> float:
-        """All of it, with what comes and goes enlarged by `fragmentation`."""
+        """All bytes, with those that come and go enlarged by the share `fragmentation`."""
         return self.persistent + (1 + fragmentation) * (self.activations + self.transient)
 
     def fits(self, capacity: float, fragmentation: float = FRAGMENTATION) -> bool:

@@ -21,7 +21,8 @@ VIA = " via "
 
 @dataclass(frozen=True, slots=True)
 class MixedCluster:
-    """At least two clusters of equal nodes each. between: joins nodes of different groups, one direction per device.
+    """A cluster of at least two groups, each of equal nodes. between: the link that joins nodes of different groups,
+    one direction per device.
 
     Prints as '2x8 a100-80g + 4x8 v100-32g', with ' via LINK' where `between` is not the slowest of the links between
     the groups' own nodes; `parse` reads that back.
@@ -60,7 +61,7 @@ class MixedCluster:
         return part_lines({"between": self.between}) + "\n" + "\n".join(parts)
 
     def map(self, function: Callable[[Cluster], Cluster]) -> MixedCluster:
-        """With every group replaced."""
+        """The same cluster with every group replaced by `function(group)`."""
         return replace(self, groups=tuple(function(group) for group in self.groups))
 
     def with_memory(self, num_bytes: int) -> MixedCluster:
@@ -89,8 +90,9 @@ def from_toml(path: str | Path) -> AnyCluster:
 
 
 def parse_toml(text: str) -> AnyCluster:
-    """As `Cluster.from_toml_text`; a mixed cluster has an array of tables `group` of that form, and a link `between`
-    (a name or a table; the slowest of the groups' links between nodes if left out)."""
+    """The cluster of a TOML text as `Cluster.from_toml_text` reads it. A mixed cluster has an array of tables `group`
+    of that form, and a link `between` (a name or a table; the slowest of the groups' links between nodes if left out).
+    Raises ValueError."""
     table = tomllib.loads(text)
     if "group" not in table:
         return Cluster.from_table(table)

@@ -41,7 +41,7 @@ CLOSED_FORMS = (
     6 * math.atan(math.sqrt(2)) / math.pi**1.5,
     5 / (4 * math.sqrt(math.pi)) + 15 * math.asin(1 / 3) / (2 * math.pi**1.5),
 )
-"""m(1) to m(5)."""
+"""The values m(1) to m(5), which have closed forms."""
 
 
 def slowdown(num_ranks: int, variation: float) -> float:

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from autopar.costs.block_costs import BlockCost, BusySeconds, chain, segments
+from autopar.chain import chain, segments
+from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.kernels import as_run
 from autopar.costs.liveness import Walk, is_free
 from autopar.costs.overlap import Overlaps

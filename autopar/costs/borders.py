@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.block_costs import chain, homes_of, segments
+from autopar.chain import chain, homes_of, segments
 from autopar.costs.peak import slot_of
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
-from autopar.graph import Node, base_name
+from autopar.graph import ATTENTION, Node, base_name
 from autopar.sharding.strategies import Operator, Option, num_local
 from cost_models import compute
-
-MATMULS = frozenset(
-    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
-)
-DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
-"""Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
 
 BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
 """Calls that multiply a matrix per element of their leading dims, where both operands have such."""
 
-ATTENTION = frozenset({"scaled_dot_product_attention"})
 VALUE_FEATURES = "f"
 """The factor of values and result that attention's scores lack (rules/attention.py)."""
 

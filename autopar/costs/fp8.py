@@ -24,11 +24,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.costs.contractions import DEFERRABLE
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
-from autopar.graph import base_name
+from autopar.graph import DEFERRABLE, base_name
 from autopar.placement import local_shape
 from autopar.sharding.strategies import Operator, Option, num_local
 from codegen.fp8 import MULTIPLE

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.placement import Placements
 from autopar.sharding.choices import Choices
 from autopar.sharding.reshard import Step, steps
@@ -30,9 +30,6 @@ BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div
 DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
 CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
 """Elements of a chunk of temporaries (dropout.py `_fill_keep`: 24 bytes a pair; cross_entropy.py: fp32)."""
-
-DEFERRED = {"linear": 0, "addmm": 1}
-"""Calls whose weights' gradients can be put off (codegen/runtime/deferred.py), and which input they need for it."""
 
 Key = tuple[Ref, Placements]
 
@@ -326,7 +323,7 @@ class Walk:
             peak = max(peak, kept + stays + gradients.total + sum(weights) + temporary)
             stays += sum(weights) if waits else 0.0
             if is_linear:
-                position = DEFERRED[base_name(event.op)]
+                position = DEFERRABLE[base_name(event.op)] - 1  # of x, which the weight's gradient needs
                 put_off.add(self._root(event.inputs[position], option.inputs[position]))
                 for number in present:
                     gradients.hold(number)

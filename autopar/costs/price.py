@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.costs import host
-from autopar.costs.contractions import ATTENTION, DEFERRABLE, MATMULS, Contractions
+from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
-from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.sharding.strategies import Operator, Option, num_local
 from cost_models import compute
 

@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.block_costs import BlockCost, Mode
-from autopar.costs.contractions import ATTENTION, MATMULS
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
-from autopar.graph import Graph, LayerRun, Ref, TensorMeta, base_name
+from autopar.graph import ATTENTION, MATMULS, Graph, LayerRun, Ref, TensorMeta, base_name
 from autopar.placement import Placements
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local

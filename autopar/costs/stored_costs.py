@@ -14,17 +14,8 @@ from functools import cached_property, partial
 
 import torch
 
-from autopar.costs.block_costs import (
-    ACCUMULATION,
-    CODING,
-    FIXED_KINDS,
-    HIDDEN,
-    ROUNDING,
-    SYNCHRONISATION,
-    home_of_unread,
-    homes_of,
-    last_readers,
-)
+from autopar.chain import home_of_unread, homes_of, last_readers
+from autopar.costs.block_costs import ACCUMULATION, CODING, FIXED_KINDS, HIDDEN, ROUNDING, SYNCHRONISATION
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
 from autopar.graph import Graph, Ref, TensorMeta, unread

@@ -83,7 +83,7 @@ def _degrees(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision
 
 
 def _degrees_of_groups(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
-    """The same over groups of unlike nodes, where `dp` differs from position to position."""
+    """The other degrees over groups of unlike nodes, where `dp` differs from one pipeline rank to the next."""
     limits, groups = request.constraints, request.whole.groups
     positions = list(range(len(groups), num_blocks + 1))
     degrees = [n for n in divisors(math.lcm(*(g.devices_per_node for g in groups)))]

@@ -26,7 +26,7 @@ class WhatIf:
 
     @property
     def best_seconds(self) -> float | None:
-        """Of the faster of both."""
+        """Step seconds of the faster of both plans: the same one kept, or the one planned anew; None without either."""
         return min((s for s in (self.same_plan_seconds, self.seconds) if s is not None), default=None)
 
 
@@ -44,7 +44,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a plan.
+    """Why a plan was chosen, in numbers and sentences.
 
     capacity_bytes: what a rank may use. searched: the best plan that the search finds for the same request; another
     one where the explained plan was given. verdict: what binds, in sentences. time: where the time goes and what hides

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
+from autopar.chain import chain
 from autopar.compiled import CompiledProgram
-from autopar.costs.block_costs import chain
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
@@ -17,10 +17,11 @@ from autopar.planning.bases import Bases
 from autopar.planning.pipelines import PipelineSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
-from autopar.planning.request import Candidate, Request, pricer_for, unequal_of
+from autopar.planning.request import Request, pricer_for, unequal_of
 from autopar.planning.unequal.search import UnequalSearch
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
+from autopar.sharding.choices import Candidate
 from autopar.units import bytes_text, seconds_text
 
 POLISH_ONLY = 0

@@ -17,10 +17,10 @@ from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
 
 SECONDS = 5.0
-"""After which no further way is tried."""
+"""Seconds after which no further way is tried."""
 
 MOST_NODES = 64
-"""Times the given number of nodes, up to which more are tried."""
+"""Factor on the given number of nodes up to which more are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def smallest_cluster(request: Request, bases: Bases, limit: float) -> Remedy | N
 
 
 def _between(low: int, high: int) -> Iterator[int]:
-    """Ascending; of many, some."""
+    """Some eight numbers between `low` and `high`, ascending; all of them where there are fewer."""
     step = max((high - low) // 8, 1)
     yield from range(low + step, high, step)
 

@@ -85,7 +85,7 @@ def _memory_words(plan: Plan, capacity: float, what_ifs: Sequence[WhatIf], befor
 
 
 def _amortised(plan: Plan, what_ifs: Sequence[WhatIf], step_seconds: float) -> str:
-    """What a larger batch makes of it."""
+    """How a larger batch changes the seconds per row, in words; empty where none was tried."""
     batch = next((w for w in what_ifs if w.resource == "batch" and w.seconds is not None), None)
     if batch is None or batch.seconds is None:
         return ""

@@ -1,4 +1,4 @@
-"""From the words of a command line or a configuration to a model, a batch and constraints."""
+"""Turns the words of a command line or a configuration into a model, a batch and constraints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         values = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
         return next(int(v.shape[0]) for v in values if isinstance(v, torch.Tensor) and v.dim() > 0)
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def plain_masks(packed_positions: bool) -> Iterator[None]:
-    """Within it, masks without padding are left to `is_causal`.
+    """A context in which masks without padding are left to `is_causal`.
 
     packed_positions: the batch carries position_ids, which may pack several sequences in a row; then the packed
     mask is data and stays.

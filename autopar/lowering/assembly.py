@@ -7,8 +7,8 @@ from dataclasses import replace
 from autopar.errors import InternalError
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.plan import Pipeline
-from autopar.planning.request import Candidate
 from autopar.seats import first_ranks
+from autopar.sharding.choices import Candidate
 from codegen.async_tp import with_async_tp
 from codegen.check import check_files
 from codegen.emit import emit_model

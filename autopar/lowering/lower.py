@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.costs.block_costs import chain, home_of_unread
+from autopar.chain import chain, home_of_unread
 from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, placement_pairs, without_waiting
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs

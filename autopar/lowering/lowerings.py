@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.costs.contractions import DEFERRABLE
-from autopar.graph import Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, base_name
 from autopar.placement import Placement, R, S
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.localize import LocalCall, local_call

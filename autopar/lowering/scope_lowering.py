@@ -23,17 +23,7 @@ from autopar.sharding.choices import Choices
 from autopar.sharding.reshard import Step, steps
 from autopar.sharding.strategies import Operator, Scope
 from codegen.names import attribute_path
-from codegen.program import (
-    UNREAD,
-    Call,
-    LayerLoop,
-    LayerRunSpec,
-    Layout,
-    Reshard,
-    Statement,
-    TensorType,
-    Var,
-)
+from codegen.program import UNREAD, Call, LayerLoop, LayerRunSpec, Layout, Reshard, Statement, TensorType, Var
 from codegen.reshards import METHODS, axis_kwargs
 
 SUMS = "sums"

@@ -9,12 +9,12 @@ from autopar.plan import Pipeline, Plan
 from autopar.planning.bases import decided_anew, stored_parameters
 from autopar.planning.pipelines import Found
 from autopar.planning.predict import predict
-from autopar.planning.request import Candidate, Request, operators_at, pricer_for, unequal_of
+from autopar.planning.request import Request, operators_at, pricer_for, unequal_of
 from autopar.planning.stage_points import pipeline_of
 from autopar.planning.unequal.problem import FoundUnequal
 from autopar.seats import Seat, envelope
 from autopar.sharding.carried import suits
-from autopar.sharding.choices import Choices, compress, on_axes
+from autopar.sharding.choices import Candidate, Choices, compress, on_axes
 
 
 def candidate_of(found: Found, request: Request) -> Candidate:

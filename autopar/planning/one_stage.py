@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.block_costs import chain
+from autopar.chain import chain
 from autopar.costs.cost_table import block_costs
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import unread_bytes
@@ -22,9 +22,9 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.bases import named_mesh
 from autopar.planning.predict import predict, transient_bytes
-from autopar.planning.request import Candidate, Request, decode, divisors, operators_at, pricer_for, usable_bytes
+from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
 from autopar.planning.space import build_space
-from autopar.sharding.choices import Choices, compress
+from autopar.sharding.choices import Candidate, Choices, compress
 from autopar.sharding.strategies import Operator, operators_of
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.costs.block_costs import BlockCost, BusySeconds, Mode, chain, exposed, homes_of
+from autopar.chain import chain, homes_of
+from autopar.costs.block_costs import BlockCost, BusySeconds, Mode, exposed
 from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer

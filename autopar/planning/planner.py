@@ -22,11 +22,11 @@ from autopar.planning.chunked import refined
 from autopar.planning.one_stage import OneStage, meshes, search_one_stage
 from autopar.planning.pipelines import Found, PipelineSearch
 from autopar.planning.predict import predict
-from autopar.planning.request import Candidate, Request, divisors, pricer_for, unequal_of
+from autopar.planning.request import Request, divisors, pricer_for, unequal_of
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.stage_points import HOLDING
 from autopar.planning.unequal.search import UnequalSearch
-from autopar.sharding.choices import Choices
+from autopar.sharding.choices import Candidate, Choices
 from autopar.sharding.strategies import Operator
 from autopar.tracing.uncollected import uncollected
 from autopar.units import bytes_text

@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.block_costs import BlockCost, chain
+from autopar.chain import chain
+from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import (
     border_bytes,
     hop_seconds,

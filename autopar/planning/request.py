@@ -24,7 +24,6 @@ from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION, workspace_bytes
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.straggler import paced
-from search.problem import Solution
 
 HIDDEN_FRACTION = 0.5
 """Share of gradient traffic taken to run behind backward on a GPU, and of the seconds of weight gradients in which sums
@@ -92,17 +91,6 @@ class Request:
     def capacity_bytes(self, group: int = 0) -> int:
         """What a rank of a group may use: the user's budget, or the device's memory."""
         return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
-
-    plan: Plan
-    graph: Graph
-    operators: Mapping[tuple[str, str], Operator]
-    choices: Choices
-    solution: Solution | None
 
 
 def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:

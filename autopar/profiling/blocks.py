@@ -19,7 +19,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 10, 14
 """What it launches as the cost model counts it: two norms, four linears (two matmuls each in backward), attention, two
 additions, a GELU."""
 VIEWS = 5
-"""Its views, each with one in backward."""
+"""The block's views, each with one in backward."""
 TINY: Mapping[str, int] = {"batch": 1, "length": 4, "width": 16, "heads": 2}
 FP32 = 4
 
@@ -73,7 +73,7 @@ def _elementwise(elements: int, tensors: int, specials: int) -> Work:
 def _forward(
     x: torch.Tensor, norms: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], sizes: Mapping[str, Any]
 ) -> torch.Tensor:
-    """x: [tokens, width]."""
+    """The block's output [tokens, width] for x [tokens, width]."""
     batch, length, width, heads = (sizes[name] for name in ("batch", "length", "width", "heads"))
     h = F.linear(F.layer_norm(x, (width,), norms[0]), weights[0])
     query, key, value = h.view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind()

@@ -16,7 +16,7 @@ Level = Literal["brief", "quick", "full"]
 ROUNDS: Mapping[Level, int] = {"brief": 3, "quick": 3, "full": 5}
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 ADAM_BYTES = 28
-"""Per element of an AdamW update in fp32: weight and both moments read and written, gradient read."""
+"""Bytes that an AdamW update in fp32 moves per element: weight and both moments read and written, gradient read."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
 
@@ -33,12 +33,12 @@ class Case:
     work: Work | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a file."""
+        """The case as plain values for a file."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Case:
-        """Back from `to_json`, after a round through JSON."""
+        """The case of which `to_json` made `value`, after a round through JSON."""
         work = value["work"]
         made = Work(**{**work, "shape": tuple(work["shape"])}) if work else None
         return Case(value["family"], value["name"], value["parameters"], made)
@@ -73,7 +73,7 @@ class Topology:
 
 
 def cases(topology: Topology, level: Level) -> list[Case]:
-    """Everything that is measured, in order."""
+    """Every case that is measured, in order."""
     found = [*_matmuls(topology.on_gpu, level), *_memory(topology.on_gpu, level), *_attention(topology.on_gpu, level)]
     found += [Case("overhead", "block forward", TINY), Case("overhead", "block forward and backward", TINY)]
     found += [] if topology.on_gpu else _blocks(level)

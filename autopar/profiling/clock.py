@@ -23,11 +23,11 @@ CPU_WINDOW_SECONDS = 0.04
 CPU_HELD_BYTES = 2**25
 """Results of a kernel that are alive together, as a step's activations are: what is written is in no cache."""
 CPU_LEAST_SECONDS = 1e-5
-"""Below what any collective takes."""
+"""Seconds below what any collective takes."""
 CPU_WORK_SECONDS = 8e-3
 """What ranks compute between two collectives: about a half of a small transformer's layer."""
 FLUSH_BYTES = 2**28
-"""Written between kernels: more than any L2 cache of today."""
+"""Bytes written between kernels: more than any L2 cache of today."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class Clock(Protocol):
     def kernel(self, call: Call) -> Timing: ...
 
     def stretch(self, call: Call, seconds: float) -> Timing:
-        """As many calls as take about so many seconds."""
+        """Times as many calls in a row as take about `seconds`."""
 
     def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
-        """The same of a collective, as a step has it. is_started: the call only starts it, and work goes on."""
+        """Times a collective as a step has it. is_started: the call only starts it, and work goes on."""
 
     def wait(self) -> None:
-        """Until the device has done all that it was asked to."""
+        """Waits until the device has done all that it was asked to."""
 
 
 class CpuClock:
-    """For processes that share a machine's cores, possibly with programs that are none of ours.
+    """The clock of processes that share a machine's cores, possibly with programs that are none of ours.
 
     Kernels are timed by the CPU time that they use, which leaves out what other programs take, and charged for the part
     of a core that each process has: cores / processes, at most 1. Stretches, in which processes wait for one another,
@@ -137,11 +137,11 @@ class CpuClock:
         return Timing(lost, count, min(1.0, undisturbed / used.wall_seconds))
 
     def wait(self) -> None:
-        """Nothing is asynchronous."""
+        """Returns at once, as nothing on a CPU is asynchronous."""
 
 
 class CudaClock:
-    """For one GPU per process. Kernels by a pair of events each, L2 flushed in between; stretches by one pair."""
+    """The clock of processes with a GPU each: a pair of events around each kernel (L2 flushed before) or stretch."""
 
     def __init__(self, device: torch.device, num_repeats: int = 20) -> None:
         self.device, self.num_repeats = device, num_repeats
@@ -256,7 +256,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def hostname() -> str:
-    """Of this machine."""
+    """The name of this machine; empty where the system has none."""
     return os.uname().nodename if hasattr(os, "uname") else ""
 
 
@@ -267,7 +267,7 @@ def _work() -> Call:
 
 
 def _num_bytes(result: object) -> int:
-    """Of the tensors that a call returned."""
+    """Bytes of the tensors that a call returned."""
     tensors = result if isinstance(result, (tuple, list)) else (result,)
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 

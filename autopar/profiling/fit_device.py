@@ -63,7 +63,7 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Dev
 
 
 def launch_seconds(measured: Measurements, base: Device | None = None) -> float:
-    """Fixed cost of a kernel.
+    """The fixed cost of a kernel in seconds.
 
     Of a CPU as the cost model counts kernels: as many forward as backward ones for elementwise kernels and attention,
     twice as many backward for matmuls, so about 10 to 14. Of a GPU, where the host runs ahead, the nominal one, but no
@@ -100,7 +100,7 @@ def kernel_errors(measured: Measurements, device: Device) -> dict[str, list[floa
 def _of_cpu(
     measured: Measurements, plain: Sequence[KernelTime], memory: Sequence[KernelTime], memory_bytes: int
 ) -> Device:
-    """With the fastest that was seen as its peaks (bandwidth: outside the caches, and of the last-level cache)."""
+    """The CPU with the fastest that was seen as its peaks (bandwidth: outside the caches, and of the last level)."""
     streamed = max(k.work.num_bytes for k in measured.kernels if k.work.kind == "memory") / 4
     rates = {k.work.num_bytes: k.work.num_bytes / k.seconds for k in memory if not k.work.specials}
     rate = max(rate for size, rate in rates.items() if size >= streamed)
@@ -125,13 +125,13 @@ def _of_cpu(
 
 
 def _large(kernels: Sequence[KernelTime], kind: str, launch: float) -> list[KernelTime]:
-    """Those of a kind that take well over a launch; the longest if none does."""
+    """The kernels of a kind that take well over `launch` seconds; the longest one if none does."""
     own = [kernel for kernel in kernels if kernel.work.kind == kind]
     return [k for k in own if k.seconds > 2 * launch] or [max(own, key=lambda kernel: kernel.seconds)]
 
 
 def _first_dtype(kernels: Sequence[KernelTime]) -> str:
-    """That most kernels were measured in."""
+    """The dtype that most kernels were measured in."""
     return statistics.mode(kernel.work.dtype for kernel in kernels)
 
 

@@ -16,7 +16,7 @@ from cost_models.machine import Cluster, Link
 
 SWEEPS = 4
 MOST_HIDDEN = 0.9
-"""Of what a measurement of some milliseconds can say."""
+"""The largest hidden share that a measurement of some milliseconds can show."""
 Place = Literal["intra_node", "inter_node"]
 
 

@@ -28,7 +28,7 @@ def _linear(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
 
 
 def _memory(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
-    """On tensors of [rows, width] fp32."""
+    """A memory-bound operation, forward or backward, on fp32 tensors [rows, width]."""
     x = torch.randn(sizes["rows"], sizes["width"], device=device, requires_grad=True)
     y = torch.randn(sizes["rows"], sizes["width"], device=device)
     name, _, direction = str(sizes["operation"]).partition(" ")

@@ -21,7 +21,7 @@ def available_cores() -> float:
 
 
 def cpu_model() -> str:
-    """As the system calls it."""
+    """The CPU's model as the system calls it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -30,7 +30,7 @@ def cpu_model() -> str:
 
 
 def host_memory_bytes() -> int:
-    """Of this machine, or of the container if that has a lower limit."""
+    """Bytes of memory of this machine, or of the container if that has a lower limit."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -51,7 +51,7 @@ def device_name(device: torch.device) -> str:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA kernel driver; empty if the system does not tell."""
+    """The version of the NVIDIA kernel driver; empty if the system does not tell."""
     with contextlib.suppress(OSError, IndexError):
         words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), "")

@@ -25,11 +25,11 @@ main(sys.argv[1], process_bytes)
 """Memory is asked for before autopar is imported: generated programs do without it."""
 
 LIMIT_SECONDS = 1800.0
-"""Unless a caller has less time."""
+"""Seconds that measuring may take, unless a caller has less time."""
 
 
 class OutOfTime(ClusterError):
-    """Measuring took longer than it might."""
+    """Raised where measuring took longer than it might."""
 
 
 def run_processes(

@@ -33,7 +33,7 @@ DEFAULT_CPU_PROCESSES = 4
 QUIET_SHARE = 0.8
 """Below this share of the cores, other programs may have disturbed what was measured."""
 BUSY = "while other programs took"
-"""How a source says so."""
+"""The words with which a device's or link's `source` says that other programs ran meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Provenance:
         return replace(self, **blank) == replace(other, **blank)  # type: ignore[arg-type]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """What was measured where and with which software, as lines for people."""
         software = f"torch {self.torch}" + (f", CUDA {self.cuda}, driver {self.driver}" if self.cuda else "")
         return [
             f"measured {self.date} on {self.host}: {self.device}",
@@ -113,7 +113,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One case in one round."""
+    """The timing of one case in one round."""
 
     case: Case
     round: int
@@ -128,7 +128,7 @@ class Samples:
 
     @staticmethod
     def open(path: Path, provenance: Provenance) -> Samples:
-        """Those in the file if they are of the same machine; otherwise the file starts anew."""
+        """The samples in the file if they are of the same machine; otherwise none, and the file starts anew."""
         kept = Samples.read(path)
         if kept is None or not kept.provenance.same_machine(provenance):
             kept = Samples(provenance, path)
@@ -170,7 +170,7 @@ class Samples:
         return {(sample.case.name, sample.round) for sample in self.samples}
 
     def add(self, sample: Sample) -> None:
-        """Also to the file."""
+        """Adds a sample, to the file as well where there is one."""
         self.samples.append(sample)
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:

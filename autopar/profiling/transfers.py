@@ -37,7 +37,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def remove_file(folder: Path, rank: int) -> None:
-    """After the last transfer."""
+    """Removes the rank's file, after the last transfer."""
     file_of(folder, rank).unlink(missing_ok=True)
 
 
@@ -49,7 +49,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> None:
-    """Without what the system still holds in memory, where it lets go of that."""
+    """Reads the file from the disk, without what the system still holds of it in memory, where it lets go of that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):

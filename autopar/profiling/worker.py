@@ -104,7 +104,7 @@ def failures_path(out: Path) -> Path:
 
 
 def note_failure(out: Path, case: Case, error: RuntimeError) -> None:
-    """For whoever reads `failures_path`; the memory of the case is free for the next one."""
+    """Writes the failure of a case to `failures_path`, and frees the case's memory for the next one."""
     with failures_path(out).open("a", encoding="utf-8") as file:
         file.write(f"{case.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n")
     error.__traceback__ = None
@@ -143,11 +143,12 @@ class Runner:
         return replace(own, seconds=mean, share=statistics.fmean(timing.share for timing in found))
 
     def _is_host_bound(self, case: Case) -> bool:
-        """On a GPU, overhead is the host's: what a stretch of tiny kernels takes, not what the device does of it."""
+        """Whether the host sets a case's time: overhead on a GPU is that of a stretch of tiny kernels, not the
+        device's."""
         return self.device.type == "cuda" and case.family == "overhead"
 
     def _disk_time(self, call: Callable[[], object]) -> Timing:
-        """By the wall clock, as no device and hardly any CPU is at work."""
+        """Times a transfer by the wall clock, as no device and hardly any CPU is at work."""
         call()
         dist.barrier()
         start = time.perf_counter()
@@ -156,7 +157,7 @@ class Runner:
 
 
 def provenance(topology: Topology, device: torch.device, process_bytes: int) -> Provenance:
-    """Of this process' machine."""
+    """The machine and software of this process, as samples name their origin."""
     on_gpu = device.type == "cuda"
     return Provenance(
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
@@ -175,7 +176,7 @@ def provenance(topology: Topology, device: torch.device, process_bytes: int) -> 
 
 
 def under_torchrun(out: Path, level: Level, progress: Progress | None) -> Samples | None:
-    """As one of the processes that torchrun started: nodes of LOCAL_WORLD_SIZE. Rank 0 returns the samples."""
+    """Measures as one of torchrun's processes, LOCAL_WORLD_SIZE on a node. Returns the samples on rank 0, else None."""
     on_gpu, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:

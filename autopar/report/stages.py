@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.costs.block_costs import chain, nodes_of
+from autopar.chain import chain, nodes_of
 from autopar.costs.stage_costs import Simulated
 from autopar.graph import Graph, LayerRun
 from autopar.plan import Plan, StagePlan

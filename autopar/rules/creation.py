@@ -30,7 +30,7 @@ def creation(call: Call) -> Rule:
 
 
 def arange(call: Call) -> Rule:
-    """Each rank starts elsewhere: lowering "arange"."""
+    """The rule of `arange`, where each rank starts elsewhere: lowering "arange"."""
     sizes = {"n": call.outputs[0].shape[0]}
     return make_rule(call, [], [[["n"]]], sizes, lowerings={"n": Lowering("arange")})
 

@@ -61,7 +61,7 @@ class _Work:
 
 
 def _opaque(work: _Work, source: Shape, target: Shape) -> ViewFactors:
-    """Empty tensors: nothing to shard."""
+    """The factors of empty tensors, which have nothing to shard."""
     for side, dims, shape in (("from", work.source, source), ("to", work.target, target)):
         for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             dim.append(work.new(f"{side}{index}", size))

@@ -53,7 +53,7 @@ def gather(call: Call) -> Rule | None:
 
 
 def index_select(call: Call) -> Rule:
-    """The chosen positions are free, the searched dim is blocked."""
+    """The rule of `index_select`: the chosen positions are free, the searched dim is blocked."""
     x, index = call.tensor("self"), call.tensor("index")
     dim = normal_dim(call["dim"], len(x.shape))
     names = [f"d{i}" for i in range(len(x.shape))]
@@ -99,7 +99,7 @@ def index_tensor(call: Call) -> Rule | None:
 
 
 def one_hot(call: Call) -> Rule:
-    """A new last dim of classes, blocked."""
+    """The rule of `one_hot`: a new last dim of classes, blocked."""
     x = call.tensor("self")
     names = [f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(names, x.shape, strict=True)) | {"c": call.outputs[0].shape[-1]}

@@ -92,7 +92,7 @@ def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta], any_dims: b
 
 
 def cross_entropy_arguments(node: Node) -> dict[str, Any]:
-    """By name, with the defaults of those that are left out."""
+    """The arguments of a cross-entropy by name, with the defaults of those that are left out."""
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     defaults = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
     return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

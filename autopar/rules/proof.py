@@ -91,7 +91,7 @@ class _Case:
 
     @property
     def tolerance(self) -> float:
-        """For gradients, whose sums are rounded to the outputs' dtype part by part."""
+        """The relative error allowed to gradients, whose sums are rounded to the outputs' dtype part by part."""
         widest = [torch.finfo(out.dtype).eps for out in self.outputs if out.dtype.is_floating_point]
         return max(1e-9, *(32 * eps for eps in widest), 0.0)
 
@@ -353,7 +353,7 @@ def _matching_outputs(
 
 
 def _alike(candidates: list[list[Placement]]) -> list[tuple[Placement, ...]]:
-    """Several outputs: the same placement for all of them."""
+    """The combinations of `candidates` (one list per output) in which all outputs have the same placement."""
     common = [p for p in candidates[0] if all(p in other for other in candidates)]
     return [(p,) * len(candidates) for p in common]
 

@@ -1,4 +1,4 @@
-"""From a node to its rule: the built-in tables, and what users add.
+"""Finds the rule of a node in the built-in tables and in what users add.
 
 The built-in tables are immutable. A `Registry` holds a user's additions; `default_registry()` is the one that
 `register_rule` writes to and that everything reads unless it is given another.

@@ -72,7 +72,7 @@ class Joint:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All of them, that of the outputs first."""
+        """All factors that the axis shards together, that of the outputs first."""
         return tuple(dict.fromkeys((self.output, *(f for f in self.inputs if f is not None))))
 
 

@@ -92,7 +92,7 @@ def broadcast_tensors(call: Call) -> Rule:
 
 
 def repeat(call: Call) -> Rule:
-    """Copies are the major factor of each dim."""
+    """The rule of `repeat`: copies are the major factor of each dim."""
     (x,) = call.inputs
     out = call.outputs[0].shape
     source = (1,) * (len(out) - len(x.shape)) + x.shape
@@ -115,7 +115,7 @@ def repeat_interleave(call: Call) -> Rule | None:
 
 
 def select(call: Call) -> Rule:
-    """One index of a dim, which is blocked."""
+    """The rule of `select`: one index of a dim, which is blocked."""
     names, sizes = _names(call)
     dim = normal_dim(call["dim"], len(names))
     out = [[f] for i, f in enumerate(names) if i != dim]
@@ -198,7 +198,7 @@ def cat(call: Call) -> Rule | None:
 
 
 def stack(call: Call) -> Rule:
-    """The new dim is blocked."""
+    """The rule of `stack`, whose new dim is blocked."""
     out = call.outputs[0].shape
     dim = normal_dim(call["dim"], len(out))
     names = [f"d{i}" for i in range(len(out))]

@@ -21,7 +21,7 @@ class AccumulatingTrace(BatchedTrace):
         self._proven: dict[int, Graph | str] = {}
 
     def __call__(self, rows: int) -> Graph:
-        """Without a proof (`whole_batch_reason`) the graph is good for prices only."""
+        """The graph of a micro-batch; without a proof (`whole_batch_reason`) it is good for prices only."""
         found = self._proof(rows)
         return found if isinstance(found, Graph) else self._graph(rows)
 

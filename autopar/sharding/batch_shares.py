@@ -111,7 +111,7 @@ def linear_sets(site: Site) -> list[tuple[frozenset[int], bool]]:
 
 
 def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
-    """By how much numbers among the arguments are larger for the whole batch. Raises for what differs otherwise."""
+    """By argument, how many times larger its number is for the whole batch. Raises for what differs otherwise."""
     found = {}
     for name, value in whole.arguments.items():
         other = micro.arguments.get(name)

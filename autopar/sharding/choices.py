@@ -19,6 +19,7 @@ from autopar.sharding.offers import Offers
 from autopar.sharding.reshard import steps
 from autopar.sharding.strategies import Operator, Option, Scope, is_joint, options_of, scopes_of
 from autopar.sharding.validate import check_scopes, ref_name
+from search.problem import Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,17 @@ class Choices:
     operators: Mapping[tuple[str, str], Option]
     tensors: Mapping[tuple[str, Ref], Placements]
     parameters: Mapping[tuple[str, str], Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
+
+    plan: Plan
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    choices: Choices
+    solution: Solution | None
 
 
 def default_option(

@@ -40,22 +40,22 @@ class Fusion:
 
     @property
     def name(self) -> str:
-        """The pattern's."""
+        """The name of the pattern."""
         return self.match.pattern.name
 
     @property
     def node(self) -> Node:
-        """The last result's."""
+        """The call that gives the last result."""
         return self.nodes[-1]
 
     @property
     def tensors(self) -> dict[Ref, TensorMeta]:
-        """All that enters or leaves."""
+        """All tensors that enter or leave the run."""
         return {**self.entering, **{Ref(node.name): node.meta for node in self.nodes}}
 
     @property
     def charged(self) -> dict[Ref, str]:
-        """The same -> the member that it is charged to: the first that reads it, or the one that makes it."""
+        """Tensor that enters or leaves -> the member charged for it: the first that reads it, or that makes it."""
         return {**self.readers, **{Ref(node.name): node.name for node in self.nodes}}
 
     def pays(self, num_data_ranks: int) -> bool:
@@ -64,7 +64,8 @@ class Fusion:
 
 
 class Fusions:
-    """Those of one scope, found when they are asked for: plans without kernels never do. And who reads what there.
+    """The fusions of one scope, found when they are asked for (plans without kernels never do), and which calls read
+    what there.
 
     nodes, metas: the scope's. leaving: what is read outside of it.
     """
@@ -74,7 +75,7 @@ class Fusions:
 
     @cached_property
     def all(self) -> tuple[Fusion, ...]:
-        """In the order in which programs prefer them."""
+        """All fusions of the scope, in the order in which programs prefer them."""
         nodes, metas, leaving = self._scope
         body = tuple(_call(node, metas) for node in nodes)
         found: list[Fusion] = []
@@ -101,7 +102,7 @@ class Fusions:
         return found
 
     def of(self, name: str) -> tuple[Fusion, ...]:
-        """Those that a call may be part of, in that order."""
+        """The fusions that the call `name` may be part of, in the order in which programs prefer them."""
         return self._by_call.get(name, ())
 
 

@@ -65,7 +65,7 @@ DRAWING = ("dropout", "scaled_dot_product_attention")
 
 
 class _KnownBeforeError(Exception):
-    """These sums have to be known before the step."""
+    """Raised where the sums `refs` have to be known before the step."""
 
     def __init__(self, refs: Sequence[Ref]) -> None:
         self.refs = tuple(refs)
@@ -210,7 +210,7 @@ class _Proof:
         return share
 
     def of_nothing(self, site: Site) -> tuple[Share, ...]:
-        """Rows that are made of what has none: filled or expanded."""
+        """The shares of rows that are made of what has none: filled or expanded."""
         rule, (whole, *more), micro = site.rule, site.node.outputs, site.twin.outputs[0]
         dims = [d for d, (a, b) in enumerate(zip(whole.shape, micro.shape, strict=False)) if a != b]
         if rule is None or more or len(dims) != 1 or len(whole.shape) != len(micro.shape):
@@ -225,7 +225,7 @@ class _Proof:
         )
 
     def of_rows(self, site: Site) -> tuple[Share, ...]:
-        """Some inputs have rows, the others are R."""
+        """The shares of a call's results where some inputs have rows and the others are R."""
         option = self.option(site)
         for wanted, share in zip(option.inputs, site.inputs, strict=True):
             if wanted == P or (wanted.is_shard or share.placement.is_shard) and wanted != share.placement:
@@ -323,7 +323,7 @@ class _Proof:
     # --- partial sums -------------------------------------------------------------------------------------------------
 
     def of_sums(self, site: Site) -> tuple[Share, ...]:
-        """Some inputs are P."""
+        """The shares of a call's results where some inputs are P."""
         sums = [i for i, share in enumerate(site.inputs) if share.is_sum]
         has_rows = site.grows or any(share.placement.is_shard for share in site.inputs)
         sets = () if has_rows else linear_sets(site)

@@ -17,7 +17,7 @@ Uses = dict[Ref, list[tuple[str, str, int]]]
 
 
 class Offers:
-    """Of one graph on one mesh. options: those of every call that are open."""
+    """The placements open to the tensors of one graph on one mesh. options: those of every call that are open."""
 
     def __init__(self, graph: Graph, options: Mapping[tuple[str, str], tuple[Option, ...]], mesh: Mesh) -> None:
         self.graph, self.options, self.mesh = graph, options, mesh
@@ -50,7 +50,7 @@ class Offers:
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
 
     def tensor(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...] = ()) -> tuple[Placements, ...]:
-        """Of a layer's input, or of a tensor with several uses. produced: as its own call can leave it."""
+        """Placements open to a layer's input or a tensor with several uses. produced: as its own call can leave it."""
         offered = self.wanted(scope, ref) | set(produced)
         offered |= {(R,) * len(self.mesh.axes)} if not offered else set()
         return placement_choices(scope.metas[ref], sorted(offered), self.mesh)

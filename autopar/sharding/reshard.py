@@ -1,4 +1,4 @@
-"""From one tuple of placements to another: the shortest sequence of one-axis steps.
+"""Finds the shortest sequence of one-axis steps from one tuple of placements to another.
 
 Each step is one autograd function of the runtime, so its backward is known with it (`METHODS` of codegen/reshards.py).
 
@@ -25,7 +25,7 @@ _WEIGHT: dict[Collective | None, float] = {
     "all_to_all": 1.0,
 }
 _BYTES_MOVED = {kinds: _WEIGHT[method.forward] + _WEIGHT[method.backward] for kinds, method in METHODS.items()}
-"""Of each step forward and backward, in times of `Step.fraction`."""
+"""Bytes that each kind of step moves forward and backward, in times of `Step.fraction` of the tensor."""
 
 
 Move = tuple[Placements, int, Placement]

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from autopar.costs.block_costs import HIDDEN, segments
-from autopar.costs.contractions import ATTENTION
+from autopar.chain import segments
+from autopar.costs.block_costs import HIDDEN
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.graph import Graph, TensorMeta, base_name
+from autopar.graph import ATTENTION, Graph, TensorMeta, base_name
 from autopar.planning.bases import Base
 from autopar.sharding.strategies import Operator, num_local, scopes_of
 from autopar.simulate.exchange import Exchange, again

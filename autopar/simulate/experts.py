@@ -28,11 +28,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar.costs.block_costs import segments
-from autopar.costs.contractions import MATMULS
+from autopar.chain import segments
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.graph import VIEWS, Graph, Node, Ref, base_name
+from autopar.graph import MATMULS, VIEWS, Graph, Node, Ref, base_name
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, Stored
 from autopar.planning.bases import Base

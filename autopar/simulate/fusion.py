@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.contractions import ATTENTION, MATMULS
 from autopar.costs.price import FREE
-from autopar.graph import VIEWS, Graph, LayerRun, Node, Ref, base_name
+from autopar.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name
 from autopar.sharding.strategies import Scope, scopes_of
 
 ALONE = MATMULS | ATTENTION | {"embedding", "cross_entropy_loss", "layer_norm", "rms_norm"}

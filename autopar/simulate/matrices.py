@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.block_costs import homes_of, segments
-from autopar.costs.contractions import ATTENTION, MATMULS
+from autopar.chain import homes_of, segments
 from autopar.costs.price import FREE
-from autopar.graph import VIEWS, Graph, base_name
+from autopar.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name
 from autopar.sharding.strategies import scopes_of
 from autopar.simulate.experts import Experts
 

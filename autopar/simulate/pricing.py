@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.costs.contractions import ATTENTION, MATMULS
 from autopar.costs.price import Pricer
 from autopar.costs.saved import extra_saved_bytes
-from autopar.graph import Node, TensorMeta, base_name
+from autopar.graph import ATTENTION, MATMULS, Node, TensorMeta, base_name
 from autopar.placement import Placements, Stored
 from autopar.sharding.strategies import Operator, Option, num_local
 from autopar.simulate.fusion import Part

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.costs.block_costs import BlockCost, chain, homes_of
+from autopar.chain import chain, homes_of
+from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import shared_parameters
 from autopar.costs.price import Pricer
 from autopar.planning.bases import Bases

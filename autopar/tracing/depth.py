@@ -44,7 +44,7 @@ def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
 
 
 class Dropped(nn.Module):
-    """In place of a block that is to be deleted, in a copy that need not hold it."""
+    """Stands in place of a block that is to be deleted, in a copy that need not hold it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a block beyond the kept ones is called from outside its list")

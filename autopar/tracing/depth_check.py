@@ -35,7 +35,7 @@ def verified(
     forward: Forward,
     fake: FakeTensorMode,
 ) -> tuple[Truncation, ...]:
-    """Those of `cuts` that do not change what `forward` computes; none if forward cannot run on fake tensors.
+    """The cuts among `cuts` that do not change what `forward` computes; none if forward cannot run on fake tensors.
 
     skeletons: equal ones of the model, with fake parameters; up to two are used up. batch: the fake inputs by name.
     forward: what will be exported, on that batch.

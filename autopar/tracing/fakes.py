@@ -58,7 +58,7 @@ class _Quiet(logging.Filter):
 
 
 def _handlers() -> set[logging.Handler]:
-    """Those that torch's loggers write through."""
+    """The handlers that torch's loggers write through."""
     loggers = list(logging.Logger.manager.loggerDict.items())
     own = [each for name, each in loggers if name.partition(".")[0] == "torch" and isinstance(each, logging.Logger)]
     return {handler for logger in own for handler in logger.handlers}
@@ -172,7 +172,7 @@ class _Answer:
 
     @classmethod
     def of(cls, result: Any, operands: list[Tensor]) -> _Answer | None:
-        """None where `result` holds something else than tensors that their layout describes."""
+        """The answer, or None where `result` holds something else than tensors that their layout describes."""
         kind = type(result) if type(result) in (tuple, list) else None
         parts: list[int | Tensor] = []
         for value in result if kind else (result,):

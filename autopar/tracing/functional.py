@@ -1,4 +1,4 @@
-"""In-place calls -> functional ones, for the flat graph that a trace makes (its IR is not functional).
+"""Turns in-place calls into functional ones, for the flat graph that a trace makes (its IR is not functional).
 
 `x.add_(y)` becomes `add(x, y)` with later uses of x renamed. A write to a view also reaches the tensor that it is a
 view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.

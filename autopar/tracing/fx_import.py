@@ -41,7 +41,7 @@ class FlatGraph:
     lines: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> FlatGraph:
-        """One that passes may rewrite while this stays."""
+        """A copy that passes may rewrite while this stays."""
         return FlatGraph(
             dict(self.parameters),
             dict(self.inputs),

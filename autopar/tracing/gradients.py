@@ -16,7 +16,7 @@ _DETACH = "aten.detach.default"
 
 
 def settle_gradients(flat: FlatGraph) -> None:
-    """Both, and every tensor's `requires_grad` anew."""
+    """Settles detached regions and frozen parameters, and every tensor's `requires_grad` anew."""
     detach_regions(flat)
     frozen = set(flat.parameters) - _reached(flat)
     for name in frozen:

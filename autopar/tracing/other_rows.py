@@ -124,7 +124,7 @@ class _Places:
         return type(exported) is type(recorded) and bool(exported == recorded)
 
     def origin(self, source: Source) -> Any:
-        """Without a run that is watched, every source is outside of all: ("outside", name)."""
+        """The name of a source without a run that is watched, where every source is outside: ("outside", name)."""
         name = source[1]
         return self.undetached.get(name, name)
 

@@ -29,7 +29,7 @@ _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by valu
 
 
 class _Itself:
-    """Equal to what stands for the same tensor object only."""
+    """A tensor in a key, equal only to what stands for the same tensor object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -212,7 +212,7 @@ def _sources(value: Any) -> Iterator[Source]:
 
 
 def _alike(one: Any, two: Any) -> bool:
-    """Equal, where not a number equals itself and objects that cannot be compared are told by their type."""
+    """Whether two values are equal; nan equals itself, and what cannot be compared is told by its type."""
     if isinstance(one, (tuple, list)) and type(one) is type(two):
         return len(one) == len(two) and all(map(_alike, one, two))
     try:

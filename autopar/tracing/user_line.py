@@ -30,7 +30,7 @@ def user_line(stack_trace: str | None) -> str:
 
 
 def raised_at(raised: TracebackType | None) -> str:
-    """The same of an exception's traceback."""
+    """The innermost line of the user's own code in an exception's traceback."""
     return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_tb(raised)])
 
 

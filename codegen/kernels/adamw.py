@@ -55,7 +55,7 @@ class AdamWTable:
 
     @property
     def gradient_column(self) -> int:
-        """For `grad_norm.squared_norm(table.chunks, table.gradient_column)`."""
+        """The column of the gradients, as `grad_norm.squared_norm(table.chunks, table.gradient_column)` takes it."""
         return 1
 
 

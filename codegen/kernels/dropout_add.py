@@ -78,7 +78,7 @@ def _constants(key: int) -> tuple[int, int]:
 
 
 def _threshold(p: float) -> int:
-    """Words (as int32) at or above it are kept."""
+    """The least random word (as int32) that keeps its element."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 

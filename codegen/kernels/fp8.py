@@ -280,7 +280,7 @@ class _Columns:
         self._cast: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of(self, x_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes `[K, N]`, scales `[K, 1]`)."""
+        """The codes `[K, N]` and scales `[K, 1]` of x."""
         cast = quantize_rows(x_NK.t()) if self._cast is None else self._cast
         self._num_left -= 1
         self._cast = cast if self._num_left else None

@@ -59,7 +59,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def on_kernels(*tensors: torch.Tensor | None) -> bool:
-    """`use_triton` of those that are there."""
+    """Whether the tensors that are not None run on Triton kernels (`use_triton`)."""
     return use_triton(*(tensor for tensor in tensors if tensor is not None))
 
 

@@ -37,11 +37,11 @@ class Tile:
     programs: int = 4
 
     def fit(self, num_cols: int) -> Fit:
-        """For rows of `num_cols` elements."""
+        """The tile's shape and warps for rows of `num_cols` elements."""
         cols = min(power_of_2_at_least(num_cols), self.most)
         rows = max(self.least // cols, 1)
         return Fit(rows, cols, cols >= num_cols, self.num_warps(rows * cols))
 
     def num_warps(self, num_elements: int) -> int:
-        """For a program whose largest tile has `num_elements` elements: between 4 and 32."""
+        """The number of warps, between 4 and 32, for a program whose largest tile has `num_elements` elements."""
         return min(max(power_of_2_at_least(num_elements // self.per_warp), 4), 32)

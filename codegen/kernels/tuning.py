@@ -49,7 +49,7 @@ VARIABLE: Final = "AUTOPAR_TUNING"
 FILE_NAME: Final = "tuning.json"
 ROUNDS: Final = 9
 FASTER: Final = 0.97
-"""Another candidate's share of the first one's time, at most."""
+"""A candidate is taken instead of the first one if it takes at most this share of the first one's time."""
 _PAUSE_CYCLES: Final = 1_000_000
 """Half a millisecond: longer than Triton takes to enqueue a few kernels."""
 
@@ -195,7 +195,7 @@ def program_file() -> Path | None:
 
 
 def device_milliseconds(run: Callable[[], object]) -> float:
-    """By CUDA events on the current stream."""
+    """Milliseconds that `run` takes on the device, by CUDA events on the current stream."""
     cuda: Any = torch.cuda
     start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     cuda._sleep(_PAUSE_CYCLES)

@@ -33,7 +33,7 @@ class TuningFile:
     path: Path
 
     def entry(self, device: str, case: str, tiles: Collection[str]) -> Entry | None:
-        """Of that device and case, if its tile is one of `tiles`: kernels may have changed since."""
+        """The entry of a device and case, or None if its tile is not one of `tiles`: kernels may have changed since."""
         return _usable(self._read(), device, case, tiles)
 
     def settle(self, device: str, case: str, tiles: Collection[str], entry: Entry) -> Entry:

@@ -73,7 +73,7 @@ class _Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Wiring:
-    """Per stage: what a forward or a backward waits for, and what it sends."""
+    """The messages between stages: for each stage, what a forward or a backward waits for, and what it sends."""
 
     forward_inputs: list[list[_Edge]]
     forward_outputs: list[list[_Edge]]

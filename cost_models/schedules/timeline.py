@@ -52,12 +52,12 @@ class Timeline:
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """Of each position, the fraction of the makespan in which it does not compute; 0 for an empty makespan."""
+        """For each pipeline rank, the share of the makespan in which it does not compute; 0 for an empty makespan."""
         return tuple(1 - busy / self.makespan if self.makespan > 0 else 0.0 for busy in self.busy)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Of each stage, the most micro-batches whose F has started and whose B (or W, if split) has not ended."""
+        """For each stage, the most micro-batches whose F has started and whose B (or W, if split) has not ended."""
         return peak_in_flight(self.orders)
 
     def peak_bytes(

@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
+from autopar.chain import chain
 from autopar.compile import advised_search
-from autopar.costs.block_costs import chain
 from autopar.errors import InfeasibleError
 from autopar.explain import Explanation, compare, explain, render_comparison, render_explanation
 from autopar.explain.conditions import conditions, faster_link

@@ -151,6 +151,24 @@ def test_head_and_embeddings_stay():
     assert not any(getattr(each, "target", "").startswith("fp8.") for each in program.root.body)
 
 
+class Numbered(nn.Module):
+    """Its weights' paths have numbers: `self.mlp[0].weight`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+def test_layers_without_a_name_of_their_own():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(Numbered(), Numbered(), Numbered()), nn.Linear(32, 32))
+    batch = {"input": torch.randn(4, 32)}
+    program = autopar.compile(model, "1 cpu", example_inputs=batch, loss_fn=torch.mean, fp8=True).program
+    assert count_calls(program) == 6
+
+
 def test_parts_that_the_units_do_not_take_stay():
     """16 columns of queries, of which each of two ranks has 8."""
     sizes = {"width": 16, "num_heads": 2}

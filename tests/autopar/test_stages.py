@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.costs.block_costs import chain
+from autopar.chain import chain
 from autopar.errors import PlanError
 from autopar.graph import Graph, LayerRun
 from autopar.lowering.stages import (

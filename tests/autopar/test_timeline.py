@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
+from autopar.chain import chain
 from autopar.cli import app
 from autopar.compiled import CompiledProgram
-from autopar.costs.block_costs import chain
 from autopar.integrations.loading import load_model
 from autopar.plan import StagePlan
 from autopar.report.render import capacity_bytes

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from autopar.chain import chain
 from autopar.compile import reprice
-from autopar.costs.block_costs import chain
 from autopar.errors import InfeasibleError
 from autopar.graph import LayerRun
 from autopar.plan import Plan

@@ -26,7 +26,7 @@ from autopar.batch import local_batch
 from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
 from autopar.mesh import Mesh
-from autopar.planning.request import Candidate
+from autopar.sharding.choices import Candidate
 from autopar.tracing.inputs import name_inputs
 from codegen.emit import emit_model
 from codegen.folder_modules import imported_modules

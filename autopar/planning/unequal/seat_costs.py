@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.costs.block_costs import BlockCost, chain, exposed, homes_of
+from autopar.chain import chain, homes_of
+from autopar.costs.block_costs import BlockCost, exposed
 from autopar.costs.borders import border_bytes, second_copies, shared_parameters, tie_costs
 from autopar.costs.cost_table import combined
 from autopar.costs.price import Pricer
