@@ -22,7 +22,6 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import WorldSizeError
 from autopar.folder import write_folder
-from autopar.lowering.assembly import home_of
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request
@@ -34,6 +33,7 @@ from autopar.tracing.inputs import name_inputs
 from autopar.units import bytes_text
 from autopar.weights import value_source
 from codegen.program import PipelineProgram, Program
+from codegen.runtime.optimizer_probe import OptimizerTrial
 from cost_models.mixed import AnyCluster
 
 _numbers = itertools.count()
@@ -128,26 +128,17 @@ class CompiledProgram:
         check_training("build")
         self.require_runnable()
         package = self.load_package()
-        runtime_step = importlib.import_module(f"{package.__name__}.runtime.step")
         where = device or ("cuda" if torch.cuda.is_available() and not is_cpu(self.cluster.groups[0]) else "cpu")
-        program, mesh, schedule = self._root(package, where)
-        step = runtime_step.Step(
-            program,
-            mesh,
-            optimizer_factory=self._optimizer_factory(package),
-            parameters=importlib.import_module(f"{package.__name__}.runtime.optimizers").parameters_of(self.model),
-            tries_optimizer=False,
-            num_micro_batches=self.plan.num_micro_batches,
-            schedule=schedule,
-            precision=self.plan.precision,
+        program = importlib.import_module(f"{package.__name__}.program")
+        parameters = importlib.import_module(f"{package.__name__}.runtime.optimizers").parameters_of(self.model)
+        factory = self._optimizer_factory(package)
+        step = program.create_step(
+            program.create_mesh(where),
+            factory,
+            parameters=parameters,
+            trial=None if isinstance(self.optimizer, DefaultAdamW) else OptimizerTrial(is_tried=True),
             max_grad_norm=max_grad_norm,
             seed=seed,
-            offload_optimizer=home_of(self.plan.pipeline),
-            offload_parameters=self.plan.pipeline.offload == "parameters",
-            compression=self.plan.compression.names,
-            backend=self.backend,
-            kernels=self.any_stage.kernels,
-            fp8=self.any_stage.fp8,
             non_finite=non_finite,
         )
         step.load(value_source(self.model, init, self.loss_fn))
@@ -160,16 +151,6 @@ class CompiledProgram:
             return given
         fused = importlib.import_module(f"{package.__name__}.runtime.fused_adamw").FusedAdamW
         return functools.partial(fused, lr=given.lr, weight_decay=given.weight_decay)
-
-    def _root(self, package: ModuleType, device: torch.device | str) -> tuple[Any, Any, tuple[str, ...]]:
-        """What `Step` runs, the mesh of this rank's position, and the schedule's lines."""
-        if isinstance(self.program, PipelineProgram):
-            pipeline = importlib.import_module(f"{package.__name__}.pipeline").PIPELINE
-            return pipeline, pipeline.create_mesh(device), self.program.schedule
-        model = importlib.import_module(f"{package.__name__}.model")
-        mesh = importlib.import_module(f"{package.__name__}.runtime.mesh").Mesh
-        made = mesh.create(self.program.axes, self.program.axis_sizes, device)
-        return getattr(model, self.program.root.name), made, ()
 
     def load_package(self) -> ModuleType:
         """Import the generated folder under a name of its own, so that several programs can live in one process."""

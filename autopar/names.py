@@ -7,7 +7,7 @@ its operator's name without torch's numbering where that is free.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from autopar.graph import Graph, LayerRun, Node, Ref, base_name
@@ -35,8 +35,7 @@ RESERVED = ARGUMENTS | {"hidden"}
 """What generated code uses itself, and built-ins that a variable should not hide."""
 
 _SHORT = {
-    "scaled_dot_product_attention": "attended",
-    "attention": "attended",
+    "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "loss",
     "layer_norm": "norm",
     "addmm": "linear",
@@ -50,6 +49,13 @@ _SHORT = {
 }
 """Names for what an operator makes, where its own name is taken or long."""
 
+_ARGUMENT_ROLES = {
+    "scaled_dot_product_attention": ("q", "k", "v"),
+    "cross_entropy_loss": ("logits", "targets"),
+}
+"""Operator -> what its arguments are, whatever made them."""
+_GATES = frozenset({"silu", "gelu", "sigmoid"})
+
 
 def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) -> dict[Ref, str]:
     """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs).
@@ -61,10 +67,11 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
     names: dict[Ref, str] = {}
     for name in entering:
         names[Ref(name)] = _unique(name if scope.layer else argument(name), taken)
-    wishes = _module_wishes(scope.nodes)
     pieces = scope.nodes if scope.layer else graph.body
     uses = _uses(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
     followed = _followed(pieces, uses)
+    nodes = [piece for piece in pieces if isinstance(piece, Node)]
+    roles, wishes = _roles(nodes, entering, followed, uses), _module_wishes(scope.nodes)
     for piece in pieces:
         if isinstance(piece, LayerRun):
             going_on = _going_on(piece, entering, uses)
@@ -78,7 +85,8 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
         wish = wishes.get(piece.name) or _plain(piece)
         wish = _SHORT.get(wish, wish)
         for index in range(len(piece.outputs)):
-            names[Ref(piece.name, index)] = _unique(wish if len(piece.outputs) == 1 else f"{wish}_{index}", taken)
+            own = roles.get(Ref(piece.name, index), wish if len(piece.outputs) == 1 else f"{wish}_{index}")
+            names[Ref(piece.name, index)] = _unique(own, taken)
     return names
 
 
@@ -108,6 +116,29 @@ def _followed(pieces: Sequence[Node | LayerRun], uses: dict[Ref, int]) -> dict[s
             source = piece.inputs[0]
             if source.node in made and uses[source] == 1 and len(piece.inputs) == 1:
                 found[piece.name] = source
+    return found
+
+
+def _roles(
+    nodes: Sequence[Node], entering: Sequence[str], followed: Mapping[str, Ref], uses: Mapping[Ref, int]
+) -> dict[Ref, str]:
+    """What tensors are to the calls that read them: queries, logits, the residual stream."""
+    found: dict[Ref, str] = {}
+    stream = {Ref(name) for name in entering[:1]}
+    made = {node.name: base_name(node.op) for node in nodes}
+    for node in nodes:
+        op, result = base_name(node.op), Ref(node.name)
+        for ref, role in zip(node.inputs, _ARGUMENT_ROLES.get(op, ()), strict=False):
+            while ref.node in followed:
+                ref = followed[ref.node]
+            found.setdefault(ref, role)
+        if op in ("cos", "sin"):
+            found[result] = op
+        elif op == "mul" and any(made.get(ref.node) in _GATES for ref in node.inputs):
+            found.setdefault(result, "gated")
+        elif op == "add" and stream.intersection(node.inputs) and uses.get(result, 0) > 1:
+            stream.add(result)
+            found[result] = "residual"
     return found
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional
 
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.mesh import Axis
-from codegen.runtime.parameters import Module
 from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, signature_of
 
 _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
@@ -31,21 +31,37 @@ _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
 _AXES = frozenset({"pp", "ddp", "dp", "tp", "cp", "ep"})
 
 
+def check_files(sources: Mapping[str, str]) -> None:
+    """Raises EmissionError for a program with a file that would fail when it is imported or run. sources: by name."""
+    layers = _parsed("layers.py", sources.get("layers.py", ""))
+    for file, text in sources.items():
+        _File(file, text, _parsed(file, text), _forward_inputs(layers)).check()
+
+
 def check_file(file: str, text: str) -> None:
-    """Raises EmissionError for a file of a program that would fail when it is imported or run."""
+    """As `check_files`, of one."""
+    check_files({file: text})
+
+
+def _parsed(file: str, text: str) -> ast.Module:
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except SyntaxError as error:
         where = f"{file}, line {error.lineno}"
         raise EmissionError(f"not Python ({error.msg})", (error.text or "").strip(), where) from None
-    _File(file, text, tree).check()
+
+
+def _forward_inputs(tree: ast.Module) -> dict[str, int]:
+    return {cls.name: _forward_arguments(cls) for cls in tree.body if isinstance(cls, ast.ClassDef)}
 
 
 class _File:
-    def __init__(self, file: str, text: str, tree: ast.Module) -> None:
+    """layers: how many tensors the classes of layers.py take."""
+
+    def __init__(self, file: str, text: str, tree: ast.Module, layers: Mapping[str, int]) -> None:
         self.file, self.text, self.tree = file, text, tree
         self.imported = dict(_imports(tree))
-        self.inputs = {cls.name: _forward_arguments(cls) for cls in tree.body if isinstance(cls, ast.ClassDef)}
+        self.inputs = {**layers, **_forward_inputs(tree)}
 
     def check(self) -> None:
         known = set(dir(builtins)) | {"__file__", "__name__"}
@@ -110,7 +126,7 @@ class _File:
         elif root in _AXES and "." not in rest and rest:
             self.signature(node, getattr(Axis, rest, None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
-            self.signature(node, getattr(Module, rest, None), [None, *node.args], keywords)
+            self.signature(node, getattr(DropoutModule, rest, None), [None, *node.args], keywords)
         elif root in self.imported:
             found = self.imported[root]
             for name in filter(None, rest.split(".")):
@@ -188,7 +204,7 @@ def _fits(kind: str, value: ast.expr) -> bool:
 def _imports(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     """Name -> what is imported from the run time and the kernels, which live in codegen as they will in the program."""
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and node.module != "layers":
             home = f"codegen.{node.module}"
             for alias in node.names:
                 found = getattr(importlib.import_module(home), alias.name, None)

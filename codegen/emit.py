@@ -7,16 +7,21 @@ the statement before them where the line stays short.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from codegen.columns import COLUMNS, documented, fitted
 from codegen.expressions import KERNELS, is_custom, literal
-from codegen.program import Call, Layout, ModuleClass, Program, Spec, Var
+from codegen.idioms import with_idioms
+from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
+from codegen.reshard_words import Dims
 from codegen.runtime.names import argument
-from codegen.statements import axes, indented, source_lines
+from codegen.statements import axes, indented, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
+_BASE_HOME = {"Module": "parameters", "DropoutModule": "dropout_module", "MemorySaving": "recompute"}
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "cross_entropy": "cross_entropy",
@@ -24,31 +29,69 @@ _RUNTIME_HOME = {
     "context_attention": "context_attention",
     "arange": "layout",
 }
+_DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
+"""Calls that draw the mask of a dropout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a file says beside its code. title: its first line, without the end of the sentence. borders: comments on
-    received and sent tensors."""
+    """What a file says beside its own program. title: its first line, without the end of the sentence. borders:
+    comments on received and sent tensors. elsewhere: layer classes that come from layers.py. saving: those of which
+    instances recompute or offload, here or in another stage. dims: names of dims in comments."""
 
     title: str
     borders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+    saving: frozenset[str] = frozenset()
+    dims: Dims = Dims()
 
 
 def emit_model(program: Program) -> str:
     """The text of model.py."""
-    return emit_classes(program, Words(f"{program.name} for {program.mesh_text}: {batch_text(program)}"))
+    title = f"{program.name} for {program.mesh_text}: {batch_text(program)}"
+    return emit_classes(with_idioms(program), Words(title, saving=saving_layers(program), dims=Dims.of(program.inputs)))
 
 
 def emit_classes(program: Program, words: Words) -> str:
     """One file: imports, layouts, the layer classes and the root class."""
-    classes = [_layer_class(program, layer) for layer in program.layers]
-    classes.append(_root_class(program, words))
+    own = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
+    classes = [layer_class(program, layer, words) for layer in own] + [_root_class(program, words)]
+    statements = [s for cls in (*own, program.root) for s in cls.body] + [*program.count_targets, *program.whole_sums]
+    homes = {".layers": sorted(words.elsewhere)} if words.elsewhere else {}
+    return _file(words, (*own, program.root), classes, statements, homes)
+
+
+def emit_layers(layers: Mapping[str, tuple[Program, ModuleClass]], words: Words) -> str:
+    """layers.py: classes that several stages have, with a program that each is of."""
+    classes = [layer_class(program, layer, words) for program, layer in layers.values()]
+    own = tuple(layer for _, layer in layers.values())
+    return _file(words, own, classes, [statement for layer in own for statement in layer.body], {})
+
+
+def _file(
+    words: Words,
+    own: tuple[ModuleClass, ...],
+    classes: list[str],
+    statements: list[Statement],
+    homes: dict[str, list[str]],
+) -> str:
+    calls = [statement for statement in statements if isinstance(statement, Call)]
+    layouts = "\n".join(_layout(layout) for cls in own for layout in cls.layouts)
+    for base in sorted({base for cls in own for base in _bases(cls, words.saving)}):
+        homes.setdefault(f".runtime.{_BASE_HOME[base]}", []).append(base)
     body = "\n\n\n".join(classes)
-    layouts = [layout for cls in (*program.layers, program.root) for layout in cls.layouts]
-    constants = "\n".join(_layout(layout) for layout in layouts)
-    head = _docstring(words.title, _custom(program)) + "\n" + "\n".join(_imports(program, body, bool(layouts)))
-    return f"{head}\n\n{constants + chr(10) * 2 if constants else ''}\n{body}\n"
+    if "Param(" in body:
+        homes.setdefault(".runtime.parameters", []).append("Param")
+    if layouts:
+        homes.setdefault(".runtime.layout", []).append("Layout")
+    head = "\n".join((*_docstring(words.title, _custom(calls)), *_imports(calls, body, homes)))
+    return fitted(f"{head}\n\n{layouts + chr(10) * 2 if layouts else ''}\n{body}\n")
+
+
+def saving_layers(program: Program) -> frozenset[str]:
+    """Layer classes of which instances recompute in backward, or offload their activations."""
+    tables = (*program.recompute.items(), *program.offload.items())
+    return frozenset(name for name, modes in tables if any(mode not in ("none", "") for mode, _ in modes))
 
 
 def batch_text(program: Program) -> str:
@@ -57,27 +100,24 @@ def batch_text(program: Program) -> str:
     return f"batch {program.global_batch_size}{accumulation}, {program.precision}"
 
 
-def _custom(program: Program) -> str:
+def _custom(calls: Iterable[Call]) -> str:
     """The operators that are not torch's own, as a clause."""
-    calls = [s for cls in (*program.layers, program.root) for s in cls.body if isinstance(s, Call)]
     names = sorted({call.target.rpartition(".")[0] for call in calls if is_custom(call.target)})
     return f" and whatever registers {', '.join(names)}: import it before this" if names else " only"
 
 
-def _docstring(title: str, needs: str) -> str:
-    lines = [
-        f'"""{plain(title)}.',
-        "",
-        "Every tensor below is this rank's part. A reshard's comment says how the tensor lay and lies on that axis:",
-        "R replicated, Rp replicated with a partial gradient, S(d) sharded along dim d, P partial sum.",
-        f"Generated by autopar from plan.yaml; it needs torch{needs}.",
-        '"""',
-        "",
-    ]
-    return "\n".join(lines)
+def _docstring(title: str, needs: str) -> list[str]:
+    legend = (
+        "Every tensor below is this rank's part. Parameters and inputs have their whole shapes; S(d) is cut along dim",
+        "d over the axis, Rp whole with a gradient that is summed over it, and what names no axis is whole and alike.",
+    )
+    title_lines = textwrap.wrap(f'"""{plain(title)}.', COLUMNS, break_long_words=False)
+    needs_lines = textwrap.wrap(f"Generated by autopar from plan.yaml; it needs torch{needs}.", COLUMNS)
+    return [*title_lines, "", *legend, *needs_lines, '"""', ""]
 
 
-def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
+def _imports(calls: Iterable[Call], body: str, homes: dict[str, list[str]]) -> list[str]:
+    """homes: what else is imported, by module."""
     lines = []
     if re.search(r"\btorch\.", body):
         lines.append("import torch")
@@ -85,27 +125,18 @@ def _imports(program: Program, body: str, has_layouts: bool) -> list[str]:
         lines.append("import torch.nn.functional as F")
     if lines:
         lines.append("")
-    homes: dict[str, list[str]] = {}
-    for name in sorted(_called(program, "runtime.")):
-        homes.setdefault(f".runtime.{_RUNTIME_HOME[name]}", []).append(name)
-    for name in sorted(_called(program, "kernels.")):
-        written = KERNELS[name]
-        homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
-    modules = [module for module in ("async_tp", "deferred", "fp8", "overlapped") if _called(program, f"{module}.")]
-    if modules:
-        homes[".runtime"] = modules
-    if has_layouts:
-        homes.setdefault(".runtime.layout", []).append("Layout")
-    homes[".runtime.parameters"] = ["Module", "Param"]
+    for call in {call.target: call for call in calls}.values():
+        space, _, name = call.target.partition(".")
+        if space == "runtime":
+            homes.setdefault(f".runtime.{_RUNTIME_HOME[name]}", []).append(name)
+        elif space == "idioms":
+            homes.setdefault(".runtime.idioms", []).append(name)
+        elif space == "kernels":
+            written = KERNELS[name]
+            homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
+        elif space in ("async_tp", "deferred", "fp8", "overlapped") and space not in homes.get(".runtime", []):
+            homes.setdefault(".runtime", []).append(space)
     return lines + [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())]
-
-
-def _called(program: Program, namespace: str) -> set[str]:
-    statements = [s for cls in (*program.layers, program.root) for s in cls.body]
-    statements += [*program.count_targets, *program.whole_sums]
-    return {
-        s.target.removeprefix(namespace) for s in statements if isinstance(s, Call) and s.target.startswith(namespace)
-    }
 
 
 def _layout(layout: Layout) -> str:
@@ -113,16 +144,27 @@ def _layout(layout: Layout) -> str:
     return f"{layout.name} = Layout({layout.shape}{shards})"
 
 
-def _layer_class(program: Program, cls: ModuleClass) -> str:
-    lines = [f"class {cls.name}(Module):", f'    """{plain(cls.doc)}"""', ""]
+def _bases(cls: ModuleClass, saving: frozenset[str]) -> tuple[str, ...]:
+    """The base classes of a generated class: what its forward and its activations need of the run time."""
+    targets = {statement.target for statement in cls.body if isinstance(statement, Call)}
+    needed = {"DropoutModule": bool(targets & _DRAW_MASKS), "MemorySaving": cls.name in saving}
+    return tuple(name for name, is_needed in needed.items() if is_needed) or ("Module",)
+
+
+def _heading(cls: ModuleClass, saving: frozenset[str]) -> list[str]:
+    return [f"class {cls.name}({', '.join(_bases(cls, saving))}):", *documented(plain(cls.doc), "    "), ""]
+
+
+def layer_class(program: Program, cls: ModuleClass, words: Words) -> str:
+    """The text of one layer class."""
+    lines = _heading(cls, words.saving)
     lines += _table("PARAMETERS", cls.parameters)
     lines += _table("BUFFERS", cls.buffers)
     lines += [f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else []
-    if cls.num_dropout_calls:
+    if "DropoutModule" in _bases(cls, words.saving):
         lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
     lines += [f"    def forward({_names(('self', *cls.inputs))}):"]
-    lines += indented(axes(program, cls.body) + source_lines(cls.body, cls.outputs))
-    lines += [f"        return {_names(cls.outputs)}"]
+    lines += indented(axes(program, cls.body) + returning(source_lines(cls.body, cls.outputs, words.dims), cls.outputs))
     return "\n".join(lines)
 
 
@@ -132,7 +174,7 @@ def _names(values: Iterable[str | Var]) -> str:
 
 def _root_class(program: Program, words: Words) -> str:
     cls = program.root
-    lines = [f"class {cls.name}(Module):", f'    """{plain(cls.doc)}"""', ""]
+    lines = _heading(cls, words.saving)
     lines += _table("PARAMETERS", cls.parameters)
     lines += _table("BUFFERS", cls.buffers)
     lines += [f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else []
@@ -149,18 +191,20 @@ def _root_class(program: Program, words: Words) -> str:
     takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
     lines += [f"    def forward({_names(takes)}):"]
-    lines += indented(axes(program, cls.body) + source_lines(cls.body, cls.outputs, 2, parted))
-    lines += [f"        return {_names(cls.outputs)}"]
+    body = source_lines(cls.body, cls.outputs, words.dims, 2, parted)
+    lines += indented(axes(program, cls.body) + returning(body, cls.outputs))
     if program.count_targets:
         lines += ["", f"    def count_targets({', '.join(('self', *map(argument, program.inputs)))}):"]
         lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
-        counted = source_lines(program.count_targets, program.target_counts)
+        counted = source_lines(program.count_targets, program.target_counts, words.dims)
         lines += indented(axes(program, program.count_targets) + counted)
         lines += [f"        return [{_names(program.target_counts)}]"]
     if program.whole_sums:
         lines += ["", f"    def whole_sums({', '.join(('self', *map(argument, program.inputs)))}):"]
         lines += ['        """Sums over this micro-batch, on all ranks, that forward needs of the whole batch."""']
-        lines += indented(axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums))
+        lines += indented(
+            axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums, words.dims)
+        )
         lines += [f"        return [{_names(program.sums)}]"]
     return "\n".join(lines)
 

@@ -125,8 +125,8 @@ def expression(call: Call) -> str:
         text = _function(
             KERNELS[call.target.removeprefix("kernels.")], [literal(a) for a in call.args], dict(call.kwargs)
         )
-    elif call.target.startswith("runtime."):
-        text = _function(call.target.removeprefix("runtime."), [literal(a) for a in call.args], dict(call.kwargs))
+    elif call.target.startswith(("runtime.", "idioms.")):
+        text = _function(call.target.partition(".")[2], [literal(a) for a in call.args], dict(call.kwargs))
     else:
         text = _operator(call)
     return f"{_atom(text)} / {call.divisor}" if call.divisor != 1 else text

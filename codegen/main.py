@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from codegen.program import PipelineProgram, Program
-from codegen.text import plain, quoted
+from codegen.text import plain
 
 _TEMPLATE = '''"""Trains {name} on {mesh_text}:  {launcher} main.py --steps 10
 
@@ -20,7 +19,7 @@ import importlib.util
 import os
 import sys
 import time
-from pathlib import Path
+{partial_import}from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,13 +28,10 @@ HERE = Path(__file__).resolve().parent
 package = "autopar_program"  # the folder may have any name
 spec = importlib.util.spec_from_file_location(package, HERE / "__init__.py", submodule_search_locations=[str(HERE)])
 sys.modules[package] = importlib.util.module_from_spec(spec)
-checkpoint = importlib.import_module(f"{{package}}.runtime.checkpoint")
-checkpoint_folder = importlib.import_module(f"{{package}}.runtime.checkpoint_folder")
-options = importlib.import_module(f"{{package}}.runtime.options")
-processes = importlib.import_module(f"{{package}}.runtime.processes")
+
+from autopar_program.program import INPUTS, NUM_MICRO_BATCHES, create_mesh, create_step
 {imports}
 
-NUM_MICRO_BATCHES = {micro}
 VOCABULARY = {vocabulary}
 
 
@@ -46,7 +42,7 @@ def batches(start, data):
     while True:
         generator.manual_seed(step)
         batch = {{}}
-        for name, spec in {inputs}.items():
+        for name, spec in INPUTS.items():
             shape = (spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:])
             if spec.dtype.is_floating_point:
                 batch[name] = torch.randn(shape, generator=generator)
@@ -77,7 +73,7 @@ def read_bytes(path, parser):
         found = torch.tensor(bytearray(path.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
     except OSError as error:
         parser.error(f"argument --data: {{path}}: {{error.strerror}}")
-    specs = [spec for spec in {inputs}.values() if not spec.dtype.is_floating_point]
+    specs = [spec for spec in INPUTS.values() if not spec.dtype.is_floating_point]
     longest = max((spec.shape[-1] for spec in specs if spec.shape), default=0)
     if len(found) <= longest:
         parser.error(f"argument --data: {{path}} has {{len(found)}} bytes, and pieces of {{longest}} are drawn from it")
@@ -113,15 +109,8 @@ def read_bytes(path, parser):
     if on_gpu:
         torch.cuda.set_device({device})
     {join}
-    mesh = {mesh}
-    step = Step(
-        {model},
-        mesh,
-        optimizer_factory={optimizer},
-        num_micro_batches=NUM_MICRO_BATCHES,
-        precision={precision},
-        max_grad_norm=given.max_grad_norm,
-{options}    )
+    mesh = create_mesh("cuda" if on_gpu else "cpu")
+    {step}
     step.load(initial_value)
     is_first = dist.get_rank() == 0
     with checkpoint_folder.locked(given.checkpoint if is_first else None):
@@ -160,19 +149,6 @@ if __name__ == "__main__":
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"error: {{error}}") from None
 '''
 
-
-_SINGLE_IMPORTS = """{root} = importlib.import_module(f"{{package}}.model").{root}
-Mesh = importlib.import_module(f"{{package}}.runtime.mesh").Mesh
-Step = importlib.import_module(f"{{package}}.runtime.step").Step"""
-
-_PIPELINE_IMPORTS = """PIPELINE = importlib.import_module(f"{package}.pipeline").PIPELINE
-Step = importlib.import_module(f"{package}.runtime.step").Step
-
-INPUTS = {name: spec for stage in PIPELINE.stages for name, spec in stage.program.INPUTS.items()}
-SCHEDULE = tuple((HERE / "schedule.txt").read_text().splitlines())"""
-
-_FUSED_IMPORT = '\nFusedAdamW = importlib.import_module(f"{package}.runtime.fused_adamw").FusedAdamW'
-_OPTIMIZERS_IMPORT = '\noptimizers = importlib.import_module(f"{package}.runtime.optimizers")'
 
 _JOIN = 'processes.join("nccl" if on_gpu else "gloo", given.collective_seconds)'
 _WAIT_OPTION = """    waits = "seconds until ranks that wait for another end with an error [default: 1800, of NCCL 600]"
@@ -221,18 +197,26 @@ _OPTIMIZER_CHOICE = """    chosen = given.optimizer
 """
 
 
+def _imports(*modules: str) -> str:
+    return f"from autopar_program.runtime import {', '.join(modules)}"
+
+
 def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]:
     """What the template takes for the optimiser."""
     if optimizer.is_default:
         decay = "" if optimizer.weight_decay == 1e-2 else f", weight_decay={optimizer.weight_decay!r}"
         rate = "1e-3" if optimizer.lr == 1e-3 else repr(optimizer.lr)
         name, fused = ("FusedAdamW", "") if is_fused else ("torch.optim.AdamW", ", fused=True")
+        fused_import = "\nfrom autopar_program.runtime.fused_adamw import FusedAdamW"
         return {
+            "partial_import": "from functools import partial\n",
+            "imports": _imports("checkpoint", "checkpoint_folder", "options", "processes") + fused_import * is_fused,
             "optimizer_note": "",
             "optimizer_function": "",
             "optimizer_option": f'parser.add_argument("--lr", type=number("learning_rate"), default={rate})',
             "optimizer_choice": "",
-            "optimizer": f"lambda params: {name}(params, lr=given.lr{decay}{fused})",
+            "step": f"""factory = partial({name}, lr=given.lr{decay}{fused})
+    step = create_step(mesh, factory, max_grad_norm=given.max_grad_norm)""",
         }
     if optimizer.path:
         arguments = "".join(f", {name}={value!r}" for name, value in optimizer.arguments.items())
@@ -240,81 +224,35 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
     else:
         why = f"the optimiser that was compiled in ({optimizer.unnamed}) has no import path"
         line = f"raise SystemExit({why + ': give --optimizer module:factory'!r})"
+    modules = ("checkpoint", "checkpoint_folder", "optimizer_probe", "optimizers", "options", "processes")
     return {
+        "partial_import": "",
+        "imports": _imports(*modules),
         "optimizer_note": _NAMED_NOTE if optimizer.path else _UNNAMED_NOTE,
         "optimizer_function": _OPTIMIZER_FUNCTION.format(line=line),
         "optimizer_option": _OPTIMIZER_OPTION,
         "optimizer_choice": _OPTIMIZER_CHOICE,
-        "optimizer": 'factory,\n        parameters=optimizers.read_parameters(HERE / "parameters.json")',
+        "step": """parameters = optimizers.read_parameters(HERE / "parameters.json")
+    trial = optimizer_probe.OptimizerTrial()
+    step = create_step(mesh, factory, parameters=parameters, trial=trial, max_grad_norm=given.max_grad_norm)""",
     }
 
 
 def emit_main(program: Program | PipelineProgram, optimizer: MainOptimizer | None = None) -> str:
     """The text of main.py. optimizer: AdamW by default."""
     optimizer = optimizer or MainOptimizer()
-    if isinstance(program, PipelineProgram):
-        return _emit(
-            program,
-            program.any,
-            optimizer,
-            imports=_PIPELINE_IMPORTS,
-            inputs="INPUTS",
-            model="PIPELINE",
-            mesh='PIPELINE.create_mesh("cuda" if on_gpu else "cpu")',
-            options=["schedule=SCHEDULE"],
-        )
-    root = program.root.name
-    return _emit(
-        program,
-        program,
-        optimizer,
-        imports=_SINGLE_IMPORTS.format(root=root),
-        inputs=f"{root}.INPUTS",
-        model=root,
-        mesh=f'Mesh.create({program.axes}, {program.axis_sizes}, "cuda" if on_gpu else "cpu")',
-        options=[],
-    )
-
-
-def _emit(
-    whole: Program | PipelineProgram,
-    any_program: Program,
-    optimizer: MainOptimizer,
-    *,
-    imports: str,
-    options: list[str],
-    **parts: str,
-) -> str:
-    """any_program: one with the header's values. options: further arguments of Step."""
-    if any_program.offload_optimizer:
-        options = [*options, f"offload_optimizer={quoted(any_program.offload_optimizer)}"]
-    if any_program.offload_parameters:
-        options = [*options, "offload_parameters=True"]
-    if any_program.compression:
-        options = [*options, f"compression={json.dumps(dict(any_program.compression))}"]
-    if any_program.backend != "eager":
-        options = [*options, f"backend={quoted(any_program.backend)}"]
-    if any_program.kernels:
-        options = [*options, "kernels=True"]
-    if any_program.fp8:
-        options = [*options, "fp8=True"]
+    any_program = program.any if isinstance(program, PipelineProgram) else program
+    is_alone = program.num_ranks == 1
     is_fused = any_program.has_fused_update and optimizer.is_default
-    imports += _FUSED_IMPORT if is_fused else "" if optimizer.is_default else _OPTIMIZERS_IMPORT
-    is_alone = whole.num_ranks == 1
     return _TEMPLATE.format(
-        launcher="python" if is_alone else f"torchrun --nproc-per-node {whole.num_ranks}",
+        launcher="python" if is_alone else f"torchrun --nproc-per-node {program.num_ranks}",
         device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
         join=_ALONE if is_alone else _JOIN,
         wait_option="" if is_alone else _WAIT_OPTION,
-        name=plain(whole.name),
-        mesh_text=plain(whole.mesh_text),
-        ranks=whole.num_ranks,
-        micro=any_program.num_micro_batches,
+        name=plain(program.name),
+        mesh_text=plain(program.mesh_text),
+        ranks=program.num_ranks,
         batch=any_program.global_batch_size,
-        precision=quoted(any_program.precision),
         vocabulary=any_program.vocabulary,
-        options="".join(f"        {option},\n" for option in options),
-        imports=imports,
         **_optimizer_parts(optimizer, is_fused),
-        **parts,
     )

@@ -6,14 +6,18 @@ import keyword
 import unicodedata
 from collections.abc import Collection
 
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.names import ARGUMENTS
 from codegen.runtime.parameters import Module
 from codegen.text import quoted
 
-_OWN = frozenset(dir(Module)) | frozenset(Module.__init__.__code__.co_names)
+_OWN = frozenset(dir(DropoutModule)) | frozenset(Module.__init__.__code__.co_names)
 """Attributes of generated modules that are not the user's."""
 
-_CLASSES = ARGUMENTS | {"Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"}
+_CLASSES = ARGUMENTS | {
+    *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
+    *("DropoutModule", "MemorySaving", "PipelineCourse", "NUM_MICRO_BATCHES"),
+}
 
 
 def attribute_path(name: str) -> str:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from codegen.emit import Words, batch_text, emit_classes, modes_text, offload_text, paths_text
+from codegen.columns import COLUMNS, fitted
+from codegen.emit import (
+    Words,
+    batch_text,
+    emit_classes,
+    emit_layers,
+    layer_class,
+    modes_text,
+    offload_text,
+    paths_text,
+    saving_layers,
+)
 from codegen.expressions import literal
-from codegen.program import Border, PipelineProgram, PipelineStage, Program
+from codegen.idioms import with_idioms
+from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program
+from codegen.reshard_words import Dims
 from codegen.runtime.positions import tiled
 from codegen.text import bytes_text, plain
 
@@ -17,6 +31,8 @@ class _File:
     """A module that several stages can share; called after the first of them."""
 
     stages: tuple[int, ...]
+    from_layers: frozenset[str] = frozenset()
+    """Layer classes that are in layers.py."""
 
     @property
     def module(self) -> str:
@@ -28,20 +44,54 @@ class _File:
 
 
 def emit_pipeline(pipeline: PipelineProgram) -> dict[str, str]:
-    """File name -> text: the stages, pipeline.py and schedule.txt."""
-    files = _files(pipeline)
-    texts = {f"{file.module}.py": _stage_source(pipeline, file) for file in files}
+    """File name -> text: layers that several stages have, the stages, pipeline.py and schedule.txt."""
+    pipeline = pipeline.map(with_idioms)
+    saving = frozenset[str]().union(*(saving_layers(stage.program) for stage in pipeline.stages))
+    words = Words("", saving=saving, dims=Dims.of(pipeline.inputs))
+    files, shared = _with_layers(pipeline, _files(pipeline, words), words)
+    texts = {"layers.py": _layers_source(pipeline, shared, words)} if shared else {}
+    texts |= {f"{file.module}.py": _stage_source(pipeline, file, words) for file in files}
     texts["pipeline.py"] = _assembly(pipeline, files)
     texts["schedule.txt"] = "".join(f"{line}\n" for line in pipeline.schedule)
     return texts
 
 
-def _files(pipeline: PipelineProgram) -> tuple[_File, ...]:
+def _files(pipeline: PipelineProgram, words: Words) -> tuple[_File, ...]:
     """Stages that differ in the layers' paths, their number and their modes only share a file."""
     users: dict[str, list[int]] = {}
     for number, stage in enumerate(pipeline.stages):
-        users.setdefault(emit_classes(_without_particulars(stage.program), Words("")), []).append(number)
+        users.setdefault(emit_classes(_without_particulars(stage.program), words), []).append(number)
     return tuple(_File(tuple(stages)) for stages in users.values())
+
+
+def _with_layers(
+    pipeline: PipelineProgram, files: tuple[_File, ...], words: Words
+) -> tuple[tuple[_File, ...], dict[str, tuple[int, ...]]]:
+    """The files, and for each layer class that layers.py has the stages with it.
+
+    Of two classes of one name, as stages on unequal meshes can have, layers.py has the one that more files share.
+    """
+    users: dict[str, dict[str, list[_File]]] = {}
+    for file in files:
+        program = pipeline.stages[file.stages[0]].program
+        for layer in program.layers:
+            text = layer_class(program, replace(layer, doc=""), words) + repr(layer.layouts)
+            users.setdefault(layer.name, {}).setdefault(text, []).append(file)
+    most = {name: max(texts.values(), key=len) for name, texts in users.items()}
+    shared = {name: found for name, found in most.items() if len(found) > 1}
+    named = (replace(f, from_layers=frozenset(n for n, found in shared.items() if f in found)) for f in files)
+    stages = {name: tuple(sorted(n for file in found for n in file.stages)) for name, found in shared.items()}
+    return tuple(named), stages
+
+
+def _layers_source(pipeline: PipelineProgram, shared: dict[str, tuple[int, ...]], words: Words) -> str:
+    found: dict[str, tuple[Program, ModuleClass]] = {}
+    for name, stages in shared.items():
+        program = pipeline.stages[stages[0]].program
+        layer = next(layer for layer in program.layers if layer.name == name)
+        found[name] = program, replace(layer, doc=_layer_doc(pipeline, stages, name))
+    title = f"{pipeline.name} for {pipeline.mesh_text}: {batch_text(pipeline.any)}; layers that several stages have"
+    return emit_layers(found, replace(words, title=title))
 
 
 def _without_particulars(program: Program) -> Program:
@@ -59,17 +109,18 @@ def _without_particulars(program: Program) -> Program:
 # --- a stage's module -------------------------------------------------------------------------------------------------
 
 
-def _stage_source(pipeline: PipelineProgram, file: _File) -> str:
+def _stage_source(pipeline: PipelineProgram, file: _File, words: Words) -> str:
     first = pipeline.stages[file.stages[0]].program
     which = _numbers(file.stages)
     title = f"{pipeline.name} for {pipeline.mesh_text}: {batch_text(first)}; {which} of {len(pipeline.stages)}"
-    layers = tuple(replace(layer, doc=_layer_doc(pipeline, file, layer.name)) for layer in first.layers)
+    layers = tuple(replace(layer, doc=_layer_doc(pipeline, file.stages, layer.name)) for layer in first.layers)
     program = replace(first, layers=layers, root=replace(first.root, name=file.root, doc=_root_doc(pipeline, file)))
-    return emit_classes(program, Words(title, _border_comments(pipeline, file)))
+    borders = _border_comments(pipeline, file)
+    return emit_classes(program, replace(words, title=title, borders=borders, elsewhere=file.from_layers))
 
 
-def _layer_doc(pipeline: PipelineProgram, file: _File, layer: str) -> str:
-    paths = [path for number in file.stages for path in pipeline.stages[number].program.paths(layer)]
+def _layer_doc(pipeline: PipelineProgram, stages: tuple[int, ...], layer: str) -> str:
+    paths = [path for number in stages for path in pipeline.stages[number].program.paths(layer)]
     return paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}"
 
 
@@ -124,9 +175,12 @@ def _numbers(stages: tuple[int, ...]) -> str:
 
 def _assembly(pipeline: PipelineProgram, files: tuple[_File, ...]) -> str:
     home = {number: file for file in files for number in file.stages}
-    lines = [
+    title = (
         f'"""{plain(pipeline.name)} as a pipeline of {len(pipeline.stages)} stages on {pipeline.mesh_text},'
-        f" schedule {plain(pipeline.schedule_name)}.",
+        f" schedule {plain(pipeline.schedule_name)}."
+    )
+    lines = [
+        *textwrap.wrap(title, COLUMNS, break_long_words=False),
         "",
         "A position is a group of ranks with a mesh of its own; schedule.txt has a line of actions for each.",
         "Generated by autopar from plan.yaml; it needs torch only.",
@@ -145,7 +199,7 @@ def _assembly(pipeline: PipelineProgram, files: tuple[_File, ...]) -> str:
         lines.append(f"    tied={literal(pipeline.tied)},")
     elif pipeline.tied:
         lines += ["    tied=(", *(f"        {literal(entry)}," for entry in pipeline.tied), "    ),"]
-    return "\n".join([*lines, ")", ""])
+    return fitted("\n".join([*lines, ")", ""]))
 
 
 def _meshes(pipeline: PipelineProgram) -> list[str]:

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import UNREAD, Call, LayerLoop, Program, Raw, Reshard, Statement, Var, assigns, reads
-from codegen.text import bytes_text, plain
-
-WIDTH = 112
-"""Of a statement, before it is indented."""
+from codegen.reshard_words import Dims, in_words
+from codegen.text import plain
 
 CHAIN_WIDTH = 104
 
@@ -31,28 +29,15 @@ def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
 
 def indented(lines: list[str]) -> list[str]:
     """As the body of a method."""
-    return [f"        {part}" if part else "" for line in lines for part in _wrap(line)]
-
-
-def _wrap(line: str) -> list[str]:
-    """A line that is too long is broken inside its last outermost brackets, one level deeper."""
-    if len(line) <= WIDTH or "  # " in line:
-        return [line]
-    if ")" not in line:  # an index or a sum has no brackets to break inside: it gets some
-        target, is_assignment, value = line.partition(" = ")
-        return [f"{target} = (", f"    {value}", ")"] if is_assignment else [line]
-    closing = line.rfind(")")
-    depth, opening = 0, closing
-    for opening in range(closing, -1, -1):
-        depth += (line[opening] == ")") - (line[opening] == "(")
-        if depth == 0:
-            break
-    inner = line[opening + 1 : closing]
-    return [line[: opening + 1], f"    {inner}", line[closing:]] if inner else [line]
+    return [f"        {line}" if line else "" for line in lines]
 
 
 def source_lines(
-    body: tuple[Statement, ...], outputs: tuple[Var, ...], depth: int = 1, parted: frozenset[str] = frozenset()
+    body: tuple[Statement, ...],
+    outputs: tuple[Var, ...],
+    dims: Dims,
+    depth: int = 1,
+    parted: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Source lines, with calls chained and a comment where the user's module (to `depth` names) changes.
 
@@ -78,12 +63,21 @@ def source_lines(
             is_single = len(results) == 1 and _uses_after(position, results[0], body, outputs) == 1
             previous = (target, text) if is_single else None
         elif isinstance(statement, Reshard):
-            lines.append(_reshard(statement))
+            lines.append(_reshard(statement, dims))
             previous = None
         else:
             lines += _loop(statement, statement.layer in parted)
             section, previous = "", None
     return lines
+
+
+def returning(lines: list[str], outputs: tuple[Var, ...]) -> list[str]:
+    """With the return of a forward, whose only result gets no name of its own where the last line makes it."""
+    names = ", ".join(output.name for output in outputs)
+    own = f"{names} = "
+    if len(outputs) == 1 and lines and lines[-1].startswith(own):
+        return [*lines[:-1], "return " + lines[-1].removeprefix(own)]
+    return [*lines, f"return {names}"]
 
 
 def _section(module: str, depth: int) -> str:
@@ -116,30 +110,10 @@ def _name(result: Var) -> str:
     return "_" if result == UNREAD else result.name
 
 
-def _reshard(statement: Reshard) -> str:
+def _reshard(statement: Reshard, dims: Dims) -> str:
     kwargs = "".join(f", {key}={literal(value)}" for key, value in statement.kwargs)
     text = f"{statement.result.name} = {statement.axis}.{statement.method}({statement.source.name}{kwargs})"
-    return f"{text}  # {_change(statement)}"
-
-
-def _change(reshard: Reshard) -> str:
-    """`S(1) -> Rp: 32 MiB, backward reduce_scatter`."""
-    if reshard.method == "sum_over":
-        return f"targets of all ranks{_waits(reshard)}"
-    source, target = (variable.type.placement(reshard.axis) for variable in (reshard.source, reshard.result))
-    return f"{source} -> {target}: {moved_text(reshard)}"
-
-
-def moved_text(reshard: Reshard) -> str:
-    """`64 KiB, backward reduce_scatter`: what is sent in forward, and in backward."""
-    size = bytes_text(reshard.num_bytes)
-    forward = size if reshard.forward else "no communication"
-    backward = f", backward {reshard.backward}" if reshard.backward else ""
-    return forward + (f"{backward} {size}" if backward and not reshard.forward else backward) + _waits(reshard)
-
-
-def _waits(reshard: Reshard) -> str:
-    return "; the step waits for it" if ("wait", False) in reshard.kwargs else ""
+    return f"{text}  # {in_words(statement, dims)}"
 
 
 def _loop(loop: LayerLoop, is_part: bool) -> list[str]:

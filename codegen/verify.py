@@ -34,6 +34,7 @@ _LIKE_FIRST: Final = frozenset(
     {
         *("aten.silu.default", "aten.gelu.default", "aten.neg.default", "aten.contiguous.default"),
         *("self.same_dropout", "kernels.swiglu", "kernels.geglu", "kernels.bias_gelu", "kernels.dropout_add"),
+        *("idioms.rms_norm", "idioms.swiglu", "idioms.gelu_tanh", "idioms.next_tokens"),
         *("kernels.rms_norm", "kernels.layer_norm", "kernels.add_rms_norm", "kernels.add_layer_norm"),
     }
 )
@@ -177,7 +178,7 @@ def _results(call: Call) -> Iterator[TensorType | None]:
     held = [arg.type if isinstance(arg, Var) else None for arg in args]
     if target in _LIKE_FIRST:
         yield from [held[0]] * len(call.results)
-    elif target == "kernels.rotary":
+    elif target in ("kernels.rotary", "idioms.rotary"):
         yield from held[:2]
     elif target in _SCALARS:
         yield TensorType((), call.results[0].type.dtype)

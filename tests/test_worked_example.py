@@ -62,7 +62,7 @@ def test_options(program, section):
 def test_program(program, section):
     """From the norm's result, the reshard of x, up to the call that computes both layers."""
     body = plain(program.source.split(f"class {LAYER}(Module):")[1])
-    begin, end = "post_attention_layernorm = self.", "self.mlp.up_proj.weight) )"
+    begin, end = "post_attention_layernorm = rms_norm(", "self.mlp.up_proj.weight) )"
     shown = begin + body.split(begin)[1].split(end)[0] + end
     assert shown in section
 

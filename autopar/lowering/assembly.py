@@ -11,7 +11,7 @@ from autopar.lowering.passes import Pass
 from autopar.plan import Pipeline
 from autopar.seats import first_ranks
 from autopar.sharding.choices import Candidate
-from codegen.check import check_file
+from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.evaluation import follows_training
 from codegen.expressions import expression
@@ -107,8 +107,7 @@ def source_of(program: Program | PipelineProgram) -> str:
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
         sources = {name: text for name, text in files.items() if name.endswith(".py")}
-        for name, text in sources.items():
-            check_file(name, text)
+        check_files(sources)
     except EmissionError as error:
         raise _internal(f"{error}{_operator_of(program, error.call)}") from error
     if isinstance(program, Program):

@@ -17,7 +17,6 @@ from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, Scope, num_local
 from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard, TensorType
-from codegen.statements import moved_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def reshard_rows(scope: Scope, module: ModuleClass, names: DimNames, num_micro_b
             words = _reshard_words(scope, reshard, names)
             if isinstance(following, Call) and following.section:
                 words += f", for {relative(scope, following.section)}"
-            row = words, moved_text(reshard)
+            row = words, _moved(reshard)
             found[row] = found.get(row, 0) + 1
     times = scope.count * num_micro_batches
     return [Transfer(text, traffic, number * times) for (text, traffic), number in found.items()]
@@ -132,3 +131,12 @@ def traffic_bytes(
 
 def _add(totals: dict[tuple[str, int], float], words: str, count: int, num_bytes: float) -> None:
     totals[words, count] = totals.get((words, count), 0.0) + num_bytes
+
+
+def _moved(reshard: Reshard) -> str:
+    """`64 KiB, backward reduce_scatter`: what is sent in forward, and in backward."""
+    size = bytes_text(reshard.num_bytes)
+    forward = size if reshard.forward else "no communication"
+    backward = f", backward {reshard.backward}" if reshard.backward else ""
+    waits = "; the step waits for it" if ("wait", False) in reshard.kwargs else ""
+    return forward + (f"{backward} {size}" if backward and not reshard.forward else backward) + waits

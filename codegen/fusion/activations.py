@@ -22,13 +22,13 @@ def _mul(*factors: Template) -> Op:
     return product
 
 
-def _written_gelu(x: Template) -> Either:
+def written_gelu(x: Template) -> tuple[Op, Op]:
     """As models write it, operation by operation (see kernels/gelu.py): with tanh, and exact."""
     cubed = Op("aten.pow.Tensor_Scalar", (x, Is(3)))
     inner = Op("aten.add.Tensor", (x, _mul(cubed, Is(0.044715))), commutes=True)
     tanh = Op("aten.tanh.default", (_mul(inner, Is(math.sqrt(2 / math.pi))),), name="tanh")
     erf = Op("aten.erf.default", (Op("aten.div.Tensor", (x, Is(math.sqrt(2)))),))
-    return Either(tuple(_gelu_of(x, share) for share in (tanh, erf)))
+    return _gelu_of(x, tanh), _gelu_of(x, erf)
 
 
 def _gelu_of(x: Template, share: Op) -> Op:
@@ -38,7 +38,7 @@ def _gelu_of(x: Template, share: Op) -> Op:
 
 def _gelu(x: Template) -> Either:
     """torch's call, or as it is written."""
-    return Either((Op("aten.gelu.default", (x,), keywords=("approximate",)), *_written_gelu(x).options))
+    return Either((Op("aten.gelu.default", (x,), keywords=("approximate",)), *written_gelu(x)))
 
 
 def _approximate(bound: Bindings) -> tuple[tuple[str, Any], ...]:
@@ -99,9 +99,6 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         Pattern("bias and GELU", "kernels.bias_gelu", ("x", "bias"), form, _bias_gelu_fits, _build_bias_gelu)
         for form in _forms(_gelu(_BIASED))
     ),
-    *(
-        Pattern("GELU", "aten.gelu.default", ("x",), form, _gelu_fits, _build_gelu)
-        for form in _forms(_written_gelu(Leaf("x")))
-    ),
+    *(Pattern("GELU", "aten.gelu.default", ("x",), form, _gelu_fits, _build_gelu) for form in written_gelu(Leaf("x"))),
 )
 """One of a kind per form where the forms end in different calls."""

@@ -14,9 +14,17 @@ SUM: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("residual")), name="sum")
 # --- RMS norm ---------------------------------------------------------------------------------------------------------
 
 
-def _normalised(x: Template) -> Op:
-    """x / sqrt(mean(x ** 2) + eps)"""
-    squares = (Op("aten.pow.Tensor_Scalar", (x, Is(2))), Op("aten.mul.Tensor", (x, x)), Op("aten.square.default", (x,)))
+def _squares(x: Template) -> tuple[Op, ...]:
+    """The ways to write x ** 2."""
+    return (
+        Op("aten.pow.Tensor_Scalar", (x, Is(2))),
+        Op("aten.mul.Tensor", (x, x)),
+        Op("aten.square.default", (x,)),
+    )
+
+
+def normalised(x: Template, squares: tuple[Op, ...]) -> Op:
+    """x / sqrt(mean(x ** 2) + eps), the squares written in one of these ways."""
     mean = Op("aten.mean.dim", (Either(squares), Value("dims"), Is(True)))
     rsqrt = Op("aten.rsqrt.default", (Op("aten.add.Tensor", (mean, Value("eps")), commutes=True),))
     return Op("aten.mul.Tensor", (x, rsqrt), commutes=True)
@@ -28,9 +36,10 @@ def _rms_norm_template(x: Template) -> Op:
     Models that do all in half precision match too; the kernel's arithmetic is fp32, so the result is a better one.
     """
     wide = Op("aten.to.dtype", (x, Value("wide")))
-    normalised = Either((_normalised(wide), _normalised(x)))
-    narrowed = Op("aten.to.dtype", (normalised, Value("narrow"))), Op("aten.type_as.default", (normalised, x))
-    return Op("aten.mul.Tensor", (Leaf("weight"), Either((*narrowed, _normalised(x)))), commutes=True)
+    own = normalised(x, _squares(x))
+    either = Either((normalised(wide, _squares(wide)), own))
+    narrowed = Op("aten.to.dtype", (either, Value("narrow"))), Op("aten.type_as.default", (either, x))
+    return Op("aten.mul.Tensor", (Leaf("weight"), Either((*narrowed, own))), commutes=True)
 
 
 def _rms_norm_fits(bound: Bindings) -> bool:

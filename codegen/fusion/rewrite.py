@@ -31,16 +31,22 @@ def chosen(found: Iterable[Match], num_data_ranks: int) -> tuple[Match, ...]:
     return tuple(kept)
 
 
+def replaced(body: tuple[Statement, ...], found: Iterable[Match], program: Program) -> tuple[Statement, ...]:
+    """The statements with what each pattern builds in the place of its last call, and without its others."""
+    last = {match.last: match for match in found}
+    gone = {index for match in last.values() for index in match.statements}
+    made: list[Statement] = []
+    for index, statement in enumerate(body):
+        if index in last:
+            assert isinstance(statement, Call)
+            made += last[index].pattern.build(last[index].bound, statement, program)
+        elif index not in gone:
+            made.append(statement)
+    return tuple(made)
+
+
 def _fuse_class(cls: ModuleClass, program: Program, patterns: tuple[Pattern, ...]) -> ModuleClass:
     sizes = zip(program.axes, program.axis_sizes, strict=True)
     num_data_ranks = math.prod(size for axis, size in sizes if axis in DATA_AXES)
-    found = {match.last: match for match in chosen(matches(patterns, cls.body, cls.outputs), num_data_ranks)}
-    gone = {index for match in found.values() for index in match.statements}
-    body: list[Statement] = []
-    for index, statement in enumerate(cls.body):
-        if index in found:
-            assert isinstance(statement, Call)
-            body += found[index].pattern.build(found[index].bound, statement, program)
-        elif index not in gone:
-            body.append(statement)
-    return replace(cls, body=tuple(body))
+    found = chosen(matches(patterns, cls.body, cls.outputs), num_data_ranks)
+    return replace(cls, body=replaced(cls.body, found, program))

@@ -31,7 +31,7 @@ def _turned(x: Template, interleaved: bool) -> Op:
     return Op("aten.flatten.using_ints", (stack, Is(-2)))
 
 
-def _rotated(x: str, interleaved: bool, partial: bool) -> Op:
+def rotated(x: str, interleaved: bool, partial: bool) -> Op:
     """x * cos + turned(x) * sin, of all components or of the first, beside which the others stay."""
     part: Template = _part(Leaf(x), Is(0), Value("rotated")) if partial else Leaf(x)
     cos, sin = _angles("cos", interleaved), _angles("sin", interleaved)
@@ -47,7 +47,7 @@ def _rotated(x: str, interleaved: bool, partial: bool) -> Op:
     return Op("aten.cat.default", (joined, Value("cat_dim")), name=name)
 
 
-def _fits(bound: Bindings) -> bool:
+def rotates(bound: Bindings) -> bool:
     """Tensors of one dtype as the kernel wants them, halves that are halves, and all of it along the last dim."""
     q, k, cos, sin = (bound[name].type for name in ("q", "k", "cos", "sin"))
     if len(q.shape) != 4 or len(k.shape) != 4 or len(cos.shape) != 3 or not cos.is_alike(sin):
@@ -83,10 +83,10 @@ PATTERNS: Final[tuple[Pattern, ...]] = tuple(
         "rotary",
         "kernels.rotary",
         ("k", "cos", "sin"),
-        _rotated("k", interleaved, partial),
-        _fits,
+        rotated("k", interleaved, partial),
+        rotates,
         _build,
-        beside=(_rotated("q", interleaved, partial),),
+        beside=(rotated("q", interleaved, partial),),
         results=(Result("rotated q", ("q", "cos", "sin")),),
     )
     for interleaved in (False, True)

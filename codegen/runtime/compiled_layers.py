@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import recompute
 from .parameters import Module
 from .regions import cut
 
@@ -80,21 +79,23 @@ def require(backend: str, device: torch.device) -> None:
 
 
 class CompiledLayers:
-    """The layers of these root modules, from now on running compiled regions. num_regions: of all their classes.
+    """Layers that run compiled regions. num_regions: of all their classes. Raises RuntimeError where inductor cannot
+    compile for the device."""
 
-    Nothing is compiled before it runs first. Layers with recompute="selective" stay as they are.
-    """
-
-    def __init__(self, roots: Iterable[Module]) -> None:
+    def __init__(self, device: torch.device) -> None:
+        require("inductor", device)
         self.num_regions = 0
         self._have_run: set[bool] = set()
+
+    def attach(self, roots: Iterable[Module]) -> None:
+        """Compile the layers of these root modules, each when it runs first; with recompute="selective" they stay."""
         forwards: dict[type[Module], Callable[..., Any]] = {}
         layers = (layer for root in roots for layer in root.units()[1:] if layer.recompute != "selective")
         for layer in layers:
             cls = type(layer)
             if cls not in forwards:
                 forwards[cls] = self._compiled(cls)
-            layer.forward = partial(recompute.run, layer, MethodType(forwards[cls], layer))
+            layer.forward = layer.wrapped(MethodType(forwards[cls], layer))
 
     def _compiled(self, cls: type[Module]) -> Callable[..., Any]:
         specs = {**cls.PARAMETERS, **cls.BUFFERS}

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from .mesh import Mesh
-from .parameters import RngState
-from .part import Part, mean_loss
+from .parameters import Module, RngState
+from .part import Part, PartOptions, mean_loss
 
 What = Literal["gradients", "state"]
 
@@ -19,6 +19,8 @@ class Course(Protocol):
 
     parts: tuple[Part, ...]
     executed: list[str]
+    programs: tuple[type[Module], ...]
+    """The root classes of all ranks: one, or that of each stage."""
 
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """Forward and backward of all, gradients reduced; the global mean loss."""
@@ -36,8 +38,9 @@ class Course(Protocol):
 class Accumulation:
     """One module on all ranks: micro-batches in turn, gradients added up."""
 
-    def __init__(self, part: Part, mesh: Mesh, rng: RngState) -> None:
-        self.parts: tuple[Part, ...] = (part,)
+    def __init__(self, program: type[Module], mesh: Mesh, rng: RngState, options: PartOptions) -> None:
+        self.programs: tuple[type[Module], ...] = (program,)
+        self.parts: tuple[Part, ...] = (Part(program(mesh, rng), options),)
         self.executed: list[str] = []
         self.mesh = mesh
         self.rng = rng

@@ -9,11 +9,14 @@ With x the logits of a token, t its target and s the label smoothing (as torch.n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from .layout import AxisLike
+if TYPE_CHECKING:
+    from .layout import AxisLike
 
 # Float32 temporaries hold this many elements on CPU and GPU: rows are worked on in chunks, so that N x V temporaries
 # never exist beside the logits and their gradient.

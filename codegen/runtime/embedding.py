@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import AxisLike
+if TYPE_CHECKING:
+    from .layout import AxisLike
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, axis: AxisLike, padding_idx: int | None = None) -> Tensor:

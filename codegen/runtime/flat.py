@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from . import collectives
 from .collectives import Work
-from .host_memory import HostMemory
 from .mesh import Axis, Mesh
 from .parameters import Param, Slot, parse_placement
 
 if TYPE_CHECKING:
-    # Only programs that compress have the kernels beside them.
+    # Only programs that compress or offload have these beside them.
     from .compressed import Compression
+    from .host_memory import HostMemory
 
 _ALIGNMENT = 8
 """Elements; every rank's range starts at 16 bytes even in bf16."""

@@ -37,6 +37,8 @@ class FusedAdamW(torch.optim.AdamW):
     the buckets, and `amsgrad` and `maximize` of a group are not honoured: a step raises ValueError.
     """
 
+    is_elementwise = True
+
     def __init__(
         self,
         params: Iterable[nn.Parameter],

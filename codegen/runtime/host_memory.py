@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .offload import Traffic
+from .traffic import Traffic
 
 _NVME = "nvme:"
 
@@ -31,13 +31,14 @@ class HostMemory:
     where: "host", or "nvme:" and a folder, in which a rank keeps its tensors as files of a folder of its own
     (`rank_0`). The folder goes with `close`, at the latest when the process ends; what is left of a process that was
     killed is overwritten, but not what is still in use (ValueError). Files are no checkpoint: save one.
+    holds_parameters: the shards of ZeRO-3 live here only. traffic: counts the bytes of a step.
     """
 
-    def __init__(self, where: str, device: torch.device, traffic: Traffic, holds_parameters: bool = False) -> None:
+    def __init__(self, where: str, device: torch.device, holds_parameters: bool = False) -> None:
         if where != "host" and not (where.startswith(_NVME) and len(where) > len(_NVME)):
-            raise ValueError(f'offload_optimizer must be "", "host" or "nvme:/a/folder", got {where!r}')
+            raise ValueError(f'the optimiser is offloaded to "host" or "nvme:/a/folder", not to {where!r}')
         self.device = device
-        self.traffic = traffic
+        self.traffic = Traffic()
         self.holds_parameters = holds_parameters
         self.folder = _own_folder(Path(where.removeprefix(_NVME))) if where != "host" else None
         if self.folder is not None:

@@ -29,15 +29,20 @@ class HostOptimizer:
     called once per bucket, with the gradients of one bucket attached. Others might count calls: they are called once.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: list[Bucket], host: HostMemory) -> None:
-        self.optimizer = optimizer
+    def __init__(self, host: HostMemory) -> None:
         self.host = host
+
+    def attach(self, optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
+        """From now on step this optimiser, of the stored parameters of these buckets."""
+        self.optimizer = optimizer
         self._buckets = [bucket for bucket in buckets if bucket.key.requires_grad]
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
         self._calls = [[bucket] for bucket in self._buckets] if is_torchs else [self._buckets]
         num_bytes = [sum(_num_bytes(bucket) for bucket in call) for call in self._calls]
         # Two calls' gradients are on the host at a time.
-        self._lines = [host.staging(max(num_bytes, default=0), torch.uint8) for _ in range(min(2, len(self._calls)))]
+        self._lines = [
+            self.host.staging(max(num_bytes, default=0), torch.uint8) for _ in range(min(2, len(self._calls)))
+        ]
         self._mapped: dict[tuple[int, str], Tensor] = {}
 
     def update(self) -> None:

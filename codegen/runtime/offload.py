@@ -27,38 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .traffic import Traffic
+
 MIN_BYTES = 64 * 2**10
 """Storages below it are not moved: at 25 GB/s of PCIe 4 its copy takes 3 us, about what starting the copy takes."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of this rank's current (or last) step. out: device to host, in: host to device.
-
-    activations: saved tensors. gradients_out, masters_in: the update on the host. parameters_in: shards brought to the
-    device for gathers.
-    """
-
-    activations_out: int = 0
-    activations_in: int = 0
-    gradients_out: int = 0
-    masters_in: int = 0
-    parameters_in: int = 0
-
-    @property
-    def bytes_out(self) -> int:
-        """All that left the device."""
-        return self.activations_out + self.gradients_out
-
-    @property
-    def bytes_in(self) -> int:
-        """All that came to the device."""
-        return self.activations_in + self.masters_in + self.parameters_in
-
-    def reset(self) -> None:
-        """A step begins."""
-        for name in Traffic.__slots__:
-            setattr(self, name, 0)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -108,9 +80,9 @@ class _Source:
 class Offload:
     """Moves the saved activations of all layers of this rank; `traffic` counts what went over the bus."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
         self.device = device
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self._sources: dict[int, _Source] = {}
         self._latest: dict[int, weakref.ref[_Region]] = {}
         self._streams: tuple[Any, Any] | None = None

@@ -347,3 +347,21 @@ def check_stored(needs: Needs, is_whole: Mapping[str, bool], is_staged: bool) ->
     if cut or (needs.is_coupled and is_staged):
         found = f"{cut[0]} is sharded" if cut else "a pipeline, whose ranks hold different parameters"
         raise OptimizerError(needs.problem, found, "a plan with zero=0 and tp=1" + ", pp=1" * needs.is_coupled)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTrial:
+    """What a step asks about an optimiser that it does not know. is_tried: its update was tried before the step."""
+
+    is_tried: bool = False
+
+    def check(
+        self, factory: Factory, parameters: Sequence[GlobalParameter], is_whole: Mapping[str, bool], is_staged: bool
+    ) -> None:
+        """As `check_stored`, of what a trial finds."""
+        if not self.is_tried:
+            check_stored(needs_of(factory, parameters), is_whole, is_staged)
+
+    def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
+        """As the function of that name."""
+        return forgotten(factory, parameters)

@@ -91,6 +91,12 @@ def takes_names(factory: Factory) -> bool:
     return bool(arguments) and arguments[0] in NAMED
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known, without a trial, that each element is updated by itself and that all state is in sight."""
+    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    return type(optimizer) in known or getattr(type(optimizer), "is_elementwise", False)
+
+
 @dataclass(frozen=True, slots=True)
 class WholeOptimizer:
     """An optimiser of stand-ins; `replace` makes it this rank's. stand_ins: by the parameters' names."""

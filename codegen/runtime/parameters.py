@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from . import recompute, reshard
-from .attention import attention
-from .dropout import dropout, dropout_key
-from .layout import Layout
+from . import reshard
 from .mesh import Mesh
-from .offload import Offload
-from .recompute import Mode
+
+if TYPE_CHECKING:
+    # Only programs that offload activations have it beside them.
+    from .offload import Offload
+
+Mode = Literal["none", "selective", "full"]
+"""What a layer recomputes in backward (`recompute.py`)."""
 
 _FORM = re.compile(r"(R|Rp|P)|S\((\d+)(?:/(\d+))?\)")
 
@@ -113,6 +115,14 @@ def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
 
 
+def declared(root: type[Module]) -> Iterator[tuple[str, Param, tuple[str, ...]]]:
+    """(name, spec, aliases) of every parameter of a root class, by full names."""
+    yield from ((name, spec, spec.aliases) for name, spec in root.PARAMETERS.items())
+    for cls, paths in root.LAYERS.items():
+        for path, (name, spec) in itertools.product(paths, cls.PARAMETERS.items()):
+            yield f"{path}.{name}", spec, tuple(f"{path}.{alias}" for alias in spec.aliases)
+
+
 def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
     """This rank's part of a whole tensor, contiguous (a view where that is one)."""
     for axis, dim, sections in shards(_placements(spec), mesh):
@@ -176,6 +186,12 @@ def _held(module: nn.Module, name: str) -> Any:
     raise KeyError(f"{type(module).__name__} holds no {name!r}")
 
 
+def _one_each(values: tuple[Any, ...], cls: type[Module], paths: tuple[str, ...]) -> tuple[Any, ...]:
+    if len(values) != len(paths):
+        raise ValueError(f"{cls.__name__} has {len(paths)} instances, but the table {values}")
+    return values
+
+
 class Module(nn.Module):
     """Base of generated classes: the root of a program, and one class per kind of layer.
 
@@ -188,13 +204,11 @@ class Module(nn.Module):
     FIXED_INPUTS (root only): what else a batch may hold, tensors that nothing depends on, and values that are no
     tensors and that the program was made with. NO_EVALUATION (root only): why there is no evaluation mode, if there is
     none.
-    RECOMPUTE, OFFLOAD (root only): class -> for each of its instances what becomes its attribute `recompute` ("none",
-    "selective", "full"; `recompute.py`) and `offload_activations` (`offload.py`); none where a class is absent.
+    RECOMPUTE, OFFLOAD (root only): class, a `recompute.MemorySaving` -> for each of its instances what becomes its
+    attribute `recompute` ("none", "selective", "full") and `offload_activations`; none where a class is absent.
     RECEIVES, SENDS (root of a pipeline's stage only): tensors of earlier stages that `forward` takes, and the ones for
     later stages that it returns, in order; as INPUTS, placed on this stage's mesh (R and S only). FIRST_LAYER: class ->
     how many instances earlier stages have.
-    dropout_calls, dropout_base: a layer instance's dropout calls are numbered from dropout_base + index *
-    dropout_calls; a tuple of bases has one for each instance.
     """
 
     PARAMETERS: ClassVar[Mapping[str, Param]] = {}
@@ -210,8 +224,6 @@ class Module(nn.Module):
     FIRST_LAYER: ClassVar[Mapping[type[Module], int]] = {}
     RECOMPUTE: ClassVar[Mapping[type[Module], tuple[Mode, ...]]] = {}
     OFFLOAD: ClassVar[Mapping[type[Module], tuple[bool, ...]]] = {}
-    dropout_base: ClassVar[int | tuple[int, ...]] = 0
-    dropout_calls: ClassVar[int] = 0
 
     def __init__(self, mesh: Mesh, rng: RngState | None = None, path: str = "", layer_index: int = 0) -> None:
         super().__init__()
@@ -220,16 +232,18 @@ class Module(nn.Module):
         self.path = path
         self.recompute: Mode = "none"
         self.offload_activations = False
-        self.offload = Offload(mesh.device)
+        self.offload: Offload | None = None
         # Under the module's hooks, which then run once: ZeRO's gather parameters and watch the outputs.
-        self.forward = partial(recompute.run, self, self.forward)
-        base = self.dropout_base
-        self._first_dropout = base[layer_index] if isinstance(base, tuple) else base + layer_index * self.dropout_calls
+        self.forward = self.wrapped(self.forward)
+        self._layer_index = layer_index
         self._instances: dict[type[Module], tuple[Module, ...]] = {}
         for cls, paths in self.LAYERS.items():
             first = self.FIRST_LAYER.get(cls, 0)
             self._instances[cls] = tuple(self._add_layer(cls, p, index) for index, p in enumerate(paths, first))
-        self.choose_memory(self.RECOMPUTE, self.OFFLOAD)
+            modes = _one_each(self.RECOMPUTE.get(cls, ("none",) * len(paths)), cls, paths)
+            moves = _one_each(self.OFFLOAD.get(cls, (False,) * len(paths)), cls, paths)
+            for layer, mode, offloads in zip(self._instances[cls], modes, moves, strict=True):
+                layer.choose_memory(mode, offloads)
         for name, spec in self.BUFFERS.items():
             owner, attribute = self._place(name)
             value = torch.empty(spec.local_shape(mesh), dtype=spec.dtype, device=mesh.device)
@@ -250,83 +264,18 @@ class Module(nn.Module):
         """What a user's name holds that is no attribute: `self[0]`, `self["mesh"]`."""
         return _held(self, str(name))
 
-    def choose_memory(
-        self, modes: Mapping[type[Module], tuple[Mode, ...]], offload: Mapping[type[Module], tuple[bool, ...]]
-    ) -> None:
-        """Set the layers' `recompute` and `offload_activations`, and let all share one Offload."""
-        for cls, values in (*modes.items(), *offload.items()):
-            if len(values) != len(self._instances[cls]):
-                raise ValueError(f"{cls.__name__} has {len(self._instances[cls])} instances, but the table {values}")
-        for cls, layers in self._instances.items():
-            for index, layer in enumerate(layers):
-                layer.offload = self.offload
-                layer.recompute = recompute.mode(modes[cls][index]) if cls in modes else "none"
-                layer.offload_activations = offload[cls][index] if cls in offload else False
+    def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in the place of this module's forward."""
+        return forward
+
+    def choose_memory(self, recompute: Mode, offload_activations: bool) -> None:
+        """Set what this layer recomputes and whether its saved activations move to the host."""
+        if recompute != "none" or offload_activations:
+            raise ValueError(f"{type(self).__name__} recomputes and offloads nothing: it is no MemorySaving")
 
     def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[Module, ...]:
         """The layer instances of that class in order, or a run of them."""
         return self._instances[cls][start:stop]
-
-    def dropout_key(self, call: int) -> int:
-        """The key of this instance's `call`-th dropout (from 0) in this step."""
-        return dropout_key(self.rng.seed, self.rng.step, self._first_dropout + call)
-
-    def same_dropout(self, x: Tensor, p: float, *, call: int, layout: Layout, batched: bool = True) -> Tensor:
-        """Inverted dropout with the mask of this step's `call`-th draw; equal under every plan (`dropout.py`).
-
-        batched: dim 0 is the batch, or starts with it; else every micro-batch draws the same mask.
-        """
-        if not self.training:
-            return x
-        offset = self._rows_before(layout) if batched else 0
-        return dropout(x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=offset)
-
-    def dropout_mask(self, *, call: int, layout: Layout, batched: bool = True) -> dict[str, Any]:
-        """Where the mask of `same_dropout` starts, for a fused kernel that draws it itself (kernels/dropout_add.py),
-        and whether there is one."""
-        offset = self._rows_before(layout) if batched else 0
-        grid = layout.grid(self.mesh, self.mesh.device)
-        return {
-            "key": self.dropout_key(call),
-            "grid": grid,
-            "row_offset": layout.row_offset(offset),
-            "training": self.training,
-        }
-
-    def dropout_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        call: int,
-        layout: Layout,
-        batched: bool = True,
-    ) -> Tensor:
-        """Attention with dropout on its probabilities, drawn as in `same_dropout` (`attention.py`)."""
-        return attention(
-            q,
-            k,
-            v,
-            attn_mask,
-            dropout_p if self.training else 0.0,
-            is_causal,
-            scale,
-            enable_gqa,
-            key=self.dropout_key(call),
-            layout=layout,
-            mesh=self.mesh,
-            batch_offset=self._rows_before(layout) if batched else 0,
-        )
-
-    def _rows_before(self, layout: Layout) -> int:
-        """Rows of dim 0 in the step's earlier micro-batches: dim 0 is the batch, or starts with it ([B*S, ...])."""
-        return self.rng.micro_batch * layout.global_shape[0]
 
     def count_targets(self, **inputs: Tensor) -> list[Tensor]:
         """Valid targets of the global micro-batch, one 0-dim tensor per cross-entropy; generated where there is one.

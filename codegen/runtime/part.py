@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from .flat import Bucket, Entry
-from .host_memory import HostMemory
 from .mesh import Mesh
 from .names import argument
 from .parameters import Module, Param, Slot, shard, unshard
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
+    # Only programs that compress or offload have these beside them.
     from .compressed import Compression
+    from .host_memory import HostMemory
+    from .offload import Offload
 
 Source = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Whole tensors under original names: a state dict, or a function that makes one at a time."""
@@ -47,24 +49,29 @@ class Whole:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class PartOptions:
+    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed."""
+
+    precision: str = "fp32"
+    num_micro_batches: int = 1
+    offload: Offload | None = None
+    host: HostMemory | None = None
+    compression: Compression | None = None
+
+
 class Part:
     """A root module with its parameters, gradients and share of the batch."""
 
-    def __init__(
-        self,
-        model: Module,
-        precision: str,
-        num_micro_batches: int,
-        host: HostMemory | None = None,
-        tied: Tied | None = None,
-        compression: Compression | None = None,
-    ) -> None:
+    def __init__(self, model: Module, options: PartOptions, tied: Tied | None = None) -> None:
         self.model = model
         self.mesh: Mesh = model.mesh
         self.tied = tied or Tied()
-        self.precision = precision
-        self.num_micro_batches = num_micro_batches
-        self.zero = ZeroUnits(model, self.mesh, precision, num_micro_batches, host, self.tied.aliases, compression)
+        self.precision, self.num_micro_batches = options.precision, options.num_micro_batches
+        for module in model.units():
+            module.offload = options.offload
+        settings = (options.precision, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
+        self.zero = ZeroUnits(model, self.mesh, *settings)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
 

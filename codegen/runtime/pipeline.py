@@ -15,10 +15,9 @@ import torch.distributed as dist
 from .actions import Link
 from .flat import key_of
 from .mesh import Mesh, Shape
-from .parameters import Module, Param
+from .parameters import Mode, Module, Param, declared
 from .part import Tied
 from .positions import tiled
-from .recompute import Mode
 from .transfer import Edge, Place, plan_copies
 
 
@@ -51,11 +50,7 @@ class Stage:
 
     def parameters(self) -> Iterator[tuple[str, Param, tuple[str, ...]]]:
         """(name, spec, aliases) of every parameter, by full names."""
-        root = self.root()
-        yield from ((name, spec, spec.aliases) for name, spec in root.PARAMETERS.items())
-        for cls, paths in root.LAYERS.items():
-            for path, (name, spec) in itertools.product(paths, cls.PARAMETERS.items()):
-                yield f"{path}.{name}", spec, tuple(f"{path}.{alias}" for alias in spec.aliases)
+        return declared(self.root())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

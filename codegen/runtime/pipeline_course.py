@@ -12,7 +12,7 @@ pipeline. Where they are split, everything adds up from zero. After the last lin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,18 +24,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .collectives import Group
-from .deferred import DeferredGradients
 from .flat import Bucket
-from .host_memory import HostMemory
 from .mesh import Mesh
-from .offload import Offload
-from .parameters import RngState
-from .part import Batches, Part, mean_loss
+from .parameters import Module, RngState
+from .part import Batches, Part, PartOptions, mean_loss
 from .pipeline import Pipeline
 from .transfer import Directions, Edge, Mail, Message, Parcel
 
 if TYPE_CHECKING:
-    from .compressed import Compression
+    # Only programs that put weight gradients off have it beside them.
+    from .deferred import DeferredGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class _StageRun:
     takes: tuple[Edge, ...]
     gives: tuple[Edge, ...]
     is_split: bool
-    deferred: DeferredGradients
+    deferred: DeferredGradients | None
     batches: Batches = field(default_factory=lambda: ([], {}))
     held: dict[int, _Held] = field(default_factory=dict)
     num_backward: int = 0
@@ -125,7 +123,9 @@ class _Exchange:
 class PipelineCourse:
     """The stages of this rank and how they train; `Step` is the rest.
 
-    schedule: a line of actions per position. Raises ValueError if the lines do not fit together or the ranks' differ.
+    schedule: a line of actions per position. deferred: makes what keeps a stage's weight gradients between I and W, for
+    schedules that have them (`deferred.DeferredGradients`). Raises ValueError if the lines do not fit together or the
+    ranks' differ.
     """
 
     def __init__(
@@ -133,28 +133,28 @@ class PipelineCourse:
         pipeline: Pipeline,
         mesh: Mesh,
         rng: RngState,
+        options: PartOptions,
         *,
         schedule: Sequence[str],
-        num_micro_batches: int,
-        precision: str,
-        offload: Offload,
-        host: HostMemory | None = None,
-        compression: Compression | None = None,
+        deferred: Callable[[], DeferredGradients] | None = None,
     ) -> None:
         if mesh.everyone.size != pipeline.num_ranks:
             raise ValueError(f"the pipeline needs {pipeline.num_ranks} processes, {mesh.everyone.size} run")
         self.pipeline, self.mesh, self.rng = pipeline, mesh, rng
-        self.num_micro_batches = num_micro_batches
+        self.programs: tuple[type[Module], ...] = tuple(stage.root() for stage in pipeline.stages)
+        self.num_micro_batches = options.num_micro_batches
         self.executed: list[str] = []
         self._rank = mesh.everyone.rank
         self._position = pipeline.position_of(self._rank)
         self._lines = parse_lines(schedule)
-        check_lines(self._lines, pipeline.positions, num_micro_batches, pipeline.links())
+        check_lines(self._lines, pipeline.positions, options.num_micro_batches, pipeline.links())
+        if deferred is None and any(action.kind == "I" for action in itertools.chain(*self._lines)):
+            raise ValueError("the schedule puts weight gradients off: PipelineCourse needs deferred=DeferredGradients")
         self._is_double = False
         self._agree(schedule)
-        self._edges = pipeline.edges(precision)
+        self._edges = pipeline.edges(options.precision)
         self._stages = {
-            number: self._make_stage(number, precision, offload, host, compression)
+            number: self._make_stage(number, options, deferred)
             for number, position in enumerate(pipeline.positions)
             if position == self._position
         }
@@ -175,20 +175,13 @@ class PipelineCourse:
     # Making -----------------------------------------------------------------------------------------------------------
 
     def _make_stage(
-        self,
-        number: int,
-        precision: str,
-        offload: Offload,
-        host: HostMemory | None,
-        compression: Compression | None,
+        self, number: int, options: PartOptions, deferred: Callable[[], DeferredGradients] | None
     ) -> _StageRun:
-        model = self.pipeline.stages[number].root()(self.mesh, self.rng)
-        for module in model.units():
-            module.offload = offload
-        tied = self.pipeline.tied_in(number)
-        part = Part(model, precision, self.num_micro_batches, host, tied, compression)
-        deferred = DeferredGradients()
-        deferred.attach(model)
+        model = self.programs[number](self.mesh, self.rng)
+        part = Part(model, options, self.pipeline.tied_in(number))
+        queue = None if deferred is None else deferred()
+        if queue is not None:
+            queue.attach(model)
         line = self._lines[self._position]
         return _StageRun(
             number,
@@ -196,7 +189,7 @@ class PipelineCourse:
             tuple(edge for edge in self._edges if edge.target == number),
             tuple(edge for edge in self._edges if edge.source == number),
             any(action.kind == "I" and action.stage == number for action in line),
-            deferred,
+            queue,
         )
 
     def _make_ties(self) -> tuple[list[_Tie], list[_Exchange]]:
@@ -368,6 +361,7 @@ class PipelineCourse:
         values = [gradient.to(output.dtype) for output, gradient in used]
         zero.begin_backward(stage.num_backward > 0, stage.num_backward + 1 == self.num_micro_batches)
         if action.kind == "I":
+            assert stage.deferred is not None
             with stage.deferred.collecting(index):
                 torch.autograd.backward(roots, values)
             zero.end(has_backward=False)
@@ -382,6 +376,7 @@ class PipelineCourse:
 
     def _deferred(self, stage: _StageRun, index: int) -> None:
         """W."""
+        assert stage.deferred is not None
         stage.num_backward += 1
         stage.part.zero.begin_deferred(stage.num_backward == self.num_micro_batches)
         stage.deferred.run(index)

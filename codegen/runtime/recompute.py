@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .offload import Offload
+from .parameters import Mode, Module
 
-Mode = Literal["none", "selective", "full"]
 Context = AbstractContextManager[Any]
 
 _KEPT = (
@@ -41,26 +40,6 @@ _KEPT = (
 """aten operators whose results "selective" keeps; torch versions and devices differ in which they use."""
 
 
-class Rng(Protocol):
-    """What recomputation needs of RngState."""
-
-    micro_batch: int
-
-
-class Layer(Protocol):
-    """What this module needs of a layer instance (`parameters.Module`)."""
-
-    training: bool
-    recompute: Mode
-    offload_activations: bool
-
-    def written_buffers(self) -> list[torch.Tensor]: ...
-    @property
-    def rng(self) -> Rng: ...
-    @property
-    def offload(self) -> Offload: ...
-
-
 def mode(text: str) -> Mode:
     """The mode of that name, or ValueError with the legal ones."""
     for known in get_args(Mode):
@@ -70,19 +49,38 @@ def mode(text: str) -> Mode:
     raise ValueError(f"recompute must be one of {', '.join(get_args(Mode))}, got {text!r}")
 
 
-def run(layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class MemorySaving(Module):
+    """Base of layer classes of which instances recompute their activations, or move them to the host.
+
+    recompute: "none", "selective" or "full". offload_activations: whether what its forward saves moves to `offload`.
+    """
+
+    def choose_memory(self, recompute: str, offload_activations: bool) -> None:
+        self.recompute, self.offload_activations = mode(recompute), offload_activations
+
+    def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(_run, self, forward)
+
+
+def _run(layer: Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`forward(*args, **kwargs)` with the layer's recomputation and offload, where a backward of training follows."""
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     if layer.recompute == "none" and not layer.offload_activations:
         return forward(*args, **kwargs)
-    with layer.offload.moving(layer, layer.rng.micro_batch) if layer.offload_activations else nullcontext():
+    with _moving(layer) if layer.offload_activations else nullcontext():
         if layer.recompute == "none":
             return forward(*args, **kwargs)
         return _checkpointed(layer, forward, args, kwargs)
 
 
-def _checkpointed(layer: Layer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _moving(layer: Module) -> Context:
+    if layer.offload is None:
+        raise ValueError(f"{layer.path} offloads its activations: the step needs offload=Offload(mesh.device)")
+    return layer.offload.moving(layer, layer.rng.micro_batch)
+
+
+def _checkpointed(layer: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rng, micro_batch, names = layer.rng, layer.rng.micro_batch, tuple(kwargs)
 
     def body(*values: Any) -> Any:

@@ -73,6 +73,7 @@ def cut(forward: Callable[..., Any], stored: Collection[str]) -> Cut:
     ast.increment_lineno(tree, first - 1)
     (function,) = tree.body
     assert isinstance(function, ast.FunctionDef)
+    _name_result(function)
     outer = {**forward.__globals__, **inspect.getclosurevars(forward).nonlocals}
     splitter = _Splitter(function, frozenset(stored), outer)
     regions = splitter.replace()
@@ -156,11 +157,20 @@ class _Splitter:
         return isinstance(node, _PLAIN) and all(self._is_local(each, foreign) for each in ast.iter_child_nodes(node))
 
     def _calls_torch(self, function: ast.expr, foreign: Collection[str]) -> bool:
+        if self._is_idiom(function):
+            return True
         if not isinstance(function, ast.Attribute):
             return False
         if self._is_of_torch(function):
             return True
         return callable(getattr(torch.Tensor, function.attr, None)) and self._is_local(function.value, foreign)
+
+    def _is_idiom(self, function: ast.expr) -> bool:
+        """Whether it is one of the functions of idioms.py, which call nothing but torch."""
+        if not isinstance(function, ast.Name) or function.id in self.variables:
+            return False
+        home = getattr(self.outer.get(function.id), "__module__", None) or ""
+        return home.endswith("runtime.idioms")
 
     def _is_of_torch(self, node: ast.expr) -> bool:
         """Whether it is an attribute of one of torch's modules."""
@@ -174,9 +184,10 @@ class _Splitter:
     def _num_computing(self, statement: ast.AST) -> int:
         """Calls and operators that make new values; an estimate, since `reshape` may."""
         calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        idioms = sum(map(self._is_idiom, calls))  # several operators each
         views = [each for each in calls if isinstance(each, ast.Attribute) and each.attr in _VIEWS]
         operators = [node for node in ast.walk(statement) if isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare)]
-        return len(calls) - len(views) + sum(not _is_number(each) for each in operators)
+        return len(calls) + idioms - len(views) + sum(not _is_number(each) for each in operators)
 
     def own_tensor(self, node: ast.AST) -> str | None:
         """`a.0.weight` for `self.a[0].weight`, and `mesh.device` likewise; None for anything else."""
@@ -199,6 +210,17 @@ class _OwnTensors(ast.NodeTransformer):
             return self.generic_visit(node)
         _, argument = self.found.setdefault(name, (node, f"self_{name.replace('.', '_')}"))
         return ast.copy_location(ast.Name(argument, ast.Load()), node)
+
+
+def _name_result(function: ast.FunctionDef) -> None:
+    """`return f(x)` as an assignment, which can be part of a region, and a return."""
+    last = function.body[-1]
+    if isinstance(last, ast.Return) and last.value is not None and not isinstance(last.value, ast.Name | ast.Tuple):
+        assigned: ast.stmt = ast.Assign([ast.Name("result_", ast.Store())], last.value)
+        function.body[-1:] = [
+            ast.copy_location(assigned, last),
+            ast.copy_location(ast.Return(ast.Name("result_", ast.Load())), last),
+        ]
 
 
 def _is_number(node: ast.AST) -> bool:

@@ -2,93 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from . import collectives, compiled_layers, symmetric_memory
+from . import collectives
 from .batch import BatchCheck
 from .by_hand import ByHand
 from .checkpoint_files import settings_of
-from .compiled_layers import CompiledLayers
 from .course import Accumulation, Course
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
-from .host_memory import HostMemory
-from .host_optimizer import HostOptimizer
 from .mesh import Mesh
-from .offload import Offload
-from .optimizer_probe import check_stored, forgotten, needs_of
-from .optimizers import Factory, GlobalParameter
+from .optimizers import Factory, GlobalParameter, is_elementwise
 from .options import problem
 from .parameters import Module, RngState
-from .part import Batches, Part, Source
-from .pipeline import Pipeline
-from .pipeline_course import PipelineCourse
-from .update import Update, buckets_of, declared, rank_optimizer, stored_whole
+from .part import Batches, Part, PartOptions, Source
+from .update import Update, buckets_of, parameters_of_programs, rank_optimizer, stored_whole
 from .zero import ZeroUnits
+
+if TYPE_CHECKING:
+    # Each is beside those programs only that use it.
+    from .compiled_layers import CompiledLayers
+    from .compressed import Compression
+    from .fused_update import FusedUpdate
+    from .host_optimizer import HostOptimizer
+    from .offload import Offload
+
+
+class Trial(Protocol):
+    """What is found out about an optimiser that is not known (`optimizer_probe.OptimizerTrial`)."""
+
+    def check(
+        self, factory: Factory, parameters: Sequence[GlobalParameter], is_whole: Mapping[str, bool], is_staged: bool
+    ) -> None:
+        """Raises OptimizerError where this rank stores a part of what must be whole."""
+        ...
+
+    def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
+        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
+        ...
 
 
 class Step:
     """A program made runnable on this rank: `loss = step(local_batch)` trains one step.
 
-    program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh; it needs a `schedule`, one line
-    of actions per position (`actions.py`). optimizer_factory: takes a list of tensors that answer as the whole
-    parameters of the model do (or of (name, tensor), see `optimizers.call`) and returns a torch optimiser of some of
-    them; what it leaves out is not trained. What this rank stores then takes their places (fp32 for half-precision
-    models). parameters: the model's trainable parameters in its own order, where that matters to the factory; by
-    default as the program has them. tries_optimizer: find out whether its update is elementwise where this rank stores
-    parts of parameters, which else the caller has done. Raises OptimizerError for a factory that cannot be honoured.
+    program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh. course: how its micro-batches
+    run; of a Pipeline `partial(PipelineCourse, schedule=...)`.
+    optimizer_factory: takes a list of tensors that answer as the whole parameters of the model do (or of (name,
+    tensor), see `optimizers.call`) and returns a torch optimiser of some of them; what it leaves out is not trained.
+    What this rank stores then takes their places (fp32 for half-precision models). parameters: the model's trainable
+    parameters in its own order, where that matters to the factory; by default as the program has them. trial: finds out
+    what the update of an optimiser needs and what its checkpoints would lack; not needed for AdamW, Adam and SGD.
+    Raises OptimizerError for a factory that cannot be honoured.
     precision: "bf16" computes in bf16 with fp32 masters and fp32 gradient reduction. max_grad_norm: clips by the global
     norm (inf: only computes it). All ranks must make the same calls.
-    offload_optimizer: "host" keeps the optimiser's state and the masters in host memory and updates there,
-    "nvme:/a/folder" keeps them in files (`host_memory.py`). offload_parameters: with it, the shards of ZeRO-3 live
-    there only. `offload.traffic` counts the bytes of a step.
-    compression: {"gather": "int8" or "fp8", "reduce": "int8"}, or one of them: ZeRO's gathers of parameters and sums of
-    gradients move blocks of 8-bit codes, which is lossy (`compressed.py` has the bounds). Masters, checkpoints, other
-    collectives and what `gradients` and `full_state_dict` gather stay exact.
-    backend: "eager", or "inductor", which compiles what layers compute between collectives (`compiled_layers.py`), or
-    "async-tp" for programs whose products may run beside the transfers on tp (`async_tp.py`), where GPUs share memory.
-    kernels: where they can run, the gradient's norm is one launch (`gradient_norm.py`), and so is the update of a
-    `FusedAdamW` on the device, clipping included: gradients then stay as they are.
-    fp8: the program multiplies in e4m3 (`fp8.py`). Raises RuntimeError for a device that does not.
+    offload: moves the saved activations of layers that say so; its `traffic` counts the bytes of a step.
+    offload_optimizer: keeps the optimiser's state and the masters in host memory or files, and updates there.
+    compression: ZeRO's gathers of parameters and sums of gradients move blocks of 8-bit codes, which is lossy
+    (`compressed.py` has the bounds). Masters, checkpoints, other collectives and what `gradients` and `full_state_dict`
+    gather stay exact.
+    compiled: compiles what layers compute between collectives. kernels: where they can run, the gradient's norm is one
+    launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
     "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host.
     """
 
     def __init__(
         self,
-        program: type[Module] | Pipeline,
+        program: Any,
         mesh: Mesh,
         *,
+        course: Callable[[Any, Mesh, RngState, PartOptions], Course] = Accumulation,
         optimizer_factory: Factory,
         parameters: Sequence[GlobalParameter] = (),
-        tries_optimizer: bool = True,
+        trial: Trial | None = None,
         num_micro_batches: int = 1,
-        schedule: Sequence[str] = (),
         precision: Literal["fp32", "bf16"] = "fp32",
         max_grad_norm: float | None = None,
         seed: int = 0,
-        offload_optimizer: str = "",
-        offload_parameters: bool = False,
-        compression: Mapping[str, str] | None = None,
-        backend: Literal["eager", "inductor", "async-tp"] = "eager",
-        kernels: bool = False,
-        fp8: bool = False,
+        offload: Offload | None = None,
+        offload_optimizer: HostOptimizer | None = None,
+        compression: Compression | None = None,
+        compiled: CompiledLayers | None = None,
+        kernels: FusedUpdate | None = None,
         non_finite: NonFinite = "skip",
     ) -> None:
-        compiled_layers.require(backend, mesh.device)
-        if backend == "async-tp":
-            symmetric_memory.set_up(mesh, "tp")
-        if fp8:
-            # Imported here, as all that has to do with kernels.
-            from .fp8 import require
-
-            require(mesh.device)
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
         if precision not in ("fp32", "bf16"):
@@ -101,56 +104,29 @@ class Step:
         self.precision = precision
         self.max_grad_norm = max_grad_norm
         self.rng = RngState(seed=seed)
-        self.offload = Offload(mesh.device)
-        if offload_parameters and not offload_optimizer:
-            raise ValueError("offload_parameters needs offload_optimizer: who updates parameters on the host then?")
-        host = None
-        if offload_optimizer:
-            host = HostMemory(offload_optimizer, mesh.device, self.offload.traffic, offload_parameters)
-        coding = None
-        if compression:
-            # Imported here, since only programs that compress have the kernels beside them.
-            from .compressed import Compression
-
-            coding = Compression(compression)
-        self._course: Course
-        if isinstance(program, Pipeline):
-            self._course = PipelineCourse(
-                program,
-                mesh,
-                self.rng,
-                schedule=schedule,
-                num_micro_batches=num_micro_batches,
-                precision=precision,
-                offload=self.offload,
-                host=host,
-                compression=coding,
-            )
-        elif schedule:
-            raise ValueError("a schedule is for a Pipeline; this program is one module")
-        else:
-            model = program(mesh, self.rng)
-            for module in model.units():
-                module.offload = self.offload
-            part = Part(model, precision, num_micro_batches, host, compression=coding)
-            self._course = Accumulation(part, mesh, self.rng)
-        roots = [stage.program for stage in program.stages] if isinstance(program, Pipeline) else [program]
-        self._batch = BatchCheck(roots, (part.model for part in self.parts), mesh, num_micro_batches)
-        self._compiled = None
-        if backend == "inductor":
-            self._compiled = CompiledLayers(part.model for part in self.parts)
-        parameters = parameters or tuple(declared(program))
-        device = "cpu" if host is not None else mesh.device
+        self.offload, self.host_optimizer = offload, offload_optimizer
+        host = None if offload_optimizer is None else offload_optimizer.host
+        options = PartOptions(precision, num_micro_batches, offload, host, compression)
+        self._course = course(program, mesh, self.rng, options)
+        programs, models = self._course.programs, [part.model for part in self.parts]
+        self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
+        self._compiled = compiled
+        if compiled is not None:
+            compiled.attach(models)
+        parameters = parameters or tuple(parameters_of_programs(programs))
+        device = mesh.device if host is None else "cpu"
         self.optimizer = rank_optimizer(optimizer_factory, parameters, self.parts, device)
         self.settings = settings_of(self.optimizer)
-        self._trial = optimizer_factory, parameters
-        if tries_optimizer and mesh.everyone.size > 1:
-            check_stored(
-                needs_of(optimizer_factory, parameters), stored_whole(self.parts), isinstance(program, Pipeline)
-            )
-        self.host_optimizer = HostOptimizer(self.optimizer, self.buckets, host) if host is not None else None
+        self._trial, self._made_with = trial, (optimizer_factory, parameters)
+        if mesh.everyone.size > 1:
+            if trial is None and not is_elementwise(self.optimizer):
+                raise ValueError(_untried(self.optimizer))
+            if trial is not None:
+                trial.check(*self._made_with, stored_whole(self.parts), is_staged=len(programs) > 1)
+        if offload_optimizer is not None:
+            offload_optimizer.attach(self.optimizer, self.buckets)
         self._update = Update(
-            self.parts, mesh, self.optimizer, self.host_optimizer, max_grad_norm=max_grad_norm, kernels=kernels
+            self.parts, mesh, self.optimizer, offload_optimizer, max_grad_norm=max_grad_norm, kernels=kernels
         )
         self._by_hand = ByHand(self.parts, self.optimizer)
         self.num_samples = 0
@@ -168,7 +144,9 @@ class Step:
     @cached_property
     def forgotten(self) -> str:
         """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
-        return forgotten(*self._trial)
+        if self._trial is not None:
+            return self._trial.forgotten(*self._made_with)
+        return "" if is_elementwise(self.optimizer) else _untried(self.optimizer)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -214,7 +192,9 @@ class Step:
         """
         self._by_hand.before_forward()
         self._batch.local(local_batch, self.rng.step)
-        self.offload.traffic.reset()
+        for memory in (self.offload, None if self.host_optimizer is None else self.host_optimizer.host):
+            if memory is not None:
+                memory.traffic.reset()
         self.guard.before_forward()
         with self._running(is_training=True):
             loss = self._course.train(local_batch)
@@ -341,3 +321,10 @@ class Step:
         for names, whole in self._course.read("state", rank0_only):
             if self.mesh.everyone.rank == 0 or not rank0_only:
                 yield names, whole
+
+
+def _untried(optimizer: torch.optim.Optimizer) -> str:
+    return (
+        f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
+        "trial=optimizer_probe.OptimizerTrial(), which finds out"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,24 +10,22 @@ from torch import Tensor, nn
 
 from . import collectives
 from .flat import Bucket
-from .host_optimizer import HostOptimizer
 from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter, whole_optimizer
-from .parameters import Module
+from .parameters import Module, declared
 from .part import Part
-from .pipeline import Pipeline, Stage
 
 if TYPE_CHECKING:
-    # Only programs with kernels have them beside them.
-    from .fused_adamw import FusedAdamW
-    from .gradient_norm import GradientNorm
+    # Only programs with kernels, and those that offload the optimiser, have these beside them.
+    from .fused_update import FusedUpdate
+    from .host_optimizer import HostOptimizer
 
 
 class Update:
     """Of the parameters that one rank stores.
 
-    host: updates in its place where the optimiser's state is in host memory. kernels: where they can run, the
-    gradient's norm is one launch, and so is the update of a `FusedAdamW` on the device, clipping included.
+    host: updates in its place where the optimiser's state is in host memory. kernels: take the norm, and the update of
+    a `FusedAdamW`, where they can run.
     """
 
     def __init__(
@@ -38,32 +36,19 @@ class Update:
         host: HostOptimizer | None,
         *,
         max_grad_norm: float | None,
-        kernels: bool,
+        kernels: FusedUpdate | None,
     ) -> None:
         self.parts, self.mesh, self.optimizer, self.host = parts, mesh, optimizer, host
         self.max_grad_norm = max_grad_norm
-        self._norm: GradientNorm | None = None
-        self.fused: FusedAdamW | None = None
-        if kernels:
-            self._use_kernels()
-
-    def _use_kernels(self) -> None:
-        # Imported here, since only programs with kernels have them beside them.
-        from ..kernels.dispatch import use_triton
-        from .fused_adamw import FusedAdamW
-        from .gradient_norm import GradientNorm
-
-        if use_triton(torch.empty(1, device=self.mesh.device)):
-            self._norm = GradientNorm(self.parts)
-            if isinstance(self.optimizer, FusedAdamW) and self.host is None:
-                self.fused = self.optimizer
-                self.fused.attach(buckets_of(self.parts))
+        self.kernels = kernels
+        if kernels is not None:
+            kernels.attach(parts, optimizer, is_offloaded=host is not None)
 
     def global_norm(self) -> Tensor:
         """Of all gradients, equal on all ranks (0-dim). Collective."""
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        if self._norm is not None:
-            total = total + self._norm.squared()
+        if self.kernels is not None and self.kernels.norm is not None:
+            total = total + self.kernels.norm.squared()
         else:
             for bucket in (bucket for part in self.parts for bucket in part.trainable()):
                 total = total + bucket.squared_norm()
@@ -74,8 +59,9 @@ class Update:
     def apply(self, grad_norm: Tensor | None) -> None:
         """Clip by the norm, which is known where there is a `max_grad_norm`, and update."""
         clip_factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, grad_norm)
-        if self.fused is not None:
-            self.fused.clip_factor = clip_factor
+        fused = None if self.kernels is None else self.kernels.optimizer
+        if fused is not None:
+            fused.clip_factor = clip_factor
         elif clip_factor is not None:
             for bucket in buckets_of(self.parts):
                 if bucket.key.requires_grad:
@@ -85,7 +71,7 @@ class Update:
             return
         self.optimizer.step()
         for part in self.parts:
-            part.zero.publish(self.fused is not None)
+            part.zero.publish(fused is not None)
 
 
 def _clip_factor(max_norm: float, grad_norm: Tensor | None) -> Tensor | None:
@@ -127,9 +113,8 @@ def stored_whole(parts: Sequence[Part]) -> dict[str, bool]:
     }
 
 
-def declared(program: type[Module] | Pipeline) -> Iterator[GlobalParameter]:
-    """The trainable parameters that a program declares, each once."""
-    stages = program.stages if isinstance(program, Pipeline) else (Stage(program, 0),)
-    found = {name: spec for stage in stages for name, spec, _ in stage.parameters() if spec.requires_grad}
+def parameters_of_programs(roots: Iterable[type[Module]]) -> Iterator[GlobalParameter]:
+    """The trainable parameters that root classes declare, each once."""
+    found = {name: spec for root in roots for name, spec, _ in declared(root) if spec.requires_grad}
     for name, spec in found.items():
         yield GlobalParameter(name, spec.shape, str(spec.dtype).removeprefix("torch."))

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from . import collectives
 from .collectives import Work
 from .flat import Bucket, Key, key_of
-from .host_memory import HostMemory
 from .mesh import Mesh
 from .parameters import Module, Slot
 
 if TYPE_CHECKING:
+    # Only programs that compress or offload have these beside them.
     from .compressed import Compression
+    from .host_memory import HostMemory
 
 BUCKET_BYTES = 25 * 2**20
 """Size from which latency no longer matters, as in DistributedDataParallel."""

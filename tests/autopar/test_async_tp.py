@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.backend import NOTHING_ASYNCHRONOUS
 from autopar.verify import sgd_with_momentum, verify_program
-from codegen.main import emit_main
+from codegen.program_source import emit_program
 from examples.models import EXAMPLES
 from tests.codegen.runtime.symmetric_on_cpu import GATHER, SCATTER, Emulation
 
@@ -106,7 +106,7 @@ def test_beside_their_transfers(
 def test_the_switch_changes_no_plan_and_travels_with_the_program() -> None:
     eager, asynchronous = compiled("llama", "eager"), compiled("llama")
     assert eager.plan == asynchronous.plan and "async_tp" not in eager.source
-    assert asynchronous.backend == "async-tp" and 'backend="async-tp"' in emit_main(asynchronous.program)
+    assert asynchronous.backend == "async-tp" and 'set_up(mesh, "tp")' in emit_program(asynchronous.program)
 
 
 @pytest.mark.slow

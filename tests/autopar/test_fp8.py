@@ -20,7 +20,7 @@ from autopar.launch import run_ranks
 from autopar.trainer import Trainer, TrainerConfig
 from autopar.verify import relative_error, verify_program
 from codegen.fp8 import count_calls
-from codegen.main import emit_main
+from codegen.program_source import emit_program
 from codegen.runtime import fp8 as runtime_fp8
 from examples.models import EXAMPLES
 
@@ -193,9 +193,9 @@ def test_says_where_it_changes_nothing():
 @pytest.mark.slow
 def test_saved_programs_bring_what_they_import(tmp_path):
     program = compiled("llama", constraints={"dp": 2}, kernels="off")
-    assert "        fp8=True,\n" in emit_main(program.program)
+    assert "    fp8.require(mesh.device)\n" in emit_program(program.program)
     assert (program.save(tmp_path / "p") / "kernels" / "fp8.py").exists()
-    assert "fp8" not in emit_main(compiled("llama", constraints={"dp": 2}, kernels="off", fp8=False).program)
+    assert "fp8" not in emit_program(compiled("llama", constraints={"dp": 2}, kernels="off", fp8=False).program)
 
 
 # The switch -----------------------------------------------------------------------------------------------------------

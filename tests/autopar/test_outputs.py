@@ -159,10 +159,10 @@ def test_a_failing_save_leaves_the_older_program(program: CompiledProgram, tmp_p
     folder = program.save(tmp_path / "run", weights=False)
     before = listing(tmp_path)
 
-    def full(package: str, target: Path) -> None:
+    def full(sources: dict[str, str]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("autopar.folder.copy_package", full)
+    monkeypatch.setattr("autopar.folder.imported_modules", full)
     with pytest.raises(OutputError, match="No space left"):
         program.save(folder)
     assert listing(tmp_path) == before

@@ -13,8 +13,8 @@ from codegen.expressions import KERNELS, expression
 from codegen.fusion import fuse
 from codegen.program import Call, ModuleClass, Program, TensorType, Var
 from codegen.runtime.cross_entropy import cross_entropy
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
-from codegen.runtime.parameters import Module
 from tests.codegen.typed import var, variables
 
 WIDTH = 6
@@ -64,7 +64,7 @@ class Body:
 
 def execute(statements: list, values: dict) -> dict:
     """The statements as they are written in a generated file; `self.weight` stands for any stored tensor."""
-    module = Module(SimpleNamespace(device=torch.device("cpu")))
+    module = DropoutModule(SimpleNamespace(device=torch.device("cpu")))
     scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy, "LAYOUT": Layout(SHAPES["x"])}
     scope |= {"self_same_dropout": module.same_dropout, "self_dropout_mask": module.dropout_mask}
     scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}

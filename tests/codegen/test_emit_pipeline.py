@@ -23,16 +23,17 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.batch import local_batch
-from autopar.folder import copy_package
 from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
 from autopar.mesh import Mesh
 from autopar.sharding.choices import Candidate
 from autopar.tracing.inputs import name_inputs
 from codegen.emit import emit_model
+from codegen.folder_modules import imported_modules
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import PipelineProgram, positions_text
+from codegen.program_source import emit_program
 from codegen.runtime.reference import SameDropout
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import tensors_of
@@ -157,7 +158,7 @@ def join(texts: Mapping[str, str]) -> str:
 def test_gpt2_in_two_stages(golden: Any) -> None:
     recompute = ({"GPT2Block": (("full", 1), ("none", 1))}, {})
     pipeline = pipeline_of("gpt2", (0, 3), dropout=0.1, recompute=recompute)
-    texts = {**emit_pipeline(pipeline), "main.py": emit_main(pipeline)}
+    texts = {**emit_pipeline(pipeline), "program.py": emit_program(pipeline), "main.py": emit_main(pipeline)}
     for name in texts:
         if name.endswith(".py"):
             ast.parse(texts[name])
@@ -169,7 +170,7 @@ def test_llama_in_three_stages_for_zero_bubble(golden: Any) -> None:
     pipeline = pipeline_of("llama", (0, 3, 5), layers=6, mesh=mesh, defers_weights=True)
     texts = emit_pipeline(pipeline)
     golden("programs/llama_pp3_dp2_tp2.txt", join(texts))
-    for text in (texts["stage_0.py"], texts["stage_1.py"], texts["stage_2.py"]):
+    for text in (texts["layers.py"], texts["stage_2.py"]):
         assert "F.linear(" not in text and "deferred.linear(" in text
 
 
@@ -177,7 +178,9 @@ def test_equal_stages_share_a_file(golden: Any) -> None:
     modes = {"LlamaDecoderLayer": (("full", 2),)}
     pipeline = pipeline_of("llama", (0, 3, 5, 7, 8), (0, 1, 2, 0, 1), layers=8, recompute=(modes, {}, modes, {}, {}))
     texts = emit_pipeline(pipeline)
-    assert list(texts) == ["stage_0.py", "stage_1.py", "stage_4.py", "pipeline.py", "schedule.txt"]
+    assert list(texts) == ["layers.py", "stage_0.py", "stage_1.py", "stage_4.py", "pipeline.py", "schedule.txt"]
+    for name in ("stage_0.py", "stage_1.py", "stage_4.py"):
+        assert "from .layers import LlamaDecoderLayer\n" in texts[name] and "class LlamaDecoderLayer" not in texts[name]
     assert texts["schedule.txt"].splitlines() == ["F0.0 F3.0 B3.0 B0.0", "F1.0 F4.0 B4.0 B1.0", "F2.0 B2.0"]
     golden("programs/llama_pp3_shared.txt", texts["pipeline.py"])
 
@@ -192,7 +195,8 @@ def test_recompute_and_offload_of_a_program_without_stages() -> None:
     text = emit_model(program)
     assert '    RECOMPUTE = {\n        GPT2Block: ("full",) * 3 + ("none",),\n    }\n' in text
     assert "    OFFLOAD = {\n        GPT2Block: (True,) * 4,\n    }\n" in text
-    assert 'offload_optimizer="host"' in emit_main(program)
+    text = emit_program(program)
+    assert "offload_optimizer=HostOptimizer(host)" in text and "offload=Offload(mesh.device, host.traffic)" in text
 
 
 def test_a_position_reads_only_what_its_stages_read() -> None:
@@ -246,7 +250,7 @@ def test_stages_on_unequal_meshes_share_a_file_where_their_text_is_equal() -> No
     together = unequal_of("skips", (0, 4, 5, 6), (one, one, one, half), dropout=0.2)
     texts = emit_pipeline(together)
     # Bytes in the comments on reshards are part of a stage's text, those of its borders are not.
-    assert list(apart)[:4] == ["stage_0.py", "stage_1.py", "stage_2.py", "stage_3.py"] and "stage_2.py" not in texts
+    assert {f"stage_{i}.py" for i in range(4)} <= apart.keys() and "stage_2.py" not in texts
     assert "# 128 B to the next stage, gradient back" in texts["stage_1.py"]
     third = together.stages[2]
     sends = {name: replace(border, num_bytes=256) for name, border in third.program.sends.items()}
@@ -313,7 +317,6 @@ def test_main_trains_under_torchrun(name, dropout, cut, positions, dp, tmp_path)
     one = example(name, 4, dropout)
     pipeline = pipeline_of(name, cut, positions, dropout=dropout, mesh={"dp": dp, "zero": 2 if dp > 1 else 0})
     folder = write(pipeline, tmp_path / "my-run")
-    (folder / "main.py").write_text(emit_main(pipeline))
     state = {n: tensor.detach().clone() for n, tensor in tensors_of(one.model).items()}
     save_file(state, folder / "weights.safetensors")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
@@ -363,12 +366,8 @@ def test_unequal_positions_train_like_the_model(name, dropout, zero, sizes, firs
 def _train(folder: Path, pipeline: PipelineProgram, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
     """Losses, first gradients and last weights of three steps."""
     sys.path.insert(0, str(folder.parent))
-    saved = importlib.import_module(f"{folder.name}.pipeline").PIPELINE
-    runtime = importlib.import_module(f"{folder.name}.runtime.step")
-    step = runtime.Step(
-        saved, saved.create_mesh(), optimizer_factory=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        schedule=pipeline.schedule,
-    )  # fmt: skip
+    saved = importlib.import_module(f"{folder.name}.program")
+    step = saved.create_step(saved.create_mesh("cpu"), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     step.load(state)
     own = local_batch(pipeline, batch, torch.distributed.get_rank())
     losses, gradients = [], {}
@@ -380,11 +379,12 @@ def _train(folder: Path, pipeline: PipelineProgram, state: dict[str, Tensor], ba
 
 
 def write(pipeline: PipelineProgram, folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    for name, text in emit_pipeline(pipeline).items():
+    """All that a saved folder has but plan and weights."""
+    texts = {**emit_pipeline(pipeline), "program.py": emit_program(pipeline), "main.py": emit_main(pipeline)}
+    texts |= imported_modules({name: text for name, text in texts.items() if name.endswith(".py")})
+    for name, text in {"__init__.py": "", **texts}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    copy_package("codegen.runtime", folder / "runtime")
     return folder
 
 

@@ -20,8 +20,8 @@ from autopar.verify import verify_program
 from codegen import kernels
 from codegen.fusion import fuse
 from codegen.program import UNREAD, Raw
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
-from codegen.runtime.parameters import Module
 from examples.models import EXAMPLES
 from tests.codegen.bodies import Body, assert_same_numbers, is_left_alone, targets
 from tests.codegen.typed import reshard, var, variables
@@ -321,7 +321,7 @@ def test_masks_and_sums_are_the_unfused_ones_bit_for_bit(lies, batched, dtype):
         for dp in range(2):
             for tp in range(2):
                 axes = {n: SimpleNamespace(size=sizes[n], rank=r) for n, r in (("dp", dp), ("tp", tp))}
-                module = Module(SimpleNamespace(device=torch.device("cpu"), **axes))
+                module = DropoutModule(SimpleNamespace(device=torch.device("cpu"), **axes))
                 module.rng.step, module.rng.micro_batch = 5, 3
                 x, residual = torch.randn(2, *layout.local_shape(module.mesh)).to(dtype)
                 place = {"call": 2, "layout": layout, "batched": batched}

@@ -34,7 +34,7 @@ def test_imports_torch_only(folder):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add(node.module.split(".")[0])
-    assert found - set(sys.stdlib_module_names) <= {"torch", "safetensors"}
+    assert found - set(sys.stdlib_module_names) <= {"torch", "safetensors", "autopar_program"}
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from codegen.runtime import checkpoint
 from codegen.runtime.fused_adamw import FusedAdamW
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.step import Step
+from tests.codegen.runtime.features import features
 from tests.codegen.runtime.mlp_program import EagerTraining, make_program, whole_batch, whole_state
 from tests.codegen.runtime.ranks import run_ranks
 
@@ -43,9 +44,10 @@ def initial() -> dict[str, Tensor]:
 
 def make_step(mesh: Mesh, zero: int, factory: Any = OURS, micro: int = 1, **options: Any) -> Step:
     program = make_program(zero, ROWS // micro, "float32")
-    step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, kernels=factory is OURS, **options)
+    options = features(mesh, kernels=factory is OURS, **options)
+    step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, **options)
     step.load(initial())
-    assert (step._update.fused is not None) == (factory is OURS)
+    assert (options["kernels"] is not None and options["kernels"].optimizer is not None) == (factory is OURS)
     return step
 
 
@@ -227,7 +229,8 @@ def test_groups_and_what_changes_between_steps() -> None:
     steps = []
     for kind, options in ((FusedAdamW, {}), (torch.optim.AdamW, {"foreach": False})):
         factory = partial(grouped, kind, **options)
-        step = Step(make_program(0, ROWS, "float32"), mesh, optimizer_factory=factory, kernels=kind is FusedAdamW)
+        given = features(mesh, kernels=kind is FusedAdamW)
+        step = Step(make_program(0, ROWS, "float32"), mesh, optimizer_factory=factory, **given)
         step.load(initial())
         steps.append(step)
         first, second = step.optimizer.param_groups

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from codegen.runtime.deferred import linear
 from codegen.runtime.dropout import dropout, dropout_key
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
 from codegen.runtime.parameters import Module, Param
 from codegen.runtime.pipeline import Pipeline, Stage
+from codegen.runtime.recompute import MemorySaving
 from tests.codegen.runtime.mlp_program import make_optimizer
 
 VOCABULARY, WIDTH, INNER, LENGTH, NUM_BLOCKS = 11, 6, 8, 4, 8
@@ -27,7 +29,7 @@ TIED = "embed.weight"
 def make_block(weight: Any) -> type[Module]:
     """The kind of layer that all stages run; its first parameters' gradients are there after I, the others' after W."""
 
-    class Block(Module):
+    class Block(DropoutModule, MemorySaving):
         PARAMETERS = {
             "norm.weight": weight(WIDTH),
             "up.weight": weight(INNER, WIDTH, tp="S(0)"),
@@ -89,7 +91,7 @@ def make_pipeline(
             x = block(x)
         return x
 
-    class First(Module):
+    class First(DropoutModule):
         PARAMETERS = {TIED: weight(VOCABULARY, WIDTH, tp=table)}
         LAYERS = {Block: ()}
         INPUTS = {"ids": ids}

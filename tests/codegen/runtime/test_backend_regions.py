@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from codegen.runtime.idioms import rms_norm, swiglu
 from codegen.runtime.regions import Cut, cut
 
 WIDTH = 4
@@ -142,3 +143,15 @@ def test_closures_are_seen() -> None:
     parts = cut(forward, ())
     assert len(parts.regions) == 1
     assert parts.forward(None, torch.ones(2)).tolist() == [10.0, 10.0]
+
+
+def test_idioms_and_what_is_returned_are_inside() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.scale, eps=1e-6)
+        return x + swiglu(y, x)
+
+    parts = cut(forward, STORED)
+    assert list(parts.regions) == ["forward_region_0"]
+    layer, x = Layer(), torch.randn(3, WIDTH)
+    assert torch.equal(parts.forward(layer, x), forward(layer, x))
+    assert not {"rms_norm", "swiglu"} & set(parts.forward.__code__.co_names), "all of it is in the region"

@@ -11,6 +11,7 @@ from torch import nn
 
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.step import Step
+from tests.codegen.runtime.features import features
 from tests.codegen.runtime.mlp_program import EagerTraining, whole_batch
 from tests.codegen.runtime.ranks import run_ranks
 from tests.codegen.runtime.test_step import ROWS, make_step
@@ -90,7 +91,10 @@ def _check_offloaded(mesh: Mesh) -> None:
         lambda parameters: parameters[0].grad.mul_(0.5),
         lambda parameters: torch.optim.SGD(parameters, 0.1).zero_grad(set_to_none=False),
     ):
-        step, eager = make_step(mesh, 0, 1, "adamw", None, offload_optimizer="host"), EagerTraining("adamw")
+        step, eager = (
+            make_step(mesh, 0, 1, "adamw", None, **features(mesh, offload_optimizer="host")),
+            EagerTraining("adamw"),
+        )
         parameters = [parameter for parameter in step.stored_parameters().values() if parameter.requires_grad]
         step.forward_backward(batch_of(step, 0))
         refused(partial(use, parameters), "gradients are not in host memory")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from codegen.runtime import checkpoint
 from codegen.runtime.mesh import Axis, Mesh
+from codegen.runtime.optimizer_probe import OptimizerTrial
 from codegen.runtime.parameters import Param, shard
 from codegen.runtime.step import Step
 from tests.autopar.optimizer_factories import Lamb, Lion
@@ -87,7 +88,7 @@ def test_state_of_rows_and_numbers_continues(factory: Any, tmp_path: Path) -> No
     """Bit by bit, against training that was not interrupted; parameters are stored whole."""
 
     def new() -> Step:
-        step = Step(make_program(0, ROWS), Mesh.create((), ()), optimizer_factory=factory)
+        step = Step(make_program(0, ROWS), Mesh.create((), ()), optimizer_factory=factory, trial=OptimizerTrial())
         step.load(whole_state())
         return step
 

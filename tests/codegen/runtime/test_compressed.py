@@ -19,6 +19,7 @@ from codegen.runtime.flat import Bucket
 from codegen.runtime.mesh import Axis, Mesh
 from codegen.runtime.step import Step
 from tests.codegen.runtime import mlp_program, pipeline_program, transformer_program
+from tests.codegen.runtime.features import features, staged
 from tests.codegen.runtime.mlp_program import EagerTraining, make_optimizer
 from tests.codegen.runtime.ranks import run_ranks
 from tests.codegen.runtime.test_pipeline_step import lines
@@ -145,7 +146,7 @@ ROWS, NUM_LAYERS = 8, 2
 def make_step(mesh: Mesh, stage: int, micro: int = 1, **options: Any) -> Step:
     program = transformer_program.make_program(ROWS // micro, NUM_LAYERS, stage, "float32", p=0.0)
     factory = options.pop("optimizer_factory", partial(torch.optim.SGD, lr=0.05))
-    step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, **options)
+    step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, **features(mesh, **options))
     step.load(transformer_program.whole_state(NUM_LAYERS))
     return step
 
@@ -389,7 +390,12 @@ def near_the_eager_model(rank: int, world_size: int) -> None:
             program = mlp_program.make_program(stage, 4, "float32")
             factory = partial(make_optimizer, "sgd")
             step = Step(
-                program, mesh, optimizer_factory=factory, num_micro_batches=4, max_grad_norm=0.05, compression=BOTH
+                program,
+                mesh,
+                optimizer_factory=factory,
+                num_micro_batches=4,
+                max_grad_norm=0.05,
+                compression=Compression(BOTH),
             )
             step.load(mlp_program.whole_state())
             eager, case = EagerTraining("sgd", 0.05), f"{mesh}, ZeRO-{stage}"
@@ -416,9 +422,9 @@ def pipelines(rank: int, world_size: int) -> None:
             pipeline.create_mesh(),
             optimizer_factory=partial(make_optimizer, "sgd"),
             num_micro_batches=4,
-            schedule=lines(name, 2, 4),
+            course=staged(lines(name, 2, 4)),
             seed=pipeline_program.SEED,
-            compression=BOTH,
+            compression=Compression(BOTH),
         )
         step.load(pipeline_program.whole_state())
         eager, case = pipeline_program.EagerTraining("sgd", None), f"{name}, ZeRO-{stage}"

@@ -13,17 +13,21 @@ import autopar
 from autopar.costs.updates import DefaultAdamW
 from codegen.kernels.dispatch import INTERPRETING
 from codegen.main import emit_main
+from codegen.program_source import emit_program
 from codegen.runtime.fused_adamw import FusedAdamW
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.step import Step
 from examples.models import EXAMPLES
+from tests.codegen.runtime.features import features
 from tests.codegen.runtime.mlp_program import make_program, whole_batch, whole_state
 
 ROWS = 4
 
 
 def trained(factory: Any, **options: Any) -> dict[str, torch.Tensor]:
-    step = Step(make_program(0, ROWS), Mesh.create((), ()), optimizer_factory=factory, max_grad_norm=0.1, **options)
+    mesh = Mesh.create((), ())
+    given = features(mesh, max_grad_norm=0.1, **options)
+    step = Step(make_program(0, ROWS), mesh, optimizer_factory=factory, **given)
     step.load(whole_state())
     for seed in range(3):
         step(step.local_batch(whole_batch(ROWS, seed)))
@@ -46,11 +50,12 @@ def mlp(**options: Any) -> autopar.CompiledProgram:
 
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_the_programs_own_script(kernels: str) -> None:
-    text = emit_main(mlp(kernels=kernels, constraints={"dp": 2}).program)
+    program = mlp(kernels=kernels, constraints={"dp": 2}).program
+    text = emit_main(program)
     ast.parse(text)
-    assert ("params: FusedAdamW(params, lr=given.lr)" in text) == (kernels == "on")
-    assert ("runtime.fused_adamw" in text) == ("kernels=True" in text) == (kernels == "on")
-    assert ("params: torch.optim.AdamW(params, lr=given.lr, fused=True)" in text) == (kernels == "off")
+    assert ("partial(FusedAdamW, lr=given.lr)" in text) == ("runtime.fused_adamw" in text) == (kernels == "on")
+    assert ("kernels=FusedUpdate()" in emit_program(program)) == (kernels == "on")
+    assert ("partial(torch.optim.AdamW, lr=given.lr, fused=True)" in text) == (kernels == "off")
 
 
 def test_hosts_update_with_torch() -> None:

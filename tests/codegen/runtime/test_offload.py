@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from codegen.runtime import checkpoint, offload
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.parameters import Module, Param
+from codegen.runtime.recompute import MemorySaving
 from codegen.runtime.step import Step
+from tests.codegen.runtime.features import features
 from tests.codegen.runtime.ranks import run_ranks
 from tests.codegen.runtime.transformer_program import (
     HEADS,
@@ -45,7 +47,7 @@ def make_step(mesh: Mesh, zero: int = 0, micro: int = 1, kind: str = "adamw", **
     tables = {name: options.pop(name) for name in ("recompute", "offload") if name in options}
     program = make_program(ROWS // micro, NUM_LAYERS, zero, options.pop("dtype", "float64"), **tables)
     factory = options.pop("optimizer_factory", partial(make_optimizer, kind))
-    step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, **options)
+    step = Step(program, mesh, optimizer_factory=factory, num_micro_batches=micro, **features(mesh, **options))
     step.load(whole_state(NUM_LAYERS))
     return step
 
@@ -221,10 +223,11 @@ def test_foreign_optimizers_are_called_once() -> None:
 def test_refuses_what_it_cannot_do() -> None:
     mesh = Mesh.create((), ())
     for place in ("disk", "nvme:", "hosts"):
-        with pytest.raises(ValueError, match="offload_optimizer must be"):
+        with pytest.raises(ValueError, match="the optimiser is offloaded to"):
             make_step(mesh, offload_optimizer=place)
-    with pytest.raises(ValueError, match="offload_parameters needs offload_optimizer"):
-        make_step(mesh, offload_parameters=True)
+    with pytest.raises(ValueError, match="the step needs offload"):
+        step = Step(make_sharing(4, []), mesh, optimizer_factory=partial(make_optimizer, "sgd"))
+        step.model(x=torch.ones(4, 4))
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -262,7 +265,7 @@ def bytes_moved(table: dict[str, Any], micro: int) -> int:
 def make_sharing(size: int, log: list[Any]) -> type[Module]:
     """Layers that save one table, their argument three times, and a view of it; the last one is not offloaded."""
 
-    class Layer(Module):
+    class Layer(MemorySaving):
         PARAMETERS = {"weight": Param((size, size))}
 
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
@@ -290,7 +293,8 @@ def make_sharing(size: int, log: list[Any]) -> type[Module]:
 def test_storages_move_once_are_freed_and_come_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     size, log = 128, []
     monkeypatch.setattr(offload, "MIN_BYTES", size * size * 4)
-    step = Step(make_sharing(size, log), Mesh.create((), ()), optimizer_factory=partial(make_optimizer, "sgd"))
+    mesh = Mesh.create((), ())
+    step = Step(make_sharing(size, log), mesh, optimizer_factory=partial(make_optimizer, "sgd"), **features(mesh))
     step.load(lambda _: torch.eye(size))
     # A layer saves x (whole, and as views), x[0] * table[0] (small), the sum, and the table, which is saved once.
     loss = step.model(x=torch.ones(size, size))

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from codegen.runtime.parameters import Module, Param
 from codegen.runtime.pipeline import Pipeline, Stage
 from codegen.runtime.step import Step
+from tests.codegen.runtime.features import staged
 from tests.codegen.runtime.ranks import run_ranks
 from tests.codegen.runtime.test_pipeline_step import lines
 
@@ -85,7 +86,7 @@ def compare(rank: int, world_size: int) -> None:
             pipeline.create_mesh(),
             optimizer_factory=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             num_micro_batches=MICRO,
-            schedule=lines(name, 2, MICRO),
+            course=staged(lines(name, 2, MICRO)),
         )
         step.load(weights())
         step.forward_backward(step.local_batch({"x": x, "target": target}))

@@ -19,6 +19,7 @@ from codegen.runtime.parameters import Module, Param
 from codegen.runtime.pipeline import Pipeline, Stage
 from codegen.runtime.step import Step
 from cost_models.schedules.generate import SCHEDULES, placement
+from tests.codegen.runtime.features import staged
 from tests.codegen.runtime.pipeline_program import make_pipeline, whole_batch
 from tests.codegen.runtime.ranks import run_ranks, start_method
 from tests.codegen.runtime.test_pipeline_step import ROWS, lines, make_step
@@ -135,7 +136,7 @@ def test_a_result_of_another_shape_is_refused() -> None:
 
     pipeline = Pipeline((Stage(Sender, 0), Stage(Receiver, 0)))
     schedule = ("F0.0 F1.0 B1.0 B0.0",)
-    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, schedule=schedule)
+    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, course=staged(schedule))
     with pytest.raises(ValueError, match=r"stage 0 sends 'y' of shape \(3,\), SENDS says \(4,\)"):
         step({"x": torch.zeros(4)})
 

@@ -12,6 +12,7 @@ from codegen.runtime.pipeline import Pipeline
 from codegen.runtime.step import Step
 from cost_models.schedules.actions import orders_text
 from cost_models.schedules.generate import orders, placement
+from tests.codegen.runtime.features import features, staged
 from tests.codegen.runtime.mlp_program import make_optimizer
 from tests.codegen.runtime.pipeline_program import (
     SEED,
@@ -35,15 +36,16 @@ def make_step(
     norm: float | None = None,
     **options: Any,
 ) -> Step:
+    mesh = pipeline.create_mesh()
     step = Step(
         pipeline,
-        pipeline.create_mesh(),
+        mesh,
         optimizer_factory=partial(make_optimizer, kind),
         num_micro_batches=micro,
-        schedule=schedule,
+        course=staged(schedule),
         max_grad_norm=norm,
         seed=SEED,
-        **options,
+        **features(mesh, **options),
     )
     step.load(whole_state(bool(pipeline.tied)))
     return step

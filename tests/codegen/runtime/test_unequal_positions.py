@@ -17,6 +17,7 @@ from codegen.runtime.parameters import Module, Param, shard
 from codegen.runtime.pipeline import Pipeline, Stage
 from codegen.runtime.positions import tiled
 from codegen.runtime.step import Step
+from tests.codegen.runtime.features import staged
 from tests.codegen.runtime.pipeline_program import make_pipeline
 from tests.codegen.runtime.test_pipeline_checkpoint import check_continuation, make, reference, train
 from tests.codegen.runtime.test_pipeline_step import check_training
@@ -76,7 +77,7 @@ def check_copies(folder: str) -> None:
         stages, tied = (Stage(First, 0), Stage(Last, 1)), (("frozen", (0, 1)),)
         pipeline = Pipeline(stages, meshes=meshes(*sizes), tied=tied, first_ranks=first_ranks)
         schedule = ("F0.0 B0.0", "F1.0 B1.0")
-        return Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.Adam, schedule=schedule)
+        return Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.Adam, course=staged(schedule))
 
     step = make_step(((1, 2), (1, 1)), (1, 0))
     step.load(state)

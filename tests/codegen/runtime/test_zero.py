@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from codegen.runtime.dropout import dropout, dropout_key
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.parameters import Module, Param
@@ -23,7 +24,7 @@ def make_program(zero: int, recompute: bool = False, is_frozen: bool = False, tw
     trainable = Param((WIDTH, WIDTH), zero=zero, dtype="float64", dp="Rp")
     fixed = Param((WIDTH, WIDTH), zero=zero, dtype="float64", dp="Rp", requires_grad=not is_frozen)
 
-    class Layer(Module):
+    class Layer(DropoutModule):
         PARAMETERS = {"up.weight": fixed, "down.weight": trainable}
         dropout_base, dropout_calls = 10, 3
 
@@ -37,7 +38,7 @@ def make_program(zero: int, recompute: bool = False, is_frozen: bool = False, tw
         PARAMETERS = {"up.weight": fixed, "down.weight": fixed}
         dropout_base = (100, 200)
 
-    class Root(Module):
+    class Root(DropoutModule):
         PARAMETERS = {"head.weight": trainable}
         LAYERS = {
             Layer: tuple(f"layers.{i}" for i in range(NUM_LAYERS)),

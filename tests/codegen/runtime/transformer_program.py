@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
 from codegen.runtime.parameters import Module, Param
+from codegen.runtime.recompute import MemorySaving
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 32, 16, 4, 8
 LAYER_SHAPES = {
@@ -31,7 +33,7 @@ def make_program(
     """The root class. tables: recompute, offload: one value for each layer. `runs` lists the layers as they run."""
     over_tp = {"qkv.weight": "S(0/3)", "out.weight": "S(1)", "up.weight": "S(0)", "down.weight": "S(1)"}
 
-    class Block(Module):
+    class Block(DropoutModule, MemorySaving):
         PARAMETERS = {
             name: Param(shape, zero=zero, dtype=dtype, dp="Rp", tp=over_tp.get(name, "Rp"))
             for name, shape in LAYER_SHAPES.items()

@@ -1,0 +1,40 @@
+"""What a `Step` has beyond a plain one, by the words that plans use for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from codegen.runtime.compressed import Compression
+from codegen.runtime.deferred import DeferredGradients
+from codegen.runtime.fused_update import FusedUpdate
+from codegen.runtime.host_memory import HostMemory
+from codegen.runtime.host_optimizer import HostOptimizer
+from codegen.runtime.mesh import Mesh
+from codegen.runtime.offload import Offload
+from codegen.runtime.pipeline_course import PipelineCourse
+
+
+def features(
+    mesh: Mesh,
+    offload_optimizer: str = "",
+    offload_parameters: bool = False,
+    compression: Mapping[str, str] | None = None,
+    kernels: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of `Step`; options are handed on."""
+    host = HostMemory(offload_optimizer, mesh.device, offload_parameters) if offload_optimizer else None
+    return {
+        **options,
+        "offload": Offload(mesh.device, None if host is None else host.traffic),
+        "offload_optimizer": None if host is None else HostOptimizer(host),
+        "compression": Compression(compression) if compression else None,
+        "kernels": FusedUpdate() if kernels else None,
+    }
+
+
+def staged(schedule: Sequence[str]) -> Any:
+    """The `course` of a Pipeline with these lines of actions."""
+    return partial(PipelineCourse, schedule=schedule, deferred=DeferredGradients)
