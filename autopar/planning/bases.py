@@ -42,7 +42,7 @@ TYPICAL_MICRO_BATCHES = 4
 class Activity:
     """What decisions do on a mesh per micro-batch, parameters left out; found when it is asked for.
 
-    Bounds ask for seconds only, and most layouts get no further than their bound.
+    Bounds ask for seconds only, and most configs get no further than their bound.
     """
 
     graph: Graph
