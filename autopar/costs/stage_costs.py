@@ -40,20 +40,6 @@ class StageCost:
     putting_off: float = 0.0
     beside: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def kept_bytes(self) -> float:
-        """Per micro-batch in flight."""
-        return self.peaks.kept
-
-    @property
-    def transient_bytes(self) -> float:
-        """The most that is alive beside what one micro-batch keeps."""
-        return max(self.peaks.forward, self.peaks.backward) - self.peaks.kept
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(value for kind, value in self.step.items() if kind != HIDDEN)
-
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
