@@ -210,11 +210,11 @@ def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
 
 
 Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
-"""(kind of an action, its stage, (stage, micro-batches held, put off) of the position's stages) while it runs."""
+"""(kind of an action, its stage, (stage, micro-batches held, put off) of the pipeline rank's stages) while it runs."""
 
 
 def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
-    """(bytes that micro-batches in flight keep, all bytes) of a position at the fullest of its moments."""
+    """(bytes that micro-batches in flight keep, all bytes) of a pipeline rank at the fullest of its moments."""
     most, best = 0.0, -1.0
     # W: autograd copies the gradient that it is given.
     running = {

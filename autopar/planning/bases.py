@@ -43,7 +43,7 @@ TYPICAL_MICRO_BATCHES = 4
 class Activity:
     """What decisions do on a mesh per micro-batch, parameters left out; found when it is asked for.
 
-    known: programs of the model that were lowered already. Bounds ask for seconds only, and most layouts get no further
+    known: programs of the model that were lowered already. Bounds ask for seconds only, and most configs get no further
     than their bound.
     """
 

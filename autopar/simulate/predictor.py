@@ -30,10 +30,10 @@ from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer, expert_exchanges
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import Matrices
-from autopar.simulate.places import places_of
 from autopar.simulate.prediction import Scenario, StrategyPrediction
 from autopar.simulate.pricing import PRECISIONS, ProfiledPricer
 from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
+from autopar.simulate.stage_meshes import stage_meshes_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
 from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
@@ -73,7 +73,7 @@ def predict(
         "ep": 8                 expert parallelism among the ranks of dp x cp (simulate/experts.py)
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
         "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
-        "groups": [1, 0]        of unlike nodes, the group of every position of the pipeline (simulate/places.py)
+        "groups": [1, 0]        of unlike nodes, the group of every position of the pipeline (simulate/stage_meshes.py)
 
     framework: a profile of cost_models/machines/frameworks.toml, or one of your own; "autopar" is what generated
     programs do, and gives a searched plan's strategy the plan's prediction. precision: fp32, tf32, bf16, fp16 or fp8.
@@ -169,7 +169,7 @@ class Predictor:
         profile = profile_of(framework)
         rows = global_batch_size or self.rows
         wanted = parse_strategy(strategy, cluster, rows)
-        seats = places_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
+        seats = stage_meshes_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
         precision = precision or self.precision
         if _traced_as(precision) != self.traced_as:
             raise ConstraintError(

@@ -1,9 +1,9 @@
-"""Where the positions of a given strategy's pipeline run: each in one group of equal nodes, on meshes that are alike.
+"""The stage meshes of a given strategy: one of equal size for each pipeline rank, in one group of equal nodes.
 
-On a plain cluster there is one group. On groups of unlike nodes (cost_models/mixed.py) a position has ddp x dp x cp x
-tp ranks of one group, and every group is filled with whole positions; which group each of them is in, a strategy says
-by `groups`, and else they follow the groups in their order. No collective spans two groups, only messages between
-positions do, over the link that joins the groups.
+On a plain cluster there is one group. On groups of unlike nodes (cost_models/mixed.py) a pipeline rank has ddp x dp x
+cp x tp devices of one group, and every group is filled with whole pipeline ranks; which group each of them is in, a
+strategy says by `groups`, and else they follow the groups in their order. No collective spans two groups, only messages
+between pipeline ranks do, over the link that joins the groups.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from autopar.seats import Seat
 from cost_models.mixed import AnyCluster
 
 
-def places_of(cluster: AnyCluster, mesh: Mesh, num_positions: int, groups: Sequence[int]) -> tuple[Seat, ...]:
-    """Of every position. num_positions x mesh are all devices. groups: of each position, () for their own order.
+def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[Seat, ...]:
+    """Of every pipeline rank. pp x mesh are all devices. groups: of each pipeline rank, () for their own order.
 
     Raises ConstraintError where positions do not fill the groups.
     """
@@ -34,7 +34,7 @@ def places_of(cluster: AnyCluster, mesh: Mesh, num_positions: int, groups: Seque
     if groups and Counter(groups) != Counter(wanted):
         raise ConstraintError(
             "groups does not give every group of nodes as many positions as it has room for",
-            values=f"{list(groups)} of {num_positions} positions",
+            values=f"{list(groups)} of {pp} positions",
             alternatives=f"{wanted} in any order",
         )
     return tuple(Seat(mesh, number) for number in groups or wanted)
