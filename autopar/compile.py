@@ -25,8 +25,9 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.updates import OptimizerFactory, adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.graph import Graph, LayerRun
+from autopar.graph import Graph, LayerRun, layer_names
 from autopar.lowering.assembly import program_of, source_of
+from autopar.lowering.passes import passes
 from autopar.optimizers import check_plan, examine, limited
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan, search_plans
@@ -132,7 +133,9 @@ def compile(  # noqa: A001
         warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
     # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
     overlapped, asynchronous = request.overlaps and backend != "inductor", backend == "async-tp"
-    lowered = program_of(best, fused=request.kernels, overlapped=overlapped, asynchronous=asynchronous)
+    lowered = program_of(
+        best, passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=overlapped)
+    )
     program = with_inputs_of(with_backend(lowered, backend), name_inputs(model, example_inputs, loss_fn))
     program = mapped(program, lambda each: replace(each, no_evaluation=request.no_evaluation))
     if asynchronous and not has_async_tp(program):
@@ -305,7 +308,7 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
     for position, stage in enumerate(pipeline.stages):
         for name, runs in stage.recompute.items():
             count = blocks[stage.first : stage.last].count(name)
-            if sum(number for _, number in runs) != count or name not in blocks or name.startswith("top "):
+            if sum(number for _, number in runs) != count or name not in layer_names(graph):
                 raise PlanError(
                     f"{plan.at('pipeline', 'stages', str(position), 'recompute', name)}: the stage of blocks "
                     f"{stage.first}-{stage.last - 1} has {count} layers {name}",

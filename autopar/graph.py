@@ -210,6 +210,12 @@ def derived(function: Callable[[Graph], Result]) -> Callable[[Graph], Result]:
     return once
 
 
+@derived
+def layer_names(graph: Graph) -> frozenset[str]:
+    """The classes of layers; what else stands in the chain of blocks are calls between layers."""
+    return frozenset(piece.layer.name for piece in graph.body if isinstance(piece, LayerRun))
+
+
 VIEWS = frozenset(
     [
         "view",

@@ -41,6 +41,7 @@ IMPORTED = (
     "autopar.compile",
     "benchmarks.plan_record",
     "ortools.linear_solver.pywraplp",
+    "ortools.math_opt.python.mathopt",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )

@@ -108,10 +108,11 @@ class _Body:
     def read(self, variable: Var) -> None:
         """What is no local variable (a parameter, a sum over the batch) is first known where it is read."""
         if variable.name not in self.known and not variable.name.isidentifier():
-            spec = self.stored.get(variable.type.tensor[0])
-            if variable.is_stored and (spec is None or _where(variable.type) != (spec.shape, spec.placements)):
+            held, spec = variable.type, self.stored.get(variable.type.tensor[0])
+            fits = spec is not None and (held.shape, held.placements) == (spec.shape, spec.placements)
+            if variable.is_stored and not fits:
                 raise self.fail("the class stores no such tensor", variable)
-            self.known[variable.name] = variable.type
+            self.known[variable.name] = held
         found = self.known.get(variable.name)
         if found is None:
             raise self.fail("read before it is defined", variable)
@@ -195,10 +196,6 @@ def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     count = max(len(one), len(other))
     padded = zip((1,) * (count - len(one)) + one, (1,) * (count - len(other)) + other, strict=True)
     return tuple(b if a == 1 else a for a, b in padded)
-
-
-def _where(held: TensorType) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
-    return held.shape, held.placements
 
 
 def _text(statement: Statement) -> str:

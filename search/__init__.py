@@ -1,7 +1,7 @@
 """Choose one option per variable at least total cost, under optional budgets. Exact.
 
-``problem`` holds the frozen input and output types, ``intra_op`` the solver, ``exhaustive`` the oracle that tests
-compare with. The other modules are the solver's parts; ``intra_op``'s docstring says how they fit.
+``problem`` holds the frozen input and output types, ``intra_op`` the solver. The other modules are the solvers' parts;
+the docstrings of ``intra_op`` and ``inter_op`` (stages of pipelines) say how they fit.
 """
 
 from search.problem import (

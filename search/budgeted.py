@@ -1,123 +1,115 @@
-"""One node of the search under budgets: Lagrangian bound, reduced-cost fixing, then labels below a threshold."""
+"""The cheapest choice within the budgets: Lagrangian bound, exact fixing, and an integer program of what remains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
+from search import integer_program
 from search.core import Core
-from search.elimination import completions, eliminate, plan_elimination
-from search.joins import TooManyRowsError
-from search.labels import Relaxation, eliminate_labels
+from search.deadline import TimeLimitReachedError
+from search.elimination import plan_elimination
 from search.lagrangian import Dual, drop_above, maximise
-from search.problem import Array
-from search.reductions import EmptyDomainError, drop_dead_ends
-from search.state import Node, Search
+from search.reductions import EmptyDomainError, drop_dead_ends, reduce_core
+from search.state import Search
 
-MAX_ROWS = 2_000_000
-"""Rows of one join: about 200 MB with their columns."""
+GAP_FRACTIONS = (0.3, 0.01)
+"""How far from the best the multipliers of each round may be, as a fraction of the gap: options are dropped after a
+cheap round first, which makes the exact one cheaper."""
 
-EXPENSIVE_CELLS = 3e7
-"""About 0.05 s per elimination, of which the dual alone takes some ten."""
-
-MIN_SAVING = 4.0
-FIRST_COARSE_FRACTION = 1 / 16
-COARSE_GAP_FRACTIONS = (0.5, 0.05)
-FIRST_FRACTION = 1 / 64
-FRACTION_GROWTH = 4.0
-FIRST_RELATIVE_STEP = 1e-3
-STEP_GROWTH = 8.0
+FRACTION_POWERS = (3, 2, 1, 0)
+FEW_COLUMNS = 4_000
+"""A program of so few columns takes some tenths of a second at most."""
 
 
-def solve_budgeted(search: Search, node: Node) -> tuple[Array, ...] | None:
-    """Search ``node.core`` completely, or return margins to split it by (``node`` is then tightened).
+def solve_budgeted(search: Search, core: Core) -> None:
+    """The optimum of ``core`` within ``search.limits`` goes into ``search``, unless a better choice is there already.
 
-    When one elimination of the node is expensive, multipliers near the best must do at first, and the options that pass
-    a threshold a little above their bound are searched by themselves: usually few, and if they hold a choice below the
-    threshold, theirs is the optimum. So expensive relaxations are solved few times, their cheap remainder many times.
+    Thresholds rise from just above the Lagrangian bound: options that no choice below the threshold can contain are
+    dropped, and if a choice below it turns up, it is the optimum. So the work depends on the distance from the bound to
+    the optimum, not on how good the best choice known is. Cores that elimination has no memory for go to the solver
+    as they are.
     """
-    plan = plan_elimination(node.core.sizes, node.core.pairs())
-    if plan.total_cells > EXPENSIVE_CELLS:
-        for gap_fraction in COARSE_GAP_FRACTIONS:
-            if _search_coarsely(search, node, gap_fraction, plan.total_cells / MIN_SAVING):
-                return None
-    return _search_below(search, node, np.inf)
-
-
-def _search_coarsely(search: Search, node: Node, gap_fraction: float, max_cells: float) -> bool:
-    """Whether the node could be settled with coarse multipliers and cores of at most ``max_cells``."""
-
-    def learn(value: float) -> None:
-        node.bound = max(node.bound, value)
-
-    dual = maximise(
-        node.core, search.limits, node.multipliers, search.planes, search.offer, learn, search.check, gap_fraction
-    )
-    if dual is None:
-        return True
-    node.multipliers = dual.multipliers
-    for threshold in _thresholds(dual.core, dual.value, search.cutoff, FIRST_COARSE_FRACTION):
-        smaller = _below(dual, threshold + float(np.dot(dual.multipliers, search.limits)))
-        if smaller is not None:
-            if plan_elimination(smaller.sizes, smaller.pairs()).total_cells > max_cells:
-                return False
-            if _search_below(search, Node(smaller, dual.value, dual.multipliers), threshold) is not None:
-                return False
-            if search.best <= threshold:
-                return True
-        learn(threshold)
-        if node.bound >= search.cutoff:
-            return True
-    return True
-
-
-def _search_below(search: Search, node: Node, ceiling: float) -> tuple[Array, ...] | None:
-    """Find the node's optimum if it lies below the ceiling and below the cutoff; margins if label sets grow too large.
-
-    Thresholds rise from just above the Lagrangian bound: options and labels that no choice below the threshold can
-    contain are dropped, and if a choice below it turns up, it is the optimum. So the work depends on the distance
-    from the bound to the optimum, not on how good the incumbent is.
-    """
-
-    def offer(core: Core, choices: tuple[int, ...]) -> float:
-        return min(search.offer(core, choices), ceiling)
-
-    def learn(value: float) -> None:
-        node.bound = max(node.bound, value)
-
-    dual = maximise(node.core, search.limits, node.multipliers, search.planes, offer, learn, search.check)
-    if dual is None:
-        return None
-    node.multipliers = dual.multipliers
-    for threshold in _thresholds(dual.core, dual.value, min(search.cutoff, ceiling), FIRST_FRACTION):
-        try:
-            choices = _best_below(search, dual, threshold)
-        except TooManyRowsError:
-            offset = float(np.dot(dual.multipliers, search.limits))
-            masks = [margin < min(search.cutoff, ceiling) + offset for margin in dual.margins]
-            node.core = dual.core.keep(masks)
-            return tuple(margin[mask] for margin, mask in zip(dual.margins, masks, strict=True))
-        if choices is not None:
-            search.consider(choices)
-            return None
-        learn(threshold)
-    return None
-
-
-def _thresholds(core: Core, bound: float, cutoff: float, fraction: float) -> Iterator[float]:
-    """Rising cost thresholds; the last one is the cutoff, or above every allowed choice if none is known."""
-    if np.isfinite(cutoff):
-        while fraction < 1.0:
-            yield bound + fraction * (cutoff - bound)
-            fraction *= FRACTION_GROWTH
+    core = reduce_core(core, search.check)
+    if plan_elimination(core.sizes, core.pairs()).is_affordable:
+        dual = _bound(search, core)
+        for power in FRACTION_POWERS:
+            if dual is None or search.bound >= search.cutoff:
+                break
+            threshold = _next_threshold(search, dual, power)
+            smaller = _below(search, dual, threshold)
+            if smaller is not None:
+                search_program(search, smaller, min(threshold, search.cutoff))
+            search.learn(threshold)
     else:
-        ceiling = _largest(core)
-        step = FIRST_RELATIVE_STEP * max(abs(bound), 1e-6 * abs(ceiling))
-        while 0.0 < step < ceiling - bound:
-            yield bound + step
-            step *= STEP_GROWTH
-    yield cutoff
+        search_program(search, core, search.cutoff)
+    search.learn(search.best)
+
+
+def _bound(search: Search, core: Core) -> Dual | None:
+    """The Lagrangian at multipliers near the best, on the options that may beat the best choice known; None if none
+    can."""
+    multipliers = (0.0,) * len(search.limits)
+    dual: Dual | None = None
+    for gap_fraction in GAP_FRACTIONS:
+        dual = maximise(
+            core,
+            search.limits,
+            multipliers,
+            search.planes,
+            offer=search.offer,
+            learn=search.learn,
+            check=search.check,
+            gap_fraction=gap_fraction,
+        )
+        smaller = _below(search, dual, search.cutoff) if dual else None
+        if dual is None or smaller is None:
+            return None
+        core, multipliers = smaller, dual.multipliers
+    return dual
+
+
+def search_program(search: Search, core: Core, ceiling: float) -> None:
+    """Offer the best choice of ``core`` that costs less than ``ceiling``, found as an integer program.
+
+    What the solver takes to be within a budget by its tolerances, and is not, is excluded and searched anew.
+
+    Raises:
+        TimeLimitReachedError: after the best choice found by then was offered.
+    """
+    excluded: list[tuple[int, ...]] = []
+    while True:
+        search.check()
+        answer = integer_program.solve(
+            core, search.limits, cutoff=ceiling, excluded=excluded, seconds=search.check.seconds_left
+        )
+        search.num_programs += 1
+        if answer.choices is not None:
+            search.consider(core.original(answer.choices))
+        if not answer.is_complete:
+            search.learn(min(answer.bound, ceiling))
+            raise TimeLimitReachedError
+        if answer.choices is None or np.isfinite(search.objective(core.original(answer.choices))):
+            return
+        excluded.append(answer.choices)
+
+
+def _next_threshold(search: Search, dual: Dual, power: int) -> float:
+    """A cost above the bound, ``4 ** -power`` of the way to the cutoff; further if that still leaves few columns.
+
+    The cutoff, or above every choice if none is known, for power 0.
+    """
+    top = search.cutoff if np.isfinite(search.cutoff) else _largest(dual.core)
+    for larger in range(power + 1):
+        threshold = search.bound + (top - search.bound) / 4.0**larger if larger else search.cutoff
+        smaller = _below(search, dual, threshold)
+        if smaller is None or _num_columns(smaller) <= FEW_COLUMNS:
+            break
+    return threshold
+
+
+def _num_columns(core: Core) -> int:
+    """Columns of the core as an integer program."""
+    return sum(core.sizes) + sum(core.sizes[a] * core.sizes[b] for a, b in core.pairs())
 
 
 def _largest(core: Core) -> float:
@@ -126,43 +118,12 @@ def _largest(core: Core) -> float:
     return float(sum(table[np.isfinite(table)].max() for table in tables if np.isfinite(table).any()))
 
 
-def _below(dual: Dual, lagrangian_threshold: float) -> Core | None:
-    """The options that pass a threshold, without dead ends; None if a variable has none."""
-    core = drop_above(dual, lagrangian_threshold)
+def _below(search: Search, dual: Dual, threshold: float) -> Core | None:
+    """The options that a choice below a cost threshold may have, without dead ends; None if a variable has none."""
+    core = drop_above(dual, threshold + float(np.dot(dual.multipliers, search.limits)))
     if core is None:
         return None
     try:
         return drop_dead_ends(core)
     except EmptyDomainError:
         return None
-
-
-def _best_below(search: Search, dual: Dual, threshold: float) -> tuple[int, ...] | None:
-    """The cheapest choice of the node below a cost threshold within the budgets, as original option indices."""
-    lagrangian_threshold = threshold + float(np.dot(dual.multipliers, search.limits))
-    core = _below(dual, lagrangian_threshold)
-    if core is None:
-        return None
-    plan = plan_elimination(core.sizes, core.pairs())
-    forward = eliminate(core.weighted(dual.multipliers), plan, search.check)
-    usage_rests = []
-    for k in range(len(search.limits)):
-        usage = eliminate(core.usage_only(k), plan, search.check)
-        if not usage.value <= search.limits[k]:
-            return None
-        usage_rests.append(completions(usage, search.check))
-    search.num_eliminations += 2 + len(search.limits)
-    search.core_options = max(search.core_options, sum(core.sizes))
-    relaxation = Relaxation(
-        multipliers=np.array(dual.multipliers),
-        forward=forward,
-        rests=completions(forward, search.check),
-        cost_rests=completions(eliminate(core.costs, plan, search.check), search.check),
-        usage_rests=tuple(usage_rests),
-        largest_allowed=search.limits,
-        threshold=lagrangian_threshold,
-        cost_threshold=threshold,
-    )
-    choices, num_labels = eliminate_labels(core, relaxation, MAX_ROWS, search.check)
-    search.num_labels += num_labels
-    return None if choices is None else core.original(choices)

@@ -18,7 +18,6 @@ from search.core import Core
 from search.elimination import (
     Check,
     Elimination,
-    Factor,
     completions,
     decode,
     eliminate,
@@ -29,9 +28,6 @@ from search.problem import Array
 
 MAX_ITERATIONS = 60
 RELATIVE_TOLERANCE = 1e-10
-GAP_FRACTION = 0.01
-"""Stop once the bound can rise by no more than this fraction of the distance to the best known choice."""
-
 BOX = 1e4
 """Upper limit of the scaled multipliers; at 1 they weigh a budget's whole excess like the whole range of costs."""
 
@@ -44,7 +40,7 @@ Plane = tuple[float, tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dual:
-    """The best multipliers found, the bound L there, and the relaxation solved forwards and backwards.
+    """The best multipliers found and the bound L there.
 
     ``margins[v][x]`` is the optimum of the Lagrangian (without its constant) with option x of v fixed.
     """
@@ -52,8 +48,6 @@ class Dual:
     core: Core
     multipliers: tuple[float, ...]
     value: float
-    forward: Elimination
-    rests: tuple[Factor, ...]
     margins: tuple[Array, ...]
 
 
@@ -65,7 +59,7 @@ def maximise(
     offer: Callable[[Core, tuple[int, ...]], float],
     learn: Callable[[float], None],
     check: Check,
-    gap_fraction: float = GAP_FRACTION,
+    gap_fraction: float,
 ) -> Dual | None:
     """Maximise L; None when the bound reaches the cutoff.
 
@@ -104,8 +98,9 @@ def maximise(
             break
         del forward  # Two sets of messages at once are enough.
     assert best is not None
-    rests = completions(best[1], check)
-    return Dual(core, best[0], best_value, best[1], rests, marginals(best[1], rests, check))
+    multipliers, forward = best
+    margins = marginals(forward, completions(forward, check), check)
+    return Dual(core, multipliers, best_value, margins)
 
 
 def drop_above(dual: Dual, threshold: float) -> Core | None:

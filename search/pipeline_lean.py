@@ -30,11 +30,11 @@ def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError | None:
             least = value - most
             needs = tuple(
                 StageNeed(
-                    cut.start,
-                    cut.end - 1,
-                    chain.costs[cut.kind].submesh.name,
-                    float(bytes_needed[cut.kind][cut.f, cut.shape]),
-                    chain.costs[cut.kind].submesh.memory_bytes,
+                    first=cut.start,
+                    last=cut.end - 1,
+                    submesh=chain.costs[cut.kind].submesh.name,
+                    needed_bytes=float(bytes_needed[cut.kind][cut.f, cut.shape]),
+                    memory_bytes=chain.costs[cut.kind].submesh.memory_bytes,
                 )
                 for cut in cuts
             )

@@ -93,7 +93,13 @@ class Chain:
         for kind in self._kinds():
             cost = library.get((num_stages, kind))
             if cost is None:
-                cost = StageCosts(problem, problem.submeshes[kind[1]], self._busy(kind), distinct, self.longest)
+                cost = StageCosts(
+                    problem=problem,
+                    submesh=problem.submeshes[kind[1]],
+                    busy=self._busy(kind),
+                    held=distinct,
+                    longest=self.longest,
+                )
                 library[num_stages, kind] = cost
             self.costs[kind] = cost
             outside = np.append(0, np.cumsum(~allowed[kind[1]]))
@@ -218,7 +224,7 @@ class Chain:
         for i, length in enumerate(reversed(lengths)):
             end = start + int(length[start - i])
             shape = int(self.costs[kind].shape_of[start, end - start - 1])
-            cuts.append(Cut(start, end, 0, kind, int(self.f_of[i]), shape))
+            cuts.append(Cut(start=start, end=end, submesh=0, kind=kind, f=int(self.f_of[i]), shape=shape))
             start = end
         return best, tuple(cuts)
 
@@ -302,7 +308,7 @@ class Chain:
             end, after = start + int(choice.length[row, start]), int(choice.after[row, start])
             kind = self.kind(g, h, after)
             shape = int(self.costs[kind].shape_of[start, end - start - 1])
-            cuts.append(Cut(start, end, h, kind, int(self.f_of[i]), shape))
+            cuts.append(Cut(start=start, end=end, submesh=h, kind=kind, f=int(self.f_of[i]), shape=shape))
             start, row, state = end, int(choice.source[row]), (h if self.neighbours else -1, after)
         return tuple(cuts)
 

@@ -62,7 +62,7 @@ def cheapest(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: In
     if over.any():
         return Found(None, np.inf, over / np.maximum(np.abs(limits), 1e-300), True)
     binding = np.maximum.reduceat(rows, starts, axis=1) @ sizes > limits
-    cuts = _Cuts(cost, rows[binding], limits[binding], starts, sizes)
+    cuts = _Cuts(cost=cost, rows=rows[binding], limits=limits[binding], starts=starts, sizes=sizes)
     multipliers = nothing.copy()
     if binding.any():
         found, feasible = relax(cost, cuts.rows, cuts.limits, starts, sizes)

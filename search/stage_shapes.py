@@ -71,7 +71,13 @@ def shapes_of(
     table = np.array([column[chosen] for column in columns])
     num_classes = len(usable)
     counts = table[:num_classes].T.astype(np.int64).reshape(-1, num_classes)
-    found = Shapes(shape_of, counts, table[num_classes], table[num_classes + 1 :: 2].T, table[num_classes + 2 :: 2].T)
+    found = Shapes(
+        shape_of=shape_of,
+        counts=counts,
+        busy=table[num_classes],
+        second_alone=table[num_classes + 1 :: 2].T,
+        one_alone=table[num_classes + 2 :: 2].T,
+    )
     for each in (found.shape_of, found.counts, found.busy, found.second_alone, found.one_alone):
         each.setflags(write=False)
     return found

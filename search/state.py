@@ -1,4 +1,4 @@
-"""What one solve carries along: the best choice so far, the open nodes, the proof."""
+"""What one search carries along: the best choice so far and the bound that is proven."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from search.core import Core
-from search.elimination import Check
+from search.deadline import Deadline
 from search.lagrangian import Plane
 
 RELATIVE_CUTOFF = 1e-12
@@ -17,25 +17,24 @@ RELATIVE_CUTOFF = 1e-12
 
 @dataclass(slots=True)
 class Search:
-    """The state of one solve: the best choice so far, and counts.
+    """The state of one search.
 
     Args:
         objective: maps choices (original option indices) to their objective, ``inf`` if they break a budget.
         limits: limit per budget of the core.
-        check: may raise ``TimeLimitReachedError``.
+        check: raises ``TimeLimitReachedError`` when time is up.
+
+    ``bound`` is the best lower bound proven so far, and ``planes`` are those of ``lagrangian``.
     """
 
     objective: Callable[[tuple[int, ...]], float]
     limits: tuple[float, ...]
-    check: Check
+    check: Deadline
     planes: list[Plane] = field(default_factory=list)
     best: float = np.inf
     choices: tuple[int, ...] | None = None
-    num_nodes: int = 0
-    num_labels: int = 0
-    num_eliminations: int = 0
-    core_options: int = 0
-    max_table_cells: float = 0.0
+    bound: float = -np.inf
+    num_programs: int = 0
 
     @property
     def cutoff(self) -> float:
@@ -53,20 +52,6 @@ class Search:
         if value < self.best:
             self.best, self.choices = value, choices
 
-
-@dataclass(slots=True)
-class Node:
-    """An open part of the search and the best lower bound known for it."""
-
-    core: Core
-    bound: float
-    multipliers: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """``lower_bound`` holds whether or not ``proven``; ``empty`` is a variable that ran out of options at the root."""
-
-    lower_bound: float
-    proven: bool
-    empty: int | None = None
+    def learn(self, bound: float) -> None:
+        """No choice costs less than ``bound``, or than the best one known."""
+        self.bound = max(self.bound, min(bound, self.best))

@@ -14,7 +14,8 @@ from autopar.chain import chain, segments
 from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.kernels import as_run
 from autopar.costs.liveness import Walk, is_free
-from autopar.costs.overlap import Overlaps
+from autopar.costs.overlap import Overlaps, Site
+from autopar.costs.passed import Known, passed
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.recompute_modes import recompute_modes
@@ -27,18 +28,26 @@ from autopar.sharding.strategies import Operator, Scope, scopes_of
 
 
 def activity_costs(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    pricer: Pricer,
+    choices: Choices,
+    known: Known | None = None,
 ) -> dict[str, BlockCost]:
     """What forward and backward do and keep, without parameters: it depends on the shape of one data-parallel rank's
-    micro-batch, and not on how many such ranks there are."""
-    return _Meter(graph, operators, pricer, choices).measure()
+    micro-batch, and not on how many such ranks there are. known: programs of the model that were lowered already."""
+    return _Meter(graph, operators, pricer, choices, known).measure()
 
 
 def activity_seconds(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    pricer: Pricer,
+    choices: Choices,
+    known: Known | None = None,
 ) -> dict[str, BusySeconds]:
     """Of every block, from `activity_costs` without counting any bytes."""
-    costs = _Meter(graph, operators, pricer, choices).measure(with_bytes=False)
+    costs = _Meter(graph, operators, pricer, choices, known).measure(with_bytes=False)
     return {
         name: BusySeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.beside_seconds)
         for name, cost in costs.items()
@@ -49,10 +58,17 @@ class _Meter:
     """Fills in the blocks of a graph one kind of cost at a time."""
 
     def __init__(
-        self, graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+        self,
+        graph: Graph,
+        operators: Mapping[tuple[str, str], Operator],
+        pricer: Pricer,
+        choices: Choices,
+        known: Known | None,
     ) -> None:
-        self.priced = graph, operators, pricer, choices
+        self.passed = passed(graph, operators, pricer, choices, {} if known is None else known)
+        self.priced = graph, operators, self.passed.priced(pricer), choices
         self.graph, self.operators, self.pricer, self.choices = self.priced
+        self.searched = pricer
         self.scopes = {scope.name: scope for scope in scopes_of(graph)}
         self.place = Placer(graph, choices)
         self.overlaps = Overlaps(graph, operators, pricer)
@@ -94,10 +110,10 @@ class _Meter:
         kept = saved_tensors(scope.nodes, scope.metas, parameters)
         for node in scope.nodes:
             operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
-            saved = self.pricer.saved_bytes(operator, option, kept.get(node.name, ()))
+            saved = self.searched.saved_bytes(operator, option, kept.get(node.name, ()))
             self._block(scope, node.name).activation_bytes += saved
         where = partial(self.place.where, scope)
-        scope, operators, choices = as_run(scope, self.operators, self.choices, self.pricer)
+        scope, operators, choices = as_run(scope, self.operators, self.choices, self.passed.fusions)
         kept = saved_tensors(scope.nodes, scope.metas, parameters, partial(self._copied, scope, choices))
         for name, (nodes, ends) in self._pieces(scope).items():
             own = scope, nodes, operators, choices, self.pricer, where, kept, parameters, ends
@@ -142,13 +158,13 @@ class _Meter:
                 option, block = self.choices.operators[scope.name, node.name], self._block(scope, node.name)
                 for position, ref in enumerate(node.inputs):
                     source, target, site = self.place.where(scope, ref), option.inputs[position], (scope.name, ref)
-                    hidden = self.overlaps.seconds(site, source, target)
+                    hidden = self._hidden(site, source, target)
                     self._move(block, source, target, scope.metas[ref], hidden=hidden)
                 for index, placements in enumerate(option.outputs):
                     kept = self.choices.tensors.get((scope.name, Ref(node.name, index)))
                     if kept is not None:
                         site = scope.name, Ref(node.name, index)
-                        hidden = self.overlaps.seconds(site, placements, kept, is_kept=True)
+                        hidden = self._hidden(site, placements, kept, is_kept=True)
                         self._move(block, placements, kept, node.outputs[index], hidden=hidden)
         nearest = next(iter(self.segment.values()), "")
         for piece in self.graph.body:
@@ -159,6 +175,10 @@ class _Meter:
         self._move(
             self._block(top, loss.node), self.place.where(top, loss), (R,) * len(self.pricer.mesh.axes), top.metas[loss]
         )
+
+    def _hidden(self, site: Site, source: Placements, target: Placements, is_kept: bool = False) -> float:
+        """Seconds of a reshard that run beside weight gradients, where the program has it so."""
+        return self.overlaps.seconds(site, source, target, is_kept) if site in self.passed.facts.overlapped else 0.0
 
     def _run_moves(self, run: LayerRun, before: BlockCost) -> None:
         layer = self.scopes[run.layer.name]

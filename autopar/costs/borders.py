@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.chain import chain, homes_of, segments
@@ -13,7 +13,6 @@ from autopar.costs.stage_costs import Copy
 from autopar.graph import Graph, LayerRun, Node, Ref, derived
 from autopar.mesh import Mesh
 from autopar.placement import Stored
-from autopar.plan import StagePlan
 from autopar.seats import Seat
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import num_local, scopes_of
@@ -79,17 +78,9 @@ def shared_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
     return {name: (min(blocks), max(blocks)) for name, blocks in uses.items() if min(blocks) != max(blocks)}
 
 
-def transfer_seconds(pricer: Pricer, num_positions: int, num_bytes: float) -> float:
-    """One message from every rank of a position to its counterpart in the next one."""
-    if num_positions == 1 or not num_bytes:
-        return 0.0
-    group = collective.Group(num_positions, pricer.mesh.num_ranks)
-    return collective.seconds("p2p", num_bytes, group, pricer.cluster)
-
-
 def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float) -> float:
-    """`transfer_seconds` between two positions that need not be alike: in a group of nodes, of the slowest neighbours.
-    num_bytes: of one rank, on the side that has more of them.
+    """One message from every rank of a pipeline rank to its counterpart in the next one, which need not be alike: in a
+    group of nodes, between the slowest neighbours. num_bytes: of one rank, on the side that has more of them.
     """
     if not num_bytes or whole.groups[source.group].num_devices == 1 and source.group == target.group:
         return 0.0
@@ -130,17 +121,3 @@ def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, s
         for name, (first, last) in shared_parameters(graph).items()
         if ("", name) in parameters
     )
-
-
-def last_holders(
-    shared: Mapping[str, tuple[int, int]],
-    stages: Sequence[StagePlan],
-    ties: Sequence[Mapping[str, tuple[tuple[float, float, float], float]]],
-) -> dict[str, tuple[tuple[float, float, float], float]]:
-    """Of `tie_costs` of every stage, those of the stage that holds a parameter's second copy."""
-    found = {}
-    for name, (_, last) in shared.items():
-        at = next(number for number, stage in enumerate(stages) if stage.first <= last < stage.last)
-        if name in ties[at]:
-            found[name] = ties[at][name]
-    return found

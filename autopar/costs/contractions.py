@@ -25,11 +25,9 @@ FLASH = "fa2"
 class Contractions(Rates):
     """Prices of calls whose flops count."""
 
-    def contraction_seconds(
-        self, operator: Operator, option: Option, num_bytes: float, num_grads: int
-    ) -> tuple[float, float]:
-        """(forward, backward) of one matmul or attention that reads and writes num_bytes, num_grads of its inputs being
-        trained."""
+    def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
+        """(forward, backward) of one matmul or attention that reads and writes num_bytes. Of a matmul the backward has
+        a product for each of its two factors that is trained."""
         rule = operator.rule
         ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label))
         flops = contraction_flops(operator) / ways
@@ -39,9 +37,11 @@ class Contractions(Rates):
             widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
             flops *= (1 + math.prod(widths)) / 2
             forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
-            return forward, backward if num_grads else 0.0
+            return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
-        backward = (wrt_weight if num_grads else 0.0) + (wrt_input if num_grads > 1 else 0.0)
+        factors = [meta.requires_grad for meta in operator.inputs if len(meta.shape) > 1][-2:]
+        products = (wrt_input, wrt_weight)[2 - len(factors) :]
+        backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]

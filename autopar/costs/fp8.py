@@ -22,6 +22,7 @@ with f = 4 where i < 4, of a copy in fp32, else 0. What is there already then, o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.kernels import KernelPricer
@@ -90,7 +91,10 @@ def _multiply(a: int, b: int, result: int, on_cpu: bool) -> float:
 
 @dataclass
 class Fp8Pricer(Pricer):
-    """Prices without other fused kernels."""
+    """Prices without other fused kernels. products: (scope, call) -> how many calls in e4m3 share its cast of x, of one
+    program (passed.py); None while there is no program, and an option alone says whether a call may be in e4m3."""
+
+    products: Mapping[tuple[str, str], int] | None = None
 
     def _matmul_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
@@ -103,7 +107,7 @@ class Fp8Pricer(Pricer):
         x, weight, y, width = own.x, own.weight, own.y, own.width
         forward, wrt_input, _ = super()._matmul_seconds(operator, option, flops, x + weight + width * y, "fp8")
         copied = 2 * width * weight
-        forward += self.memory_seconds((width + 1) * x) / num_sharing(operator)
+        forward += self.memory_seconds((width + 1) * x) / self._num_sharing(operator)
         forward += self.memory_seconds((width + 1) * weight + (copied if own.is_addmm else 0))
         wrt_input += self.memory_seconds((width + 1) * y)
         wrt_input += self.memory_seconds((width + 1) * weight + (0 if own.is_addmm else copied))
@@ -111,18 +115,26 @@ class Fp8Pricer(Pricer):
 
     def is_fp8(self, operator: Operator, option: Option) -> bool:
         """Whether programs multiply this call in e4m3."""
+        if self.products is not None:
+            return (operator.scope, operator.node.name) in self.products
         position = DEFERRABLE.get(base_name(operator.node.op))
         if position is None or not operator.scope:
             return False
         shape = local_shape(operator.inputs[position].shape, option.inputs[position], self.mesh.sizes)
         return len(shape) == 2 and all(size % MULTIPLE == 0 for size in shape)
 
+    def _num_sharing(self, operator: Operator) -> int:
+        """How many calls the cast of this one's x serves."""
+        if self.products is not None:
+            return self.products[operator.scope, operator.node.name]
+        return num_sharing(operator)
+
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
         """None: the gradients of such weights are not put off."""
         return 0.0 if self.is_fp8(operator, option) else super().weight_seconds(operator, option, whole_seconds)
 
     def may_put_off(self, operator: Operator, option: Option) -> bool:
-        """Not those."""
+        """Whether programs can put off the gradient of this call's weight: of products in e4m3 they do not."""
         return not self.is_fp8(operator, option) and super().may_put_off(operator, option)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:

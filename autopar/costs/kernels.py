@@ -8,9 +8,9 @@ leaves, k of what is kept, and g of the gradients that are made, all on one rank
 
 are shared by the calls of the run: what enters is charged to the first that reads it, what leaves to the call that made
 it. A call is priced by itself where its own decision parts the run: a normalised dim, a head or a vocabulary that is
-cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once all is decided:
-`as_run` then replaces the runs that are whole, so bytes are those of the program. The search's seconds are those of
-runs that no reshard parts; as each call is charged its own share, parting a run never seems to pay.
+cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once there is a
+program: predictions price the runs that it has (passed.py, `as_run`). The search's seconds are those of runs that no
+reshard parts; as each call is charged its own share, parting a run never seems to pay.
 
 The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) makes no whole logits: its forward has all
 three products, chunk by chunk, and keeps the gradients but for a factor. It costs more time than the loss's kernel
@@ -84,7 +84,10 @@ the losses and divides. GELU is torch's own call. Dropout's backward draws its m
 
 @dataclass
 class KernelPricer(Pricer):
-    """Prices of a program with fused kernels."""
+    """Prices with fused kernels. fusions: (scope, call) -> the run that it is part of, of one program (passed.py); None
+    while there is no program, and a run is taken for whole where each call's own decision leaves it whole."""
+
+    fusions: Mapping[Key, Fusion] | None = None
 
     def fusion(self, operator: Operator) -> Fusion | None:
         """The run that programs for this mesh and device make one call of."""
@@ -92,15 +95,17 @@ class KernelPricer(Pricer):
 
     def _is_preferred(self, fusion: Fusion) -> bool:
         """Whether programs have it, and none of its calls in a run that they would rather have."""
-        return self.runs(fusion) and not any(self._is_preferred(rival) for rival in fusion.rivals)
+        has_it = self.is_one_call(fusion) and fusion.pays(self.mesh.num_data_ranks)
+        return has_it and not any(self._is_preferred(rival) for rival in fusion.rivals)
 
-    def runs(self, fusion: Fusion) -> bool:
-        """Whether programs for this mesh have it, and this device runs it as one call."""
-        is_one = TERMS[fusion.name].on_cpu or not is_cpu(self.cluster)
-        return is_one and fusion.pays(self.mesh.num_data_ranks)
+    def is_one_call(self, fusion: Fusion) -> bool:
+        """Whether this device runs the kernel as one call; references on CPUs are the calls that they stand for."""
+        return TERMS[fusion.name].on_cpu or not is_cpu(self.cluster)
 
     def fused(self, operator: Operator, option: Option) -> Fusion | None:
-        """The same, if this decision leaves the run whole."""
+        """The run that a call is priced as a part of: the program's, or without one what this decision leaves whole."""
+        if self.fusions is not None:
+            return self.fusions.get((operator.scope, operator.node.name))
         fusion = self.fusion(operator)
         return fusion if fusion is not None and is_whole(fusion, operator, option) else None
 
@@ -269,14 +274,14 @@ def kept_by(fusion: Fusion) -> frozenset[Ref]:
     return frozenset(inputs[i] for inputs, positions in held for i in positions if i < len(inputs))
 
 
-# --- under all decisions ----------------------------------------------------------------------------------------------
+# --- in a program -----------------------------------------------------------------------------------------------------
 
 
 def as_run(
-    scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: Pricer
+    scope: Scope, operators: Mapping[Key, Operator], choices: Choices, fusions: Mapping[Key, Fusion]
 ) -> tuple[Scope, Mapping[Key, Operator], Choices]:
-    """The scope's calls as programs have them, with the fused ones and how what they read lies."""
-    found = _runs(scope, operators, choices, pricer) if isinstance(pricer, KernelPricer) else []
+    """The scope's calls as a program has them, with its fused ones and how what they read lies."""
+    found = [f for (name, call), f in fusions.items() if name == scope.name and call == f.node.name]
     if not found:
         return scope, operators, choices
     gone = {member.name for fusion in found for member in fusion.members}
@@ -294,36 +299,6 @@ def as_run(
         calls[key] = replace(operators[key], node=node, inputs=metas, runs=None)
         options[key] = replace(options[key], inputs=tuple(lies[ref] for ref in node.inputs))
     return replace(scope, nodes=tuple(nodes)), calls, replace(choices, operators=options)
-
-
-def _runs(scope: Scope, operators: Mapping[Key, Operator], choices: Choices, pricer: KernelPricer) -> list[Fusion]:
-    """Of all runs that no decision parts, those that programs have."""
-    found: list[Fusion] = []
-    taken: set[str] = set()
-    runs = operators[scope.name, scope.nodes[0].name].runs if scope.nodes else None
-    for fusion in runs.all if runs is not None else ():
-        names = {member.name for member in fusion.members}
-        if not names & taken and pricer.runs(fusion) and _holds(fusion, scope.name, operators, choices):
-            found.append(fusion)
-            taken |= names
-    return found
-
-
-def _holds(fusion: Fusion, scope: str, operators: Mapping[Key, Operator], choices: Choices) -> bool:
-    """Whether every call leaves the run whole, and every tensor lies for its readers as it was made."""
-    lies: dict[Ref, Placements] = {}
-    for member in fusion.members:
-        option = choices.operators[scope, member.name]
-        if not is_whole(fusion, operators[scope, member.name], option):
-            return False
-        if any(lies.setdefault(r, p) != p for r, p in zip(member.inputs, option.inputs, strict=True)):
-            return False
-        made = Ref(member.name)
-        lies[made] = option.outputs[0]
-        kept = choices.tensors.get((scope, made))
-        if kept not in (None, lies[made]) and member.name != fusion.node.name:
-            return False
-    return True
 
 
 def _lies(fusion: Fusion, scope: str, choices: Choices) -> dict[Ref, Placements]:

@@ -81,17 +81,14 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters."""
+    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters. is_layer: whether it is a
+    layer, and not calls between layers."""
 
     name: str
     kept: float
     live: Liveness
     slots: tuple[Slot, ...] = ()
-
-    @property
-    def is_top(self) -> bool:
-        """Not a layer, but calls between layers."""
-        return self.name.startswith("top ")
+    is_layer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +119,14 @@ class _Bucket:
 def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
     """Of a stage's blocks in order. received_bytes, sent_bytes: of what crosses its borders per micro-batch: while an
     action runs, what the next one waits for is on its way."""
-    gathered = [0.0 if life.is_top else sum(slot.gathered for slot in life.slots) for life in blocks]
-    root = sum(slot.gathered for life in blocks if life.is_top for slot in life.slots)
+    gathered = [sum(slot.gathered for slot in life.slots) if life.is_layer else 0.0 for life in blocks]
+    root = sum(slot.gathered for life in blocks if not life.is_layer for slot in life.slots)
     forward = before = loose = 0.0
     for index, life in enumerate(blocks):
         ahead = sum(gathered[index : index + 2])
         forward = max(forward, before + loose + life.live.forward + ahead + root)
         before += life.kept
-        loose += life.live.loose if life.is_top else 0.0
+        loose += 0.0 if life.is_layer else life.live.loose
     forward = max(forward, before + loose + root)
     forward += sent_bytes
     held = _held(blocks)
@@ -139,7 +136,7 @@ def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float
         life = blocks[index]
         before -= life.kept
         beside = before + held[index] + root + sum(gathered[max(index - 1, 0) : index + 1])
-        if life.is_top and index:
+        if index and not life.is_layer:
             beside = before + held[index] + root + gathered[index - 1]
         during, after, waits = reductions[index]
         own = life.live.waiting if waits else life.live.backward
@@ -194,14 +191,14 @@ def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
 
 def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
     """As zero.py makes them: from the last layer to the first, then what is outside of layers; ZeRO-3: per layer."""
-    layers = [i for i in reversed(range(len(blocks))) if not blocks[i].is_top]
-    tops = [i for i in range(len(blocks)) if blocks[i].is_top]
+    layers = [i for i in reversed(range(len(blocks))) if blocks[i].is_layer]
+    tops = [i for i in range(len(blocks)) if not blocks[i].is_layer]
     done: list[_Bucket] = []
     open_: dict[tuple[object, ...], _Bucket] = {}
     for index in (*layers, *tops):
         for slot in blocks[index].slots:
             is_unit = slot.gathered > 0
-            key = (*slot.key, -1 if blocks[index].is_top else index) if is_unit else slot.key
+            key = (*slot.key, index if blocks[index].is_layer else -1) if is_unit else slot.key
             bucket = open_.setdefault(key, _Bucket())
             bucket.waiting[index] = bucket.waiting.get(index, 0.0) + slot.waiting
             bucket.line += slot.line

@@ -42,7 +42,7 @@ class Pricer(Contractions, ParameterPrices):
         )
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
-            return self.contraction_seconds(operator, option, bytes_in + bytes_out, num_grads)
+            return self.contraction_seconds(operator, option, bytes_in + bytes_out)
         forward, backward = bytes_in + bytes_out, bytes_in + bytes_out * (1 + num_grads)
         inner = self._inner_seconds(operator, option)
         counts = specials(operator.node)

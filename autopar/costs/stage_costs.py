@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from autopar.costs.block_costs import FETCHING, FIXED_KINDS, HIDDEN, RECOMPUTATION, BlockCost
+from autopar.costs.block_costs import FETCHING, HIDDEN, RECOMPUTATION, BlockCost
 from autopar.costs.host import OWN_CORES, Host
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.plan import Pipeline, Prediction, StagePlan
@@ -77,13 +77,14 @@ class Copy:
 def stage_cost(
     costs: Mapping[str, BlockCost],
     blocks: Sequence[str],
+    layers: Collection[str],
     stage: StagePlan,
     sent_bytes: float = 0.0,
     copies: Sequence[Copy] = (),
 ) -> StageCost:
-    """The blocks of a stage under its recompute modes. sent_bytes: of results kept until their gradients come. copies:
-    of parameters that this or another stage may hold a second copy of."""
-    second = [c for c in copies if c.first < stage.first <= c.last < stage.last]
+    """The blocks of a stage under its recompute modes. blocks: of the whole chain. layers: those of them that are
+    classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters that
+    this stage holds."""
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
@@ -94,7 +95,7 @@ def stage_cost(
     lives = []
     for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
-        slots = (*cost.slots, *(copy.slot for copy in second if copy.last == index))
+        slots = (*cost.slots, *(copy.slot for copy in copies if copy.last == index))
         tables = (cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.beside, beside)
         for table, seconds in (*tables, (cost.fixed, fixed)):
             for kind, value in table.items():
@@ -102,40 +103,15 @@ def stage_cost(
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight, putting_off = weight + cost.weight_seconds, putting_off + cost.putting_off_seconds
         if not cost.modes:
-            lives.append(Life(name, cost.live.kept, cost.live, slots))
+            lives.append(Life(name, cost.live.kept, cost.live, slots, name in layers))
             continue
         mode = cost.modes.get(label, cost.modes["none"])
         micro[FETCHING if label == "offload" else RECOMPUTATION] += mode.seconds
         backward += mode.seconds
-        lives.append(Life(name, mode.kept_bytes, mode.live, slots))
+        lives.append(Life(name, mode.kept_bytes, mode.live, slots, name in layers))
     received_bytes = lives[0].live.entering if stage.first else 0.0
     held = peaks(lives, received_bytes, sent_bytes)
     return StageCost(micro, step, forward, backward, weight, fixed, held, putting_off, beside)
-
-
-def stage_costs(
-    costs: Mapping[str, BlockCost],
-    blocks: Sequence[str],
-    stages: Sequence[StagePlan],
-    borders: Sequence[float],
-    copies: Sequence[Copy] = (),
-) -> list[StageCost]:
-    """`stage_cost` of all stages, found once for those that are alike. borders: bytes at every border, the last's 0."""
-    found: dict[object, StageCost] = {}
-    result = []
-    for stage in stages:
-        held = tuple(c for c in copies if c.first < stage.first <= c.last < stage.last)
-        key = (
-            tuple(blocks[stage.first : stage.last]),
-            tuple(stage.recompute.items()),
-            borders[stage.last],
-            stage.first > 0,
-            stage.first if held else -1,
-        )
-        if key not in found:
-            found[key] = stage_cost(costs, blocks, stage, borders[stage.last], held)
-        result.append(found[key])
-    return result
 
 
 def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
@@ -238,20 +214,6 @@ def _in_actions(stage: StageCost, seconds: float, is_split: bool) -> StageCost:
     backward = stage.backward + seconds + (2 * late + seconds if is_split else 0.0)
     return replace(
         stage, micro={**stage.micro, **more}, forward=stage.forward + seconds, backward=backward, weight=weight
-    )
-
-
-def shared_costs(
-    stages: Sequence[StagePlan],
-    blocks: Mapping[str, tuple[int, int]],
-    ties: Mapping[str, tuple[tuple[float, float, float], float]],
-) -> tuple[SharedCost, ...]:
-    """Parameters that lie in two stages. blocks: first and last reader of each; ties: of `borders.tie_costs`."""
-    holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
-    return tuple(
-        SharedCost(holder[first], holder[last], dict(zip(FIXED_KINDS, ties[name][0], strict=True)), ties[name][1])
-        for name, (first, last) in blocks.items()
-        if name in ties
     )
 
 

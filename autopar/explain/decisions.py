@@ -11,7 +11,7 @@ from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
-from autopar.planning.layouts import micro_batch_counts, shapes
+from autopar.planning.equal_configs import micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
 from cost_models.schedule import SCHEDULES

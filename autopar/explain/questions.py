@@ -13,12 +13,11 @@ from autopar.explain.decisions import Decision, is_made, other_decisions, pin_te
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import TIE, time_words, verdict_words
 from autopar.plan import Plan
-from autopar.planning.bases import Bases
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.config_costs import Solved
+from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.planner import search_plans
-from autopar.planning.predict import predict
-from autopar.planning.request import Request, pricer_for, unequal_of
-from autopar.planning.unequal.search import UnequalSearch
+from autopar.planning.predict import predicted
+from autopar.planning.request import Request
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.sharding.choices import Candidate
@@ -40,7 +39,7 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit = time.monotonic() + seconds
-    bases = UnequalSearch(request) if request.mixed is not None else PipelineSearch(request).bases
+    bases = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
     searched = search_plans(
         request, bases, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the bases
@@ -53,7 +52,7 @@ class _Questions:
     """What is asked of one request. searched: its best plan; bases: solved for it, and shared by all questions."""
 
     request: Request
-    bases: Bases | UnequalSearch
+    bases: Solved
     searched: Candidate
     limit: float
     not_tried: list[str] = field(default_factory=list)
@@ -120,10 +119,7 @@ def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:
     """A step of the plan as it is, priced under the condition; None where it cannot run as it is."""
     if not condition.is_comparable:
         return None
-    plan = best.plan
-    pricer = pricer_for(condition.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    unequal = unequal_of(condition.request, plan)
-    return predict(best.graph, best.operators, pricer, best.choices, plan.pipeline, unequal).step_seconds
+    return predicted(condition.request, best).plan.prediction.step_seconds
 
 
 def _difference(plan: Plan, best: Plan) -> str:

@@ -11,7 +11,7 @@ from autopar.explain.decisions import pin_text, pins_of, without
 from autopar.plan import Plan
 from autopar.planning.bases import Bases
 from autopar.planning.candidates import candidate_of
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.pipelines import EqualSearch
 from autopar.planning.request import Request
 from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
@@ -36,7 +36,7 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
     if error.needed_bytes is None or request.mixed is not None:
         return error
     try:
-        search = PipelineSearch(request)
+        search = EqualSearch(request)
         search.run()
     except AutoparError:
         return error
@@ -110,7 +110,7 @@ def _with_nodes(request: Request, count: int, bases: Bases) -> Remedy | None:
 def plan_for(request: Request, bases: Bases | None) -> Plan | None:
     """The best plan of the search over pipelines (one position is one of them), or None."""
     try:
-        found = PipelineSearch(request, bases).run().found
-        return candidate_of(found[0], request).plan if found else None
+        best = EqualSearch(request, bases).run().best
+        return None if best is None else candidate_of(best, request).plan
     except AutoparError:
         return None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import InternalError
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
+from autopar.lowering.passes import Pass
 from autopar.plan import Pipeline
 from autopar.seats import first_ranks
 from autopar.sharding.choices import Candidate
-from codegen.async_tp import with_async_tp
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.evaluation import follows_training
 from codegen.expressions import expression
-from codegen.fp8 import in_fp8
-from codegen.fusion import fuse
-from codegen.overlap import overlap
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
@@ -26,27 +24,11 @@ from cost_models.schedule import orders, orders_text, placement
 HOST = "host"
 
 
-def program_of(
-    candidate: Candidate, fused: bool, overlapped: bool = False, asynchronous: bool = False
-) -> Program | PipelineProgram:
-    """What code is generated from.
-
-    fused: with Triton kernels in place of runs of calls, for the update and for the gradient's norm. overlapped: sums
-    over ranks of backward run beside weight gradients (codegen/overlap.py), of calls that no kernel has. asynchronous:
-    products run beside the collectives before and after them (codegen/async_tp.py). The plan says whether linear
-    layers are in fp8.
-    """
+def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | PipelineProgram:
+    """What code is generated from: the candidate's decisions lowered, and rewritten by the passes in order."""
     program = _checked(_lowered(candidate))
-    rewrites = (
-        (True, follows_training),
-        (fused, _with_kernels),
-        (candidate.plan.fp8, in_fp8),
-        (asynchronous, with_async_tp),
-        (overlapped, overlap),
-    )
-    for wanted, rewrite in rewrites:
-        if wanted:
-            program = _checked(program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program))
+    for rewrite in (follows_training, *passes):
+        program = _checked(program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program))
     return program
 
 
@@ -66,10 +48,6 @@ def _internal(values: str) -> InternalError:
         values=values,
         alternatives="report it with the model and this message; other constraints may avoid the call meanwhile",
     )
-
-
-def _with_kernels(program: Program) -> Program:
-    return replace(fuse(program), kernels=True)
 
 
 def _lowered(candidate: Candidate) -> Program | PipelineProgram:

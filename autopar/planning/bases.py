@@ -10,18 +10,22 @@ the prices do not depend on the budget, so that a smaller budget has no candidat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from autopar.costs.activity_costs import activity_costs, activity_seconds
 from autopar.costs.block_costs import BlockCost, BusySeconds
+from autopar.costs.borders import border_bytes
+from autopar.costs.passed import Known
 from autopar.costs.price import Pricer
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.placement import Rp, Stored
+from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.space import Space, build_space
+from autopar.seats import Seat
 from autopar.sharding.carried import carried, covers
 from autopar.sharding.choices import Choices, axis_sources, on_axes
 from autopar.sharding.strategies import Operator, operators_of
@@ -39,23 +43,30 @@ TYPICAL_MICRO_BATCHES = 4
 class Activity:
     """What decisions do on a mesh per micro-batch, parameters left out; found when it is asked for.
 
-    Bounds ask for seconds only, and most layouts get no further than their bound.
+    known: programs of the model that were lowered already. Bounds ask for seconds only, and most layouts get no further
+    than their bound.
     """
 
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
     pricer: Pricer
     choices: Choices
+    known: Known = field(default_factory=dict)
 
     @cached_property
     def seconds(self) -> Mapping[str, BusySeconds]:
         """Block -> seconds of forward and backward, and of weight gradients that can be put off."""
-        return activity_seconds(self.graph, self.operators, self.pricer, self.choices)
+        return activity_seconds(self.graph, self.operators, self.pricer, self.choices, self.known)
+
+    @cached_property
+    def border_bytes(self) -> tuple[float, ...]:
+        """Of one rank per micro-batch, at the border before each block."""
+        return border_bytes(self.graph, self.pricer.mesh, self.choices)
 
     @cached_property
     def costs(self) -> Mapping[str, BlockCost]:
         """Block -> seconds by kind and bytes."""
-        return activity_costs(self.graph, self.operators, self.pricer, self.choices)
+        return activity_costs(self.graph, self.operators, self.pricer, self.choices, self.known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +86,12 @@ class Base:
     solved_rows: int
     operators: Mapping[tuple[str, str], Operator]
     price: float
-    storage: int
+    storage: Hashable
 
     @property
     def costs(self) -> Mapping[str, BlockCost]:
         """Of every block, without its parameters."""
         return self.activity.costs
-
-    @property
-    def costed_choices(self) -> Choices:
-        """The decisions on the mesh `costed`."""
-        return self.activity.choices
 
     def choices(self, zero: int, rows: int) -> Choices:
         """All decisions on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever one is
@@ -133,6 +139,7 @@ class Bases:
     _spaces: dict[tuple[int, bool, int], Space] = field(default_factory=dict)
     _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
+    _known: Known = field(default_factory=dict)
 
     def base(self, mesh: Mesh, rows: int, price: float) -> Base | None:
         """For a mesh whose tensor-parallel ranks share `rows` rows of a micro-batch; None where the constraints leave
@@ -142,10 +149,18 @@ class Bases:
             self._bases[key] = self._make(*key)
         return self._bases[key]
 
-    def repeats(self, mesh: Mesh, rows: int, price: float) -> bool:
-        """Whether bytes that cost nothing lead to the same decisions."""
-        free, priced = self.base(mesh, rows, 0.0), self.base(mesh, rows, price)
-        return price > 0 and free is not None and priced is not None and free.solved is priced.solved
+    def base_of(self, config: ParallelConfig, stage_mesh: Seat) -> Base | None:
+        """A config's decisions on its only stage mesh."""
+        return self.base(stage_mesh.mesh, config.rows_on(stage_mesh), config.price)
+
+    def repeats(self, config: ParallelConfig) -> bool:
+        """Whether bytes that cost nothing lead to the same decisions, or the constraints leave nothing."""
+        (stage_mesh,) = config.stage_meshes
+        priced = self.base_of(config, stage_mesh)
+        if priced is None or not config.price:
+            return priced is None
+        free = self.base(stage_mesh.mesh, config.rows_on(stage_mesh), 0.0)
+        return free is not None and free.solved is priced.solved
 
     def _make(self, mesh: Mesh, rows: int, price: float) -> Base | None:
         tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
@@ -167,11 +182,11 @@ class Bases:
         if key not in self._activity:
             here = carried(choices, self.operators(solved_rows), solved_rows, whole)
             placed = on_axes(here, axes, costed.axes)
-            self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed)
-        calls, storage = self.operators(solved_rows), self._storage_of(decided, axes)
+            self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed, self._known)
+        calls, storage = self.operators(solved_rows), self.storage_of(decided, axes)
         return Base(mesh, self._activity[key], costed, choices, axes, solved_rows, calls, price, storage)
 
-    def _storage_of(self, decided: Key, axes: tuple[str, ...]) -> int:
+    def storage_of(self, decided: Key, axes: tuple[str, ...]) -> int:
         """A number for how the decisions store the parameters: equal where that is."""
         if (decided, axes) not in self._stored_as:
             choices = self.choices(*decided)

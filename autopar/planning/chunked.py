@@ -1,143 +1,113 @@
-"""Schedules with several stages per position: interleaved 1F1B and the V-shaped zero bubble.
+"""Schedules with several stages per pipeline rank: interleaved 1F1B and the V-shaped zero bubble.
 
-Their memory and time have no closed form that stages could be cut by, so they refine layouts that the search found: the
+Their memory and time have no closed form that stages could be cut by, so they refine configs that the search found: the
 chain is cut into evenly long stages, all layers take one recompute mode, the one that keeps most of those that fit, and
 the result is simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from autopar.costs.block_costs import MODES, BlockCost
-from autopar.costs.host import host_of
-from autopar.costs.rates import is_cpu
-from autopar.costs.stage_costs import simulated, stage_costs
+from autopar.costs.block_costs import MODES
+from autopar.costs.pipeline_costs import PipelineCosts
 from autopar.errors import ConstraintError
-from autopar.planning.layouts import Layout
-from autopar.planning.pipelines import GROUP, Found, PipelineSearch
-from autopar.planning.request import usable_bytes
-from autopar.planning.stage_points import modes_of, pipeline_of, point
-from cost_models.schedule import placement
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.pipelines import EqualSearch
+from autopar.planning.stage_points import modes_of, point
+from autopar.planning.stage_problem import Found, StageProblem
 from search.inter_op import solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh
 
 CHUNKED = ("interleaved", "zero-bubble-v")
+GROUP = "devices"
 FREE_MEMORY = 1e18
 """Bytes: more than any stage needs."""
 
-MOST_LAYOUTS = 3
-"""How many layouts are refined; with a pinned schedule, how many feasible ones are compared."""
+MOST_REFINED = 3
+"""How many configs are refined; with a pinned schedule, how many feasible ones are compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """A schedule and its stages per position."""
-
-    schedule: str
-    count: int
-
-
-def refined(search: PipelineSearch, found: tuple[Found, ...]) -> Iterator[Found]:
-    """Layouts of `found`, or the most promising ones, under the schedules with several stages per position."""
+def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
+    """Configs of `found`, or the most promising ones, under the schedules with several stages per pipeline rank."""
     pinned = search.request.constraints.schedule
     if pinned is not None and pinned not in CHUNKED:
         return
-    promising = [f.layout for f in found if f.layout.num_positions > 1]
     if pinned is not None:
         _check_depth(search)
-        promising = [layout for _, layout in search.promising()]
-    for choice in chunks_of(search):
+    promising = search.promising() if pinned is not None else [each.config for each in found if each.config.pp > 1]
+    for schedule, chunks in chunks_of(search):
         accepted = 0
-        for layout in promising:
-            better = _best_mode(search, layout, choice) if accepted < MOST_LAYOUTS else None
+        for config in promising:
+            better = _best_mode(search, config.under(schedule, chunks)) if accepted < MOST_REFINED else None
             if better is not None:
                 accepted += 1
                 yield better
 
 
-def _check_depth(search: PipelineSearch) -> None:
-    """Raises ConstraintError where the model is too short for the pinned schedule on every layout."""
-    positions = sorted({each.num_positions for each in search.layouts if each.num_positions > 1})
-    needed = [p * choice.count for p in positions for choice in chunks_of(search)]
-    if needed and min(needed) > len(search.blocks):
+def _check_depth(search: EqualSearch) -> None:
+    """Raises ConstraintError where the model is too short for the pinned schedule with every number of ranks."""
+    numbers, num_blocks = sorted({each.pp for each in search.unscheduled if each.pp > 1}), len(search.costs.blocks)
+    needed = [number * chunks for number in numbers for _, chunks in chunks_of(search)]
+    if needed and min(needed) > num_blocks:
         limits = search.request.constraints
         raise ConstraintError(
             f"the schedule {limits.schedule!r} needs more stages than the model has blocks",
-            values=f"{min(needed)} stages ({positions[0]} positions), {len(search.blocks)} blocks",
+            values=f"{min(needed)} stages ({numbers[0]} positions), {num_blocks} blocks",
             alternatives=["1f1b, gpipe or zero-bubble", "fewer pipeline positions (pp)"],
         )
 
 
-def chunks_of(search: PipelineSearch) -> Iterator[Chunks]:
-    """Those that the constraints leave."""
+def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
+    """(schedule, stages per pipeline rank), as the constraints leave them."""
     limits = search.request.constraints
     for schedule in CHUNKED:
         if limits.schedule in (None, schedule):
-            count = limits.chunks if schedule == "interleaved" and limits.chunks else 2
-            yield Chunks(schedule, count)
+            yield schedule, limits.chunks if schedule == "interleaved" and limits.chunks else 2
 
 
-def _best_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Found | None:
-    """The layout under the first recompute mode that fits."""
-    for num_bytes, solution in cuts_by_mode(search, layout, chunks):
-        if num_bytes <= usable_bytes(search.request):
-            seconds = _seconds(search, layout, chunks, search.costs(layout), solution)
-            return replace(search.found(layout, chunks.schedule, solution), objective=seconds)
+def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
+    """The config under the first recompute mode that fits."""
+    for found, costs in cuts_by_mode(search, config):
+        if costs.peak_bytes <= search.costs.usable_bytes[0]:
+            return replace(found, objective=costs.simulated().prediction.step_seconds)
     return None
 
 
-def cuts_by_mode(search: PipelineSearch, layout: Layout, chunks: Chunks) -> Iterator[tuple[float, PipelineSolution]]:
-    """(bytes of the fullest rank, the even cut) under every recompute mode, the one that keeps most first."""
-    num_stages = layout.num_positions * chunks.count
-    if num_stages > len(search.blocks) or layout.num_micro_batches < 2 or search.base(layout) is None:
+def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[tuple[Found, PipelineCosts]]:
+    """The even cut, and what it costs, under every recompute mode, the one that keeps most first."""
+    costs, (stage_mesh,) = search.costs, config.stage_meshes
+    is_long_enough = config.pp * config.chunks <= len(costs.blocks) and config.num_micro_batches > 1
+    if not is_long_enough or search.bases.base_of(config, stage_mesh) is None:
         return
-    costs, pinned = search.costs(layout), search.request.constraints.recompute
+    problem, pinned = StageProblem.of(costs, config), search.request.constraints.recompute
     for mode in MODES:
-        if pinned == mode or (pinned is None and (mode != "offload" or not is_cpu(search.request.cluster))):
-            solution = _even_cut(search, layout, costs, mode, num_stages)
+        if pinned == mode or (pinned is None and (mode != "offload" or not costs.is_on_cpu)):
+            solution = _even_cut(problem, mode)
             if solution is not None:
-                yield search.peak_bytes(layout, chunks.schedule, costs, solution), solution
+                found = problem.found(solution)
+                yield found, problem.assembled(found.pipeline)
 
 
-def _even_cut(
-    search: PipelineSearch, layout: Layout, costs: Mapping[str, BlockCost], mode: str, num_stages: int
-) -> PipelineSolution | None:
+def _even_cut(problem: StageProblem, mode: str) -> PipelineSolution | None:
     """Stages of which the longest is as short as can be."""
-    name = str(layout.mesh)
-    points = {}
-    for block, cost in costs.items():
+    config, ((stage_mesh, here),) = problem.config, problem.chains.items()
+    name, num_stages, points = str(stage_mesh), config.pp * config.chunks, {}
+    for block, cost in here.costs.items():
         modes = modes_of(cost)
         label = mode if mode in modes else "none"
         points[block, name] = (point(cost, label, modes[label], "1f1b"),)
-    problem = PipelineProblem(
-        search.blocks,
-        (Submesh(name, GROUP, 1, FREE_MEMORY),),
-        {GROUP: num_stages},
-        points,
-        lambda p, i: 1,
-        layout.num_micro_batches,
+    even = PipelineProblem(
+        blocks=problem.costs.blocks,
+        submeshes=(Submesh(name, GROUP, 1, FREE_MEMORY),),
+        groups={GROUP: num_stages},
+        points=points,
+        in_flight=lambda p, i: 1,
+        num_micro_batches=config.num_micro_batches,
         num_stages=(num_stages,),
     )
     try:
-        return solve_pipeline(problem)
+        return solve_pipeline(even)
     except PipelineInfeasibleError:
         return None
-
-
-def _seconds(
-    search: PipelineSearch, layout: Layout, chunks: Chunks, costs: Mapping[str, BlockCost], solution: PipelineSolution
-) -> float:
-    """Of one simulated step."""
-    pipeline = pipeline_of(solution, layout.num_positions, chunks.schedule, layout.offload)
-    borders = (*search.borders(layout), 0.0)
-    staged = stage_costs(costs, search.blocks, pipeline.stages, borders)
-    home = placement(chunks.schedule, layout.num_positions, chunks.count)
-    transfers = {
-        (i, i + 1): 0.0 if home[i] == home[i + 1] else search.transfer_seconds(layout, borders[stage.last])
-        for i, stage in enumerate(pipeline.stages[:-1])
-    }
-    host = host_of(search.request.cluster)
-    found = simulated(staged, pipeline, layout.num_micro_batches, transfers, host=host)
-    return found.prediction.step_seconds

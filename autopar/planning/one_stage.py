@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.chain import chain
 from autopar.costs.cost_table import block_costs
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import unread_bytes
@@ -182,7 +181,7 @@ def _solve(
         except NothingFits:
             break
         choices = decode(space, solution.choices)
-        needed = transient_bytes(block_costs(graph, operators, pricer, choices), chain(graph))
+        needed = transient_bytes(graph, block_costs(graph, operators, pricer, choices))
         if solution.usage[0] + needed <= limit:
             return _candidate(graph, operators, pricer, request, count, choices, solution)
         transient = max(needed, transient * 1.1)

@@ -17,15 +17,17 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Plan, layout_text
 from autopar.planning.bases import Bases
-from autopar.planning.candidates import candidate_of, unequal_candidate
+from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
+from autopar.planning.config_costs import Solved
 from autopar.planning.one_stage import OneStage, meshes, search_one_stage
-from autopar.planning.pipelines import Found, PipelineSearch
-from autopar.planning.predict import predict
-from autopar.planning.request import Request, divisors, pricer_for, unequal_of
+from autopar.planning.pipelines import EqualSearch, UnequalSearch
+from autopar.planning.predict import predicted
+from autopar.planning.request import Request, divisors
+from autopar.planning.shared_decisions import SharedDecisions
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.stage_points import HOLDING
-from autopar.planning.unequal.search import UnequalSearch
+from autopar.planning.stage_problem import Found
 from autopar.sharding.choices import Candidate, Choices
 from autopar.sharding.strategies import Operator
 from autopar.tracing.uncollected import uncollected
@@ -64,27 +66,26 @@ class SearchResult:
 
 @uncollected()
 def search_plans(
-    request: Request, shared: Bases | UnequalSearch | None = None, exact_devices: int = ONE_STAGE_DEVICES
+    request: Request, shared: Solved | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
     """The best plan of each layout that can still win, fastest first.
 
-    shared: decisions of another request that differs only in what they do not depend on (see bases.py); a search over
-    groups of unlike nodes where there are such. exact_devices: on larger clusters the exact search only polishes; with
-    0 all positions of a pipeline have equal meshes too.
+    shared: decisions of another request that differs only in what they do not depend on (see bases.py). exact_devices:
+    on larger clusters the exact search only polishes; with 0 all positions of a pipeline have equal meshes too.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
     if request.mixed is not None:
-        return _search_mixed(shared.asked(request) if isinstance(shared, UnequalSearch) else UnequalSearch(request))
+        return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedDecisions) else None))
     try:
-        search = PipelineSearch(request, shared if isinstance(shared, Bases) else None)
+        search = EqualSearch(request, shared if isinstance(shared, Bases) else None)
     except ConstraintError:
         # No equal positions make the cluster's number of devices.
         unlike = _unequal(request) if exact_devices else None
-        uneven = unlike.run() if unlike is not None else None
+        uneven = unlike.run().best if unlike is not None else None
         if uneven is None:
             raise
-        return SearchResult((unequal_candidate(uneven, request),), (), ())
+        return SearchResult((candidate_of(uneven, request),), (), ())
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
@@ -99,10 +100,10 @@ def search_plans(
     found += one.candidates
     known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
     unlike = _unequal(request) if exact_devices else None
-    better = unlike.run(min(known, default=math.inf) * (1 - UNEQUAL_GAIN)) if unlike is not None else None
-    found += [unequal_candidate(better, request)] if better is not None else []
+    better = unlike.run(min(known, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
+    found += [candidate_of(better, request)] if better is not None else []
     if not found:
-        raise nothing_fits(request, list(one.failures), pipelines.smallest, unlike)
+        raise nothing_fits(request, list(one.failures), [search] if unlike is None else [search, unlike])
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
     found = _distinct(found)
     _refuse_idle(found[0], request)
@@ -122,10 +123,10 @@ def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
 
 def _search_mixed(search: UnequalSearch) -> SearchResult:
     """The best pipeline over groups of unlike nodes. Raises InfeasibleError."""
-    found, request = search.run(), search.request
+    found, request = search.run().best, search.request
     if found is not None:
-        return SearchResult((unequal_candidate(found, request),), (), ())
-    error = nothing_fits(request, [], None, search)
+        return SearchResult((candidate_of(found, request),), (), ())
+    error = nothing_fits(request, [], [search])
     if error.needed_bytes is not None:
         raise error
     raise InfeasibleError(
@@ -184,9 +185,8 @@ def price_plan(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
 ) -> Candidate:
     """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
-    pricer = pricer_for(request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    prediction = predict(graph, operators, pricer, choices, plan.pipeline, unequal_of(request, plan))
-    capacity = request.capacity_bytes(replace(plan, prediction=prediction).fullest_group)
+    found = predicted(request, Candidate(replace(plan, runner_ups=()), graph, operators, choices, None))
+    prediction, capacity = found.plan.prediction, request.capacity_bytes(found.plan.fullest_group)
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(
             "the plan does not fit the memory of one rank",
@@ -194,7 +194,7 @@ def price_plan(
             | {"capacity": bytes_text(capacity)},
             alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
         )
-    return Candidate(replace(plan, prediction=prediction, runner_ups=()), graph, operators, choices, None)
+    return found
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:

@@ -14,7 +14,6 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
 from autopar.graph import Graph, Ref
 from autopar.mesh import Mesh
-from autopar.plan import Plan
 from autopar.planning.space import Space
 from autopar.sharding.choices import Choices
 from autopar.sharding.strategies import Operator, operators_of
@@ -105,27 +104,6 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
     overlaps = request.overlaps and not puts_off(request.constraints.schedule or "")
     beside = HIDDEN_FRACTION if overlaps else 0.0
     return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION, beside)
-
-
-@dataclass(frozen=True, slots=True)
-class Unequal:
-    """What positions that are not alike are priced by. pricers, capacities: of each position, and bytes of a rank
-    there. cluster: all devices."""
-
-    pricers: tuple[Pricer, ...]
-    capacities: tuple[float, ...]
-    cluster: AnyCluster
-
-
-def unequal_of(request: Request, plan: Plan) -> Unequal | None:
-    """What the positions of a plan are priced by where they are not alike."""
-    seats = plan.pipeline.seats
-    if not seats:
-        return None
-    count, offload = plan.num_micro_batches, plan.pipeline.offload
-    made = {s: pricer_for(request.of_group(s.group), s.mesh.compact, count, offload) for s in dict.fromkeys(seats)}
-    capacities = tuple(float(request.capacity_bytes(seat.group)) for seat in seats)
-    return Unequal(tuple(made[seat] for seat in seats), capacities, request.whole)
 
 
 def usable_bytes(request: Request) -> float:

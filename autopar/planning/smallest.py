@@ -10,28 +10,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
-from autopar.planning.candidates import candidate_of, unequal_candidate
+from autopar.planning.bounds import bytes_bound, stored_bound
+from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import CHUNKED, chunks_of, cuts_by_mode
+from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, found_in_rounds, leanest, least_bytes
 from autopar.planning.one_stage import Failure, at_budget
-from autopar.planning.pipelines import Found, PipelineSearch
-from autopar.planning.request import Request, divisors, usable_bytes
-from autopar.planning.unequal import problem as unequal_problem
-from autopar.planning.unequal.bounds import bytes_bound
-from autopar.planning.unequal.search import UnequalSearch
-from autopar.planning.unequal.terms import all_terms
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.pipelines import EqualSearch, PipelineSearch
+from autopar.planning.request import Request, divisors
+from autopar.planning.stage_problem import Found, StageProblem
 from autopar.units import bytes_text
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
 """Share by which the budget that is named may be larger than the smallest."""
-
-T = TypeVar("T")
 
 
 def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
@@ -47,33 +44,50 @@ def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
     return high
 
 
-@dataclass(frozen=True, slots=True)
-class Cut(Generic[T]):
-    """What was cut, and into what, by the bytes of a rank (of the roomiest submesh) that it was found with."""
+def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failure | None:
+    """The config of which a rank needs the least bytes, where that is less than `limit` on every rank, with those of
+    its leanest cut by kind."""
+    request = search.request
+    if isinstance(search, EqualSearch) and request.constraints.schedule in CHUNKED:
+        least = _smallest_chunked(search)
+    else:
+        # The budget that is named is one number, whatever the memory of the groups.
+        limited = replace(request.constraints, memory_bytes=request.capacity_bytes())
+        costs = ConfigCosts(replace(request, constraints=limited), search.solved)
+        least = _smallest_cut(costs, search.configs(), limit - _reserved(costs))
+    if least is None:
+        return None
+    num_bytes, found = least
+    plan = candidate_of(found, request).plan
+    axes, sizes, pp = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_positions
+    mesh = Mesh(("pp", *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.seats else plan.mesh
+    needed = num_bytes + _reserved(search.costs)
+    if not plan.pipeline.seats:
+        # A search within the budget will hold the plan to what it needs on the graph of its own micro-batch.
+        needed = max(needed, plan.prediction.peak_bytes)
+    return Failure(needed, mesh, plan.num_micro_batches, plan.prediction.num_bytes)
 
-    num_bytes: float
-    what: T
-    solution: PipelineSolution
 
+def _smallest_cut(costs: ConfigCosts, configs: Iterable[ParallelConfig], limit: float) -> tuple[float, Found] | None:
+    """The cut that is found with the least memory, where that is less than `limit`, and its bytes on a rank of the
+    roomiest stage mesh.
 
-def smallest_cut(bounded: Iterable[tuple[float, T]], fitting: Callable[[T], Fitting], limit: float) -> Cut[T] | None:
-    """The cut that is found with the least memory, where that is less than `limit`.
-
-    bounded: bytes below which something has no cut. A bound is replaced by the least bytes of the closed form, which
-    take longer, when its turn comes, and the leanest cut is looked for where it still comes first.
+    A bound on the bytes is replaced by the least bytes of the closed form, which take longer, when its turn comes, and
+    the leanest cut is looked for where it still comes first.
     """
-    best: Cut[T] | None = None
-    queue = [(bound, number, what, False) for number, (bound, what) in enumerate(bounded)]
+    best: tuple[float, Found] | None = None
+    queue = [(bytes_bound(costs, config), number, config, False) for number, config in enumerate(configs)]
     heapq.heapify(queue)
     while queue and queue[0][0] * (1 + NEAR) < limit:
-        bound, number, what, is_least = heapq.heappop(queue)
+        bound, number, config, is_least = heapq.heappop(queue)
+        problem = StageProblem.of(costs, config)
         if not is_least:
-            heapq.heappush(queue, (least_bytes(fitting(what)), number, what, True))
+            heapq.heappush(queue, (least_bytes(problem.fitting()), number, config, True))
             continue
-        found = _found_below(fitting(what), bound, limit)
+        found = _found_below(problem.fitting(), bound, limit)
         if found is not None:
             limit, solution = found
-            best = Cut(limit, what, solution)
+            best = limit, problem.found(solution)
     return best
 
 
@@ -102,49 +116,26 @@ def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, P
     return num_bytes, solutions[num_bytes]
 
 
-def smallest_pipeline(search: PipelineSearch) -> Failure | None:
-    """The layout of which a rank needs the least bytes, with those of its leanest cut by kind."""
-    if search.request.constraints.schedule in CHUNKED:
-        least = _smallest_chunked(search)
-    else:
-        bounded = (
-            (search.least_bytes(layout, schedule), (layout, schedule))
-            for layout in search.layouts
-            if search.base(layout) is not None and not search.bases.repeats(layout.mesh, layout.rows, layout.price)
-            for schedule in search.schedules_of(layout)
-        )
-        cut = smallest_cut(bounded, lambda what: search.fitting(*what, usable_bytes(search.request)), math.inf)
-        least = None if cut is None else (cut.num_bytes, search.found(*cut.what, cut.solution))
-    if least is None:
-        return None
-    num_bytes, found = least
-    plan = candidate_of(found, search.request).plan
-    axes, sizes, positions = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_positions
-    mesh = Mesh(("pp", *axes), (positions, *sizes)) if positions > 1 else plan.mesh
-    # A search within the budget will hold the plan to what it needs on the graph of its own micro-batch.
-    needed = max(num_bytes + _reserved(search.request), plan.prediction.peak_bytes)
-    return Failure(needed, mesh, plan.num_micro_batches, plan.prediction.num_bytes)
-
-
-def _smallest_chunked(search: PipelineSearch) -> tuple[float, Found] | None:
-    """Usable bytes and the layout under the pinned schedule with several stages per position that needs the least."""
+def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
+    """Usable bytes and the config under the pinned schedule with several stages per rank that needs the least."""
     least: tuple[float, Found] | None = None
-    for stored, _, layout in sorted(
-        (search.stored_bytes(layout) / layout.num_positions, number, layout)
-        for number, (_, layout) in enumerate(search.promising())
+    for stored, _, config in sorted(
+        (stored_bound(search.costs, config) / config.pp, number, config)
+        for number, config in enumerate(search.promising())
     ):
         if least is not None and stored >= least[0]:
             break
-        for chunks in chunks_of(search):
-            for num_bytes, solution in cuts_by_mode(search, layout, chunks):
+        for schedule, chunks in chunks_of(search):
+            for found, costs in cuts_by_mode(search, config.under(schedule, chunks)):
+                num_bytes = costs.peak_bytes
                 if least is None or num_bytes < least[0]:
-                    least = num_bytes, search.found(layout, chunks.schedule, solution)
+                    least = num_bytes, found
     return least
 
 
-def _reserved(request: Request) -> float:
-    """Bytes of a rank that no decision may take."""
-    return request.capacity_bytes() - usable_bytes(request)
+def _reserved(costs: ConfigCosts) -> float:
+    """Bytes of a rank that no decision may take, in the group of nodes where they are fewest."""
+    return min(own.capacity_bytes() - usable for own, usable in zip(costs.groups, costs.usable_bytes, strict=True))
 
 
 def smallest_of_one_stage(request: Request, failures: list[Failure], limit: float) -> Failure | None:
@@ -171,34 +162,12 @@ def smallest_of_one_stage(request: Request, failures: list[Failure], limit: floa
     return best
 
 
-def smallest_unequal(search: UnequalSearch, limit: float) -> Failure | None:
-    """Of positions that are not alike, where they fit in less than `limit` on every rank."""
-    limited = replace(search.request.constraints, memory_bytes=search.request.capacity_bytes())
-    request = replace(search.request, constraints=limited)
-    costs = search.asked(request).costs
-    reserved = min(_reserved(request.of_group(number)) for number in range(len(request.whole.groups)))
-    cut = smallest_cut(
-        ((bytes_bound(costs, terms), terms) for terms in all_terms(costs.decisions, len(costs.blocks))),
-        lambda terms: unequal_problem.fitting(costs, terms),
-        limit - reserved,
-    )
-    if cut is None:
-        return None
-    plan = unequal_candidate(unequal_problem.found(costs, cut.what, cut.solution), request).plan
-    return Failure(cut.num_bytes + reserved, plan.mesh, plan.num_micro_batches, plan.prediction.num_bytes)
-
-
-def nothing_fits(
-    request: Request, failures: list[Failure], pipeline: Failure | None, unequal: UnequalSearch | None
-) -> InfeasibleError:
-    """The error with the smallest budget that gives a plan, and that plan's bytes by kind.
-
-    failures: of one stage. pipeline: the smallest. unequal: the search over positions that are not alike.
-    """
-    best = pipeline
+def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[PipelineSearch]) -> InfeasibleError:
+    """The error with the smallest budget that gives a plan, and that plan's bytes by kind. failures: of one stage."""
+    best: Failure | None = None
+    for search in searches:
+        best = smallest_pipeline(search, best.num_bytes if best else math.inf) or best
     best = smallest_of_one_stage(request, failures, best.num_bytes if best else math.inf) or best
-    if unequal is not None:
-        best = smallest_unequal(unequal, best.num_bytes if best else math.inf) or best
     if best is None or best.num_bytes == math.inf:
         where = "; ".join(failure.where for failure in failures)
         return InfeasibleError("no plan exists under these constraints", values=where or None)

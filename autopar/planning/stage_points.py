@@ -46,6 +46,10 @@ HOLDING: Mapping[str, Callable[[int], Holding]] = {
 """What the positions of a schedule hold, by its number of micro-batches; never more than `costs/peak.py` counts."""
 
 
+SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
+"""Of these the closed form is minimised; those with several stages per pipeline rank refine the best (chunked.py)."""
+
+
 def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
     """1 + 2 w / (f + i + w) / (m - 1); 1 for one micro-batch."""
     return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0

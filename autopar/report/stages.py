@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.chain import chain, nodes_of
 from autopar.costs.stage_costs import Simulated
-from autopar.graph import Graph, LayerRun
+from autopar.graph import Graph, layer_names
 from autopar.plan import Plan, StagePlan
 from autopar.report.plan_words import recompute_words
 
@@ -41,7 +41,7 @@ def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[Stage
 def blocks_words(graph: Graph, stage: StagePlan) -> str:
     """`embed_tokens, layers 0-7`: modules outside layers by name, layers by number among those of their class."""
     blocks = chain(graph)
-    classes = {piece.layer.name for piece in graph.body if isinstance(piece, LayerRun)}
+    classes = layer_names(graph)
     parts: list[str] = []
     index = stage.first
     while index < stage.last:

@@ -11,7 +11,6 @@ from autopar.costs.stage_costs import Simulated
 from autopar.errors import PlanError
 from autopar.outputs import write_output
 from autopar.planning.predict import simulate_plan
-from autopar.planning.request import pricer_for, unequal_of
 from autopar.simulate.timeline import StepEvent, events_of
 from cost_models.schedule import chrome_trace
 
@@ -23,10 +22,7 @@ def simulation_of(compiled: CompiledProgram) -> Simulated:
     """The plan's schedule, event by event. Raises PlanError on a program without its request."""
     if compiled.request is None:
         raise PlanError("the program came from another process, without what it was planned for")
-    plan, best = compiled.plan, compiled.best
-    pricer = pricer_for(compiled.request, plan.mesh, plan.num_micro_batches, plan.pipeline.offload)
-    unequal = unequal_of(compiled.request, plan)
-    return simulate_plan(best.graph, best.operators, pricer, best.choices, plan.pipeline, unequal)
+    return simulate_plan(compiled.request, compiled.best)
 
 
 def trace_of(simulated: Simulated) -> dict[str, Any]:

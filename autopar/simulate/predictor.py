@@ -13,15 +13,14 @@ from torch import nn
 from autopar.cluster import as_cluster
 from autopar.constraints import Constraints
 from autopar.costs.block_costs import BlockCost
-from autopar.costs.borders import border_bytes, hop_seconds, last_holders, second_copies, tie_costs, transfer_seconds
 from autopar.costs.cost_table import combined
-from autopar.costs.host import host_of
+from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
-from autopar.costs.stage_costs import Simulated, StageCost, shared_costs, simulated, stage_costs
+from autopar.costs.stage_costs import Simulated
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
-from autopar.placement import R, S, Stored
+from autopar.placement import R, S
 from autopar.plan import Pipeline, StagePlan
 from autopar.planning.bases import Base
 from autopar.planning.request import Request, pricer_for
@@ -41,9 +40,7 @@ from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
 from autopar.tracing.inputs import common_batch, name_inputs
 from autopar.tracing.rebatch import BatchedTrace
 from cost_models.frameworks import Framework, framework
-from cost_models.hardware import Device
 from cost_models.machine import Cluster
-from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
 
@@ -209,30 +206,19 @@ class Predictor:
         seats: Sequence[Seat],
         capacities: Sequence[float],
     ) -> Simulated:
-        groups = {number: _in_group(share, setting, terms, wanted) for number, setting in settings.items()}
+        groups = {number: _in_group(share, setting, number, terms, wanted) for number, setting in settings.items()}
+        ranks = [groups[seat.group] for seat in seats]
         home = placement(wanted.schedule or "1f1b", wanted.pp, wanted.chunks)
-        of_stage = [groups[seats[position].group] for position in home]
-        pipeline = _pipeline(share, wanted, terms.framework, [group.costs for group in of_stage])
-        stages = pipeline.stages
+        pipeline = _pipeline(share, wanted, terms.framework, [ranks[rank].costs for rank in home])
+        found = pipeline_costs(ranks, pipeline, cluster)
         spans = wanted.pp > 1 and sum(group.num_nodes for group in cluster.groups) > 1
-        on = {id(group): group.stages(share, terms.framework, wanted, stages, spans) for group in groups.values()}
-        staged = [on[id(group)][number] for number, group in enumerate(of_stage)]
-        transfers = {}
-        for i, stage in enumerate(stages[:-1]):
-            size = max(of_stage[i].borders[stage.last], of_stage[i + 1].borders[stage.last])
-            source, target = seats[home[i]], seats[home[i + 1]]
-            if home[i] == home[i + 1]:
-                transfers[i, i + 1] = 0.0
-            elif isinstance(cluster, Cluster):
-                transfers[i, i + 1] = transfer_seconds(of_stage[i].pricer, wanted.pp, size)
-            else:
-                transfers[i, i + 1] = hop_seconds(cluster, source, target, size)
-        ties = [tie_costs(share.graph, group.pricer, group.parameters, wanted.pp) for group in of_stage]
-        shared = share.shared_parameters
-        tied = shared_costs(stages, shared, last_holders(shared, stages, ties))
-        spaces = [groups[seat.group].workspace_bytes for seat in seats]
-        host = host_of(cluster.groups[0])
-        return simulated(staged, pipeline, wanted.micro_batches, transfers, tied, spaces, capacities, host)
+        stages = []
+        for rank, stage, cost in zip(home, pipeline.stages, found.stages, strict=True):
+            num_layers = sum(name in share.layers for name in share.blocks[stage.first : stage.last])
+            device = cluster.groups[seats[rank].group].device
+            held_bytes = ranks[rank].pricer.training.gradient_bytes + terms.framework.gradient_copy_bytes
+            stages.append(profiled(cost, num_layers, terms.framework, device, wanted, held_bytes, spans))
+        return replace(found, stages=tuple(stages)).simulated(capacities)
 
     # --- what strategies share --------------------------------------------------------------------------------
 
@@ -282,39 +268,9 @@ class Predictor:
         return own if profile.name == "autopar" else replace(own, update_bytes=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """What a strategy costs in one group of equal nodes. costs: of every block; borders: bytes of a message behind each
-    of them, 0 behind the last."""
-
-    device: Device
-    pricer: Pricer
-    parameters: Mapping[tuple[str, str], Stored]
-    costs: Mapping[str, BlockCost]
-    borders: tuple[float, ...]
-
-    @property
-    def workspace_bytes(self) -> float:
-        """What a device itself takes of its memory."""
-        return 0.0 if is_cpu(self.pricer.cluster) else float(workspace_bytes(self.pricer.cluster.device))
-
-    def stages(
-        self, share: Share, profile: Framework, wanted: Strategy, stages: Sequence[StagePlan], spans_nodes: bool
-    ) -> list[StageCost]:
-        """All of them, as if they were here."""
-        copies = second_copies(share.graph, self.pricer, self.parameters)
-        held_bytes = self.pricer.training.gradient_bytes + profile.gradient_copy_bytes
-        device, tp = self.device, wanted.mesh.size("tp")
-        return [
-            profiled(cost, stage, share.blocks, profile, device, tp, wanted.zero, held_bytes, spans_nodes)
-            for cost, stage in zip(
-                stage_costs(self.costs, share.blocks, stages, self.borders, copies), stages, strict=True
-            )
-        ]
-
-
-def _in_group(share: Share, setting: Setting, terms: _Terms, wanted: Strategy) -> _Group:
-    """Raises ConstraintError where pinned placements leave nothing."""
+def _in_group(share: Share, setting: Setting, number: int, terms: _Terms, wanted: Strategy) -> ChainCosts:
+    """What the strategy costs in a group of equal nodes, by its number. Raises ConstraintError where pinned placements
+    leave nothing."""
     base = setting.bases.base(wanted.mesh, wanted.rows, NAMED)
     if base is None:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
@@ -326,8 +282,7 @@ def _in_group(share: Share, setting: Setting, terms: _Terms, wanted: Strategy) -
         for exchanges in _exchanges(share, base, pricer, terms, wanted):
             costs = with_exchanges(costs, exchanges)
         setting.costs[own] = costs
-    borders = (*_borders(share, setting, base, wanted.rows), 0.0)
-    return _Group(setting.request.cluster.device, pricer, parameters, setting.costs[own], borders)
+    return ChainCosts(share.graph, pricer, parameters, setting.costs[own], base.activity.border_bytes, number)
 
 
 def _rate(cluster: Cluster) -> float:
@@ -401,22 +356,14 @@ def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:
 def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequence[Mapping[str, BlockCost]]) -> Pipeline:
     """The framework's stages, every layer under the strategy's recompute mode. costs: of all blocks on every stage."""
     weights = {name: share.matrices.weights.get(name, 0.0) for name in share.blocks}
-    firsts = cut(share.blocks, costs, weights, profile.stages)
+    firsts = cut(share.blocks, share.layers, costs, weights, profile.stages)
     stages = []
     for first, last in zip(firsts, firsts[1:], strict=False):
         own = share.blocks[first:last]
-        layers = dict.fromkeys(name for name in own if not name.startswith("top "))
+        layers = dict.fromkeys(name for name in own if name in share.layers)
         modes = {name: ((wanted.recompute, own.count(name)),) for name in layers if wanted.recompute != "none"}
         stages.append(StagePlan(first, last, modes))
     return Pipeline(wanted.pp, wanted.schedule, tuple(stages), wanted.offload)
-
-
-def _borders(share: Share, setting: Setting, base: Base, rows: int) -> tuple[float, ...]:
-    key = (base.costed, rows)
-    if key not in setting.borders:
-        graph = share.traced.estimate(rows * base.costed.num_data_ranks)
-        setting.borders[key] = border_bytes(graph, base.costed, base.costed_choices)
-    return setting.borders[key]
 
 
 def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, tp: int) -> Constraints:

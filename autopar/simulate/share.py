@@ -11,8 +11,8 @@ from torch import nn
 
 from autopar.chain import chain, homes_of
 from autopar.costs.block_costs import BlockCost
-from autopar.costs.borders import shared_parameters
 from autopar.costs.price import Pricer
+from autopar.graph import layer_names
 from autopar.planning.bases import Bases
 from autopar.planning.request import Request
 from autopar.sharding.strategies import Operator, scopes_of
@@ -61,7 +61,6 @@ class Setting:
     request: Request
     bases: ScoredBases
     costs: dict[Any, Mapping[str, BlockCost]] = field(default_factory=dict)
-    borders: dict[Any, tuple[float, ...]] = field(default_factory=dict)
 
 
 class Share:
@@ -75,9 +74,8 @@ class Share:
         if cp > 1:
             check_context(graph, cp)
         self.graph = graph
-        self.blocks = chain(graph)
+        self.blocks, self.layers = chain(graph), layer_names(graph)
         self.homes, self.scopes = homes_of(graph), scopes_of(graph)
-        self.shared_parameters = shared_parameters(graph)
         self.experts = experts_of(graph)
         self.matrices = matrices_of(graph, self.experts)
         self.settings: dict[Any, Setting] = {}

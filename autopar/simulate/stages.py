@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.costs.block_costs import ACCUMULATION, HIDDEN, SYNCHRONISATION, BlockCost
 from autopar.costs.stage_costs import StageCost
 from autopar.errors import ConstraintError
-from autopar.plan import StagePlan
+from autopar.simulate.strategy import Strategy
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device
 
@@ -17,14 +17,19 @@ HOST = "waiting for the host"
 
 
 def cut(
-    blocks: Sequence[str], costs: Sequence[Mapping[str, BlockCost]], weights: Mapping[str, float], how: str
+    blocks: Sequence[str],
+    layer_names: Collection[str],
+    costs: Sequence[Mapping[str, BlockCost]],
+    weights: Mapping[str, float],
+    how: str,
 ) -> tuple[int, ...]:
     """The first block of each stage, and the number of blocks.
 
-    costs: of all blocks on every stage. weights: multiply-adds of a block's matrices. how: see `Framework.stages`.
-    Raises ConstraintError where there are fewer blocks, or layers that do not divide.
+    layer_names: of the blocks that are layers. costs: of all blocks on every stage. weights: multiply-adds of a block's
+    matrices. how: see `Framework.stages`. Raises ConstraintError where there are fewer blocks, or layers that do not
+    divide.
     """
-    layers = [i for i, name in enumerate(blocks) if not name.startswith("top ")]
+    layers = [i for i, name in enumerate(blocks) if name in layer_names]
     count = len(costs)
     if count == 1:
         return (0, len(blocks))
@@ -91,23 +96,21 @@ def _shortest(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 def profiled(
     stage: StageCost,
-    plan: StagePlan,
-    blocks: Sequence[str],
+    layers: int,
     framework: Framework,
     device: Device,
-    tp: int,
-    zero: int,
+    wanted: Strategy,
     gradient_bytes: float,
     spans_nodes: bool = False,
 ) -> StageCost:
-    """A stage with what the framework adds, and without what it hides."""
+    """A stage of so many layers with what the framework adds, and without what it hides. gradient_bytes: of an
+    element's gradient and its copies."""
     micro, step = dict(stage.micro), dict(stage.step)
-    own = blocks[plan.first : plan.last]
-    layers = sum(1 for name in own if not name.startswith("top "))
+    tp = wanted.mesh.size("tp")
     traffic = micro.get(SYNCHRONISATION, 0.0)
     forward, backward = stage.forward, stage.backward - traffic
     elements = stage.fixed.get("gradients", 0.0) / max(gradient_bytes, 1)
-    if zero < 2 and framework.accumulate_bytes:
+    if wanted.zero < 2 and framework.accumulate_bytes:
         rate = device.memory_bytes_per_second * device.memory_efficiency
         added = elements * framework.accumulate_bytes / rate
         micro[ACCUMULATION] = added

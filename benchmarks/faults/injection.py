@@ -32,6 +32,7 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError
 from autopar.folder import write_folder
 from autopar.lowering.assembly import program_of, source_of
+from autopar.lowering.passes import passes
 from autopar.plan import Plan
 from autopar.trainer import TrainerConfig
 from benchmarks.faults.case import Case, Result, drawn
@@ -170,7 +171,7 @@ def _with_value(
         _report(file)
         assert program.request is not None
         result = reprice(program.request, plan)
-        lowered = program_of(result.best, fused=False)
+        lowered = program_of(result.best, passes(fp8=result.best.plan.fp8))
         made = replace(program, best=result.best, result=result, program=lowered, source=source_of(lowered))
         _emitted(made, folder)
 

@@ -22,6 +22,7 @@ from autopar.compile import reprice
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
 from autopar.lowering.assembly import program_of, source_of
+from autopar.lowering.passes import passes
 from autopar.plan import Plan
 from autopar.sharding.choices import Candidate
 from autopar.verify import sgd_with_momentum
@@ -121,7 +122,7 @@ class Base:
         assert request is not None
         result = reprice(request.compressed(plan.compression), plan)
         best: Candidate = result.best
-        lowered = program_of(best, fused=False)
+        lowered = program_of(best, passes(fp8=best.plan.fp8))
         return replace(self.program, best=best, result=result, program=lowered, source=source_of(lowered))
 
     def _run(self, program: CompiledProgram) -> Result:

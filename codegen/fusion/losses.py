@@ -28,9 +28,12 @@ def _cross_entropy_template() -> Op:
 
 
 def _cross_entropy_fits(bound: Bindings) -> bool:
-    """Without vocab_axis and label_smoothing, which are keywords that the template does not have."""
+    """Without vocab_axis and label_smoothing, which are keywords that the template does not have.
+
+    Logits of more dims, of which lowering makes rows that are no tensor of the graph, are priced without the kernel.
+    """
     logits, target = bound["logits"].type, bound["target"].type
-    if not isinstance(bound["num_targets"].value, Raw):
+    if not isinstance(bound["num_targets"].value, Raw) or not logits.tensor[0]:
         return False
     widens = "wide" not in bound or (is_dtype(bound["wide"], "float32") and logits.dtype in ("bfloat16", "float16"))
     return widens and target.dtype == "int64" and logits.dtype in ("float32", "bfloat16", "float16")

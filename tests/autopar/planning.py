@@ -8,9 +8,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from autopar.constraints import Constraints
+from autopar.costs import activity_costs
+from autopar.costs.passed import Facts, Passed
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training
 from autopar.graph import Graph
@@ -72,3 +75,19 @@ def setting(name: str, mesh: str, micro_batches: int = 1, width: int = 512) -> S
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), micro_batches)
     return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
+
+
+class _Everything(frozenset[Any]):
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+class _Unparted(Passed):
+    def priced(self, pricer: Pricer) -> Pricer:
+        return pricer
+
+
+def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions take for granted what the search does, which has no program: that no decision parts what passes
+    could join."""
+    monkeypatch.setattr(activity_costs, "passed", lambda *_: _Unparted(Facts(_Everything()), {}))

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning.pipelines import EqualSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
-from autopar.planning.request import operators_at, pricer_for, usable_bytes
+from autopar.planning.request import operators_at, pricer_for
+from autopar.planning.stage_problem import StageProblem
 from benchmarks.budget import SLACK, Row, complaints
 from tests.autopar.planning import request_for
 
@@ -61,20 +62,21 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str
     """Of every layout in one search: what is kept of one must not serve another whose parameters lie elsewhere."""
     # With these links tensor parallelism pays for some numbers of rows only, so placements differ by them.
     request = request_for("llama", "4 cpu", pp=1, **pinned)
-    search = PipelineSearch(request)
-    layouts = sorted((each for each in search.layouts if not each.offload), key=lambda each: each.num_micro_batches)
-    assert len({each.num_micro_batches for each in layouts}) > 1
-    for layout in layouts:
-        found = search.solve(layout, "1f1b", usable_bytes(request))
-        (counted,) = search.position_bytes(layout, "1f1b", found.costs, found.solution)
-        rows = request.global_batch_size // layout.num_micro_batches
+    search = EqualSearch(request)
+    configs = sorted((each for each in search.configs() if not each.offload), key=lambda each: each.num_micro_batches)
+    assert len({each.num_micro_batches for each in configs}) > 1
+    for config in configs:
+        problem = StageProblem.of(search.costs, config)
+        found = problem.solve()
+        (counted,) = problem.assembled(found.pipeline).num_bytes()
+        rows, (stage_mesh,) = config.rows, config.stage_meshes
         graph, operators = operators_at(request, rows)
-        pricer = pricer_for(request, layout.mesh, layout.num_micro_batches, layout.offload)
-        predicted = predict(graph, operators, pricer, found.base.choices(layout.zero, rows)).num_bytes
+        pricer = pricer_for(request, stage_mesh.mesh, config.num_micro_batches, config.offload)
+        predicted = predict(graph, operators, pricer, found.base.choices(config.zero, rows)).num_bytes
         for kind in ("parameters", "gradients", "optimizer state"):
-            assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (layout, kind)
+            assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (config, kind)
         total = sum(predicted.values()) - predicted.get("workspace", 0.0)
-        assert sum(counted.values()) == pytest.approx(total, rel=1e-4), layout
+        assert sum(counted.values()) == pytest.approx(total, rel=1e-4), config
 
 
 def test_what_must_not_happen_is_noticed() -> None:

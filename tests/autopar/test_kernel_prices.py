@@ -13,7 +13,8 @@ import torch
 import autopar
 from autopar.costs.cost_table import block_costs
 from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer, as_run
-from autopar.graph import Graph
+from autopar.costs.passed import passed
+from autopar.graph import Graph, Node
 from autopar.launch import run_ranks
 from autopar.lowering.lower import lower
 from autopar.mesh import Mesh
@@ -23,7 +24,8 @@ from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
 from autopar.planning.request import Request, pricer_for
 from autopar.planning.space import build_space
-from autopar.sharding.strategies import Operator, Option, operators_of, options_of, scopes_of
+from autopar.sharding.choices import Choices
+from autopar.sharding.strategies import Operator, Option, Scope, operators_of, options_of, scopes_of
 from autopar.tracing.trace import trace
 from benchmarks.memory import IDEAL, OVER, UNDER, _peaks
 from codegen.fusion import PATTERNS, fuse
@@ -32,7 +34,7 @@ from cost_models import compute
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.problem import evaluate
-from tests.autopar.planning import BATCH, Setting, graph_of, request_for
+from tests.autopar.planning import BATCH, Setting, graph_of, request_for, take_nothing_for_parted
 
 WRITTEN_OUT = ("aten.gelu.default", "aten.tanh.default")
 """GPT-2 writes GELU operation by operation, which becomes one call."""
@@ -105,13 +107,19 @@ def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str,
     counts_what_is_written(fused_setting(name, mesh, options=options), name, seed)
 
 
+def calls_of(it: Setting, scope: Scope, choices: Choices) -> tuple[Node, ...]:
+    """What predictions count of a scope."""
+    found = passed(it.graph, it.operators, it.pricer, choices, {})
+    return as_run(scope, it.operators, choices, found.fusions)[0].nodes
+
+
 def counts_what_is_written(it: Setting, name: str, seed: int) -> None:
     _, choices = it.choices(seed)
     plan = Plan(name, "", it.pricer.mesh, BATCH, 1, "fp32", {})
     program = fuse(lower(it.graph, it.operators, plan, choices))
     bodies = {"": program.root.body} | {layer.name: layer.body for layer in program.layers}
     for scope in scopes_of(it.graph):
-        counted = as_run(scope, it.operators, choices, it.pricer)[0].nodes
+        counted = calls_of(it, scope, choices)
         written = Counter(s.target for s in bodies[scope.name] if isinstance(s, Call))
         found = Counter(node.op for node in counted if node.op.startswith("kernels.") or node.op in WRITTEN_OUT)
         fused_calls = {t: n for t, n in written.items() if t.startswith("kernels.") or t in WRITTEN_OUT}
@@ -122,14 +130,14 @@ def counts_what_is_written(it: Setting, name: str, seed: int) -> None:
 def test_few_rows_leave_the_head_to_the_losss_own_kernel() -> None:
     it = fused_setting("llama", "single", width=512)
     _, choices = it.choices(0)
-    ops = [node.op for node in as_run(scopes_of(it.graph)[0], it.operators, choices, it.pricer)[0].nodes]
+    ops = [node.op for node in calls_of(it, scopes_of(it.graph)[0], choices)]
     assert "kernels.cross_entropy" in ops and "kernels.linear_cross_entropy" not in ops
 
 
 def test_references_on_a_cpu_are_the_calls_that_they_stand_for() -> None:
     it = fused_setting("llama", "single", cluster="1 cpu")
     _, choices = it.choices(0)
-    nodes = [n for s in scopes_of(it.graph) for n in as_run(s, it.operators, choices, it.pricer)[0].nodes]
+    nodes = [n for s in scopes_of(it.graph) for n in calls_of(it, s, choices)]
     assert [n.op for n in nodes if n.op.startswith("kernels.")] == ["kernels.linear_cross_entropy"]
 
 
@@ -148,10 +156,12 @@ def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("gpt2", "tp4"), ("t5", "dp4")])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int) -> None:
+def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     it = fused_setting(name, mesh)
     chosen, choices = it.choices(seed)
     seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
+    assert predict(it.graph, it.operators, it.pricer, choices).step_seconds >= seconds * (1 - 1e-9)
+    take_nothing_for_parted(monkeypatch)
     prediction = predict(it.graph, it.operators, it.pricer, choices)
     assert prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
     kept = {kind: value for kind, value in prediction.num_bytes.items() if kind not in ("transient", "workspace")}
@@ -276,7 +286,7 @@ def test_the_search_parts_no_run_for_a_price_that_the_program_would_not_have(nam
     it = fused_setting(name, mesh)
     _, choices = it.choices(0)
     for scope in scopes_of(it.graph):
-        ops = Counter(node.op for node in as_run(scope, it.operators, choices, it.pricer)[0].nodes)
+        ops = Counter(node.op for node in calls_of(it, scope, choices))
         own = [it.operators[scope.name, node.name] for node in scope.nodes]
         runs = {id(f) for o in own for f in o.fusions if f.name == "RMSNorm"}
         assert ops["kernels.rms_norm"] + ops["kernels.add_rms_norm"] == len(runs)

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.costs.memory_bound import least_seconds
-from autopar.planning.pipelines import PipelineSearch
+from autopar.planning import bounds
+from autopar.planning.pipelines import EqualSearch
+from autopar.planning.smallest import smallest_pipeline
+from autopar.planning.stage_problem import StageProblem
 from cost_models.memory import workspace_bytes
 from tests.autopar.planning import request_for
 
@@ -44,21 +47,17 @@ def test_two_choices_are_mixed_in_proportion(count: int, share: float) -> None:
 @pytest.mark.slow
 def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """share: of the way from the smallest budget that is named to what the fastest plan takes; below, nothing fits."""
-    ample = PipelineSearch(request_for("gpt2")).run().found[0]
-    search = PipelineSearch(request_for("gpt2"))
-    kinds = search.position_bytes(ample.layout, ample.schedule, ample.costs, ample.solution)
+    ample = EqualSearch(request_for("gpt2")).run().found[0]
+    search = EqualSearch(request_for("gpt2"))
+    costs = StageProblem.of(search.costs, ample.config).assembled(ample.pipeline)
     workspace = workspace_bytes(search.request.cluster.device)
-    most = workspace + max(sum(kind.values()) for kind in kinds)
-    smallest = PipelineSearch(request_for("gpt2", memory=workspace + 1)).run().smallest
+    most = workspace + costs.peak_bytes
+    smallest = smallest_pipeline(EqualSearch(request_for("gpt2", memory=workspace + 1)))
     assert smallest is not None
     least = smallest.num_bytes
     budget = math.ceil(least + share * (most - least))
-    with_bound = PipelineSearch(request_for("gpt2", memory=budget)).run()
-    monkeypatch.setattr(PipelineSearch, "least_recompute", lambda *_: 0.0)
-    without = PipelineSearch(request_for("gpt2", memory=budget)).run()
-    assert [(f.objective, f.layout, f.schedule) for f in with_bound.found] == [
-        (f.objective, f.layout, f.schedule) for f in without.found
-    ]
-    assert with_bound.smallest == without.smallest
-    assert (with_bound.smallest is not None) == (share < 0)
+    with_bound = EqualSearch(request_for("gpt2", memory=budget)).run()
+    monkeypatch.setattr(bounds, "recompute_bound", lambda *_: 0.0)
+    without = EqualSearch(request_for("gpt2", memory=budget)).run()
+    assert [(f.objective, f.config) for f in with_bound.found] == [(f.objective, f.config) for f in without.found]
     assert bool(with_bound.found) == (share >= 0)

@@ -1,10 +1,9 @@
-"""The search over layouts: what its bases assume, where axes lie, ZeRO groups, and budgets."""
+"""The search over parallel configs: what its bases assume, where axes lie, ZeRO groups, and budgets."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,24 +13,24 @@ import torch
 
 from autopar.constraints import Constraints
 from autopar.costs.activity_costs import activity_costs
-from autopar.costs.block_costs import BlockCost
 from autopar.costs.rates import Training
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.bases import Bases, named_mesh
 from autopar.planning.candidates import candidate_of
-from autopar.planning.layouts import Layout, layouts
-from autopar.planning.pipelines import Found, PipelineSearch
+from autopar.planning.equal_configs import equal_configs
+from autopar.planning.pipelines import EqualSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request, operators_at, pricer_for, usable_bytes
+from autopar.planning.stage_problem import StageProblem
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import trace
 from cost_models import collective
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
-from search import exhaustive_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 from tests.autopar.planning import request_for
+from tests.search import exhaustive_pipeline
 
 
 def slow(*values: Any) -> Any:
@@ -39,8 +38,8 @@ def slow(*values: Any) -> Any:
 
 
 @cache
-def searched(name: str, cluster: str, **constraints: Any) -> PipelineSearch:
-    return PipelineSearch(request_for(name, cluster, **constraints))
+def searched(name: str, cluster: str, **constraints: Any) -> EqualSearch:
+    return EqualSearch(request_for(name, cluster, **constraints))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
@@ -88,7 +87,7 @@ def test_a_slow_link_keeps_tensor_parallelism_off_it() -> None:
     chosen = {}
     for name, speeds in {"usual": (600e9, 12e9), "swapped": (12e9, 600e9)}.items():
         request = Request(trace_at, with_links(cluster, *speeds), 16, "fp32", Training(), limits)
-        chosen[name] = PipelineSearch(request).run().found[0].layout.mesh
+        chosen[name] = EqualSearch(request).run().found[0].config.stage_meshes[0].mesh
     assert chosen["usual"] == Mesh.parse("dp4 x tp4") and chosen["swapped"] == Mesh.parse("tp4 x dp4")
     assert chosen["usual"].stride("tp") == 1 and chosen["swapped"].stride("tp") == 4
 
@@ -97,11 +96,11 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
     """Scattered within the group, summed between groups, gathered within: by hand for one parameter."""
     request = request_for("llama", "4x4 a100-80g", pp=1, ddp=4, dp=4, zero=2)
     request = replace(request, global_batch_size=16)
-    best = PipelineSearch(request).run().found[0]
+    best = EqualSearch(request).run().found[0]
     plan = candidate_of(best, request).plan
     assert plan.layout == "ddp4 x dp4"
     pricer = pricer_for(request, plan.mesh, 1)
-    meta = next(p.meta for p in PipelineSearch(request).graph.parameters if len(p.meta.shape) == 2)
+    meta = next(p.meta for p in EqualSearch(request).costs.graph.parameters if len(p.meta.shape) == 2)
     stored = next(s for (_, n), s in best.base.parameters(2).items() if s.zero == 2)
     found = sum(pricer.sync_parts(meta, stored, meta.num_bytes)) / (1 - pricer.hidden_fraction)
     inside, across = collective.Group(4, 1), collective.Group(4, 4)
@@ -115,7 +114,7 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
 
 
 def test_degrees_need_not_be_powers_of_two() -> None:
-    meshes = {(each.num_positions, str(each.mesh)) for each in searched("llama", "6 a100-80g").layouts}
+    meshes = {(each.pp, str(each.stage_meshes[0])) for each in searched("llama", "6 a100-80g").configs()}
     assert {(3, "dp2"), (3, "tp2"), (1, "dp2 x tp3"), (2, "tp3")} <= meshes
 
 
@@ -144,43 +143,36 @@ def test_no_budget_makes_a_plan_faster() -> None:
     assert len(seconds) > 3 and all(b >= a * (1 - 1e-9) for a, b in zip(seconds, seconds[1:], strict=False))
 
 
-def test_every_layout_fills_the_cluster() -> None:
+def test_every_config_fills_the_cluster() -> None:
     request: Request = request_for("llama", "2x4 a100-80g")
-    for each in layouts(request, 5):
-        assert each.num_positions * each.mesh.num_ranks == 8
-        assert each.rows * each.num_micro_batches * each.mesh.num_data_ranks == request.global_batch_size
+    for each in equal_configs(request, 5):
+        (stage_mesh,) = each.stage_meshes
+        assert each.pp * stage_mesh.mesh.num_ranks == 8
+        rows = each.rows_on(stage_mesh) * stage_mesh.mesh.num_data_ranks
+        assert rows * each.num_micro_batches == request.global_batch_size
     assert named_mesh(2, 2, 2).axes == ("ddp", "dp", "tp")
 
 
 @pytest.mark.parametrize(("name", "tight"), [slow("gpt2", 1.0), slow("gpt2", 0.75), slow("llama", 0.5)])
-def test_best_of_all_layouts_equals_brute_force(name: str, tight: float) -> None:
-    """Every layout and schedule solved by enumeration, none skipped by its bound, ample memory and less."""
+def test_best_of_all_configs_equals_brute_force(name: str, tight: float) -> None:
+    """Every config solved by enumeration, none skipped by its bound, ample memory and less."""
     free = searched(name, "4 a100-80g").run().found[0]
     request = searched(name, "4 a100-80g").request
     usable = usable_bytes(request)
-    needed = max(sum(kinds.values()) for kinds in bytes_of(searched(name, "4 a100-80g"), free))
+    ample = StageProblem.of(searched(name, "4 a100-80g").costs, free.config)
+    needed = ample.assembled(free.pipeline).peak_bytes
     capacity = request.cluster.device.memory_bytes
     search = searched(name, "4 a100-80g", memory=int(capacity if tight == 1.0 else capacity - usable + needed * tight))
     best, capacity = math.inf, usable_bytes(search.request)
-    for layout in search.layouts:
-        for schedule in search.schedules_of(layout):
-            costs = search.costs(layout)
+    configs = list(search.configs())
+    for config in configs:
+        problem = StageProblem.of(search.costs, config)
 
-            def fits(
-                solution: PipelineSolution,
-                layout: Layout = layout,
-                schedule: str = schedule,
-                costs: Mapping[str, BlockCost] = costs,
-            ) -> bool:
-                positions = search.position_bytes(layout, schedule, costs, solution)
-                return max(sum(kinds.values()) for kinds in positions) <= capacity
+        def fits(solution: PipelineSolution, problem: StageProblem = problem) -> bool:
+            return problem.assembled(problem.pipeline(solution)).peak_bytes <= capacity
 
-            problem = search.problem(layout, schedule, costs, capacity)
-            with contextlib.suppress(PipelineInfeasibleError):
-                best = min(best, exhaustive_pipeline.solve(problem, fits).objective)
+        limits = {str(mesh): capacity for mesh in config.stage_meshes}
+        with contextlib.suppress(PipelineInfeasibleError):
+            best = min(best, exhaustive_pipeline.solve(problem.problem(limits), fits).objective)
     assert math.isfinite(best) and search.run().found[0].objective == pytest.approx(best, rel=1e-9)
-    assert len(search.layouts) > 100 and best < math.inf
-
-
-def bytes_of(search: PipelineSearch, found: Found) -> list[dict[str, float]]:
-    return search.position_bytes(found.layout, found.schedule, found.costs, found.solution)
+    assert len(configs) > 100 and best < math.inf

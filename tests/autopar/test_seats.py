@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.mesh import Mesh
 from autopar.planning.bases import named_mesh
-from autopar.planning.unequal.terms import submesh_sizes
+from autopar.planning.unequal_configs import submesh_sizes
 from autopar.seats import Seat, envelope, first_ranks, seats_text
 from cost_models.machine import Cluster
 

@@ -19,7 +19,6 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import simulate_plan
-from autopar.planning.request import pricer_for
 from autopar.report.timeline import trace_of
 from autopar.sharding.strategies import scopes_of
 from autopar.simulate import Predictor
@@ -193,15 +192,15 @@ def test_cuts_of_frameworks() -> None:
             self.forward_seconds, self.backward_seconds = seconds / 3, seconds * 2 / 3
 
     costs: Any = {"top 0": Cost(0.0), "Layer": Cost(1.0), "top 1": Cost(3.0)}
-    assert cut(blocks, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
     # 8 units in 2 parts of 4: four layers, then two and the head.
-    assert cut(blocks, [costs] * 2, weights, "weights") == (0, 5, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 2, weights, "weights") == (0, 5, 8)
     # 9 seconds in 3 parts: three layers, three layers, the head.
-    assert cut(blocks, [costs] * 3, weights, "time") == (0, 4, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "time") == (0, 4, 7, 8)
     # Half as long on one of two stages: six layers in 3 seconds before the head, or three of them before 3 + 3 halves.
     fast: Any = {name: Cost(cost.forward_seconds * 3 / 2) for name, cost in costs.items()}
-    assert cut(blocks, [fast, costs], weights, "time") == (0, 7, 8)
-    assert cut(blocks, [costs, fast], weights, "time") == (0, 4, 8)
+    assert cut(blocks, {"Layer"}, [fast, costs], weights, "time") == (0, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs, fast], weights, "time") == (0, 4, 8)
 
 
 # --- timeline ---------------------------------------------------------------------------------------------------------
@@ -271,8 +270,7 @@ def test_a_searched_plans_events_are_those_of_its_strategy() -> None:
     name, strategy = PLANS[3]
     request = request_for(name, **strategy)
     best = search_plans(request).best
-    pricer = pricer_for(request, best.plan.mesh, best.plan.num_micro_batches, best.plan.pipeline.offload)
-    simulated = simulate_plan(best.graph, best.operators, pricer, best.choices, best.plan.pipeline)
+    simulated = simulate_plan(request, best)
     found = predicted(name, **strategy).timeline
 
     def counts(events: Any) -> Counter[Any]:

@@ -19,23 +19,23 @@ from autopar.errors import InfeasibleError
 from autopar.graph import LayerRun
 from autopar.plan import Plan
 from autopar.planning import memory_fit
-from autopar.planning.candidates import unequal_candidate
+from autopar.planning.bounds import bound
+from autopar.planning.candidates import candidate_of
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
-from autopar.planning.smallest import smallest_unequal
-from autopar.planning.unequal.bounds import bound
-from autopar.planning.unequal.decisions import Decisions
-from autopar.planning.unequal.problem import solve
-from autopar.planning.unequal.search import UnequalSearch
-from autopar.planning.unequal.seat_costs import SeatCosts
-from autopar.planning.unequal.terms import Terms, shapes
+from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.smallest import smallest_pipeline
+from autopar.planning.stage_problem import StageProblem
+from autopar.planning.unequal_configs import mesh_sets
 from autopar.seats import Seat
 from cost_models import mixed
 from cost_models.hardware import Link
 from cost_models.mixed import AnyCluster, MixedCluster
-from search import exhaustive_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
-from tests.autopar.unequal import EQUAL, ROWS, TWO_AND_ONE, UNLIKE, costs_of, request_for, terms_of
+from tests.autopar.unequal import EQUAL, ROWS, TWO_AND_ONE, UNLIKE, request_for
+from tests.search import exhaustive_pipeline
 
 
 def slow(*values: Any) -> Any:
@@ -64,7 +64,8 @@ def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
     """Two shapes of one group, or one of each; they fill it, divide the micro-batch, and have one tp or its parts."""
 
     def found(cluster: str, rows: int) -> set[tuple[str, ...]]:
-        return texts(shapes(Decisions(request_for(cluster)), num_blocks=5, rows=rows))
+        request = request_for(cluster)
+        return texts(mesh_sets(request, SharedDecisions(request), num_blocks=5, rows=rows))
 
     other = "single of group 1"
     assert found(TWO_AND_ONE, 8) == {("single", other), ("dp2", other), ("tp2", other)}
@@ -75,10 +76,11 @@ def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
 
 @pytest.mark.slow
 def test_pins_bear_on_what_is_tried() -> None:
-    found = terms_of(costs_of(request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b")))
+    pinned = request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b")
+    found = list(UnequalSearch(pinned).configs())
     assert {(t.num_micro_batches, t.zero, t.schedule) for t in found} == {(4, 2, "1f1b")}
-    assert texts(t.seats for t in found) == {("dp2", "dp2 of group 1")}
-    free = terms_of(costs_of(request_for(UNLIKE)))
+    assert texts(t.stage_meshes for t in found) == {("dp2", "dp2 of group 1")}
+    free = list(UnequalSearch(request_for(UNLIKE)).configs())
     assert {t.num_micro_batches for t in free} == {1, 2, 4, 8} and {t.zero for t in free} == {0, 1, 2, 3}
 
 
@@ -102,58 +104,58 @@ def test_pins_bear_on_what_is_tried() -> None:
         pytest.param(0.2, id="nothing fits", marks=pytest.mark.slow),
     ],
 )
-def test_the_best_of_all_terms_equals_brute_force(
+def test_the_best_of_all_configs_equals_brute_force(
     name: str, cluster: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All terms solved by enumeration, none skipped by its bound; no bound is above what its terms take.
+    """All configs solved by enumeration, none skipped by its bound; no bound is above what its config takes.
 
     share: of the bytes that the best plan takes with memory to spare.
     """
     request = request_for(cluster, name)
-    free = UnequalSearch(request).run()
+    free = UnequalSearch(request).run().best
     assert free is not None
     if share < 1:
-        prediction = unequal_candidate(free, request).plan.prediction
+        prediction = candidate_of(free, request).plan.prediction
         reserved = prediction.num_bytes.get("workspace", 0.0)
         request = request_for(cluster, name, memory=int(reserved + share * (prediction.peak_bytes - reserved)))
     search = UnequalSearch(request)
-    found = search.run()
+    found = search.run().best
     with monkeypatch.context() as patched:
         patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
-        solved = all_solved(search.costs)
+        solved = all_solved(search)
     assert (found is None) == (not solved)
     if found is None:
-        smallest = smallest_unequal(search, math.inf)
+        smallest = smallest_pipeline(search)
         assert share < 1 and smallest is not None
         with monkeypatch.context() as patched:
             patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
             for part, fits in ((1.0, True), (0.95, False)):
                 budget = math.ceil(part * smallest.num_bytes)
-                assert bool(all_solved(costs_of(request_for(cluster, name, memory=budget)))) == fits
+                assert bool(all_solved(UnequalSearch(request_for(cluster, name, memory=budget)))) == fits
         return
     assert share > 0.2
     assert found.objective == pytest.approx(min(solved.values()), rel=1e-9)
     assert found.objective >= free.objective * (1 - 1e-9)
-    assert all(bound(search.costs, terms) <= objective * (1 + 1e-9) for terms, objective in solved.items())
-    plan = unequal_candidate(found, request).plan
+    assert all(bound(search.costs, config) <= objective * (1 + 1e-9) for config, objective in solved.items())
+    plan = candidate_of(found, request).plan
     for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
         assert sum(kinds.values()) <= request.capacity_bytes(seat.group)
 
 
-def all_solved(costs: SeatCosts) -> dict[Terms, float]:
-    """The objective of all terms that fit."""
+def all_solved(search: UnequalSearch) -> dict[ParallelConfig, float]:
+    """The objective of all configs that fit."""
     solved = {}
-    for terms in terms_of(costs):
+    for config in search.configs():
         with contextlib.suppress(PipelineInfeasibleError):
-            solved[terms] = solve(costs, terms).objective
+            solved[config] = StageProblem.of(search.costs, config).solve().objective
     return solved
 
 
 def test_a_cutoff_below_the_best_finds_nothing() -> None:
     search = UnequalSearch(request_for(TWO_AND_ONE))
-    best = search.run()
-    assert best is not None and search.run(best.objective) is None
-    assert search.run(best.objective * 1.001) is not None
+    best = search.run().best
+    assert best is not None and search.run(best.objective).best is None
+    assert search.run(best.objective * 1.001).best is not None
 
 
 def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
@@ -307,15 +309,15 @@ def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
     """Exact with one micro-batch; with several the closed form adds the bottleneck to the whole fill, also where the
     bottleneck's neighbours could have waited meanwhile (too much), and does not see zero bubble's ramps."""
     request = deep(cluster)
-    costs, bounds = costs_of(request), {"1f1b": (0.88, 1.02), "zero-bubble": (0.88, 1.1)}
+    search, bounds = UnequalSearch(request), {"1f1b": (0.88, 1.02), "zero-bubble": (0.88, 1.1)}
     seen = 0
-    for terms in terms_of(costs):
-        if terms.num_micro_batches == ROWS:
+    for config in search.configs():
+        if config.num_micro_batches == ROWS:
             continue
-        found = solve(costs, terms)
-        ratio = unequal_candidate(found, request).plan.prediction.step_seconds / found.objective
-        low, high = bounds[terms.schedule] if terms.num_micro_batches > 1 else (1 - 1e-9, 1 + 1e-9)
-        assert low <= ratio <= high, f"{ratio} for {terms}"
+        found = StageProblem.of(search.costs, config).solve()
+        ratio = candidate_of(found, request).plan.prediction.step_seconds / found.objective
+        low, high = bounds[config.schedule] if config.num_micro_batches > 1 else (1 - 1e-9, 1 + 1e-9)
+        assert low <= ratio <= high, f"{ratio} for {config}"
         seen += 1
     assert seen > 30
 
@@ -350,10 +352,10 @@ def test_unequal_positions_win_where_equal_ones_leave_devices_idle() -> None:
 
 def test_equal_seats_of_one_group_are_a_plan_of_the_usual_kind() -> None:
     """Two shapes may be used; where a solution uses one, its positions are not written out."""
-    costs, seen = costs_of(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
-    for terms in terms_of(costs):
-        found = solve(costs, terms)
-        plan = unequal_candidate(found, costs.request).plan
+    search, seen = UnequalSearch(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
+    for config in search.configs():
+        found = StageProblem.of(search.costs, config).solve()
+        plan = candidate_of(found, search.request).plan
         is_unlike = len(set(found.pipeline.seats)) > 1
         assert bool(plan.pipeline.seats) == is_unlike and plan.num_ranks == 4
         assert plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.15)

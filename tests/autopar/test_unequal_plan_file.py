@@ -16,12 +16,13 @@ from autopar.compile import reprice
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning.candidates import unequal_candidate
-from autopar.planning.unequal.problem import solve
+from autopar.planning.candidates import candidate_of
+from autopar.planning.pipelines import UnequalSearch
+from autopar.planning.stage_problem import StageProblem
 from autopar.seats import Seat
 from cost_models import mixed
 from cost_models.mixed import MixedCluster
-from tests.autopar.unequal import TWO_AND_ONE, costs_of, request_for, terms_of
+from tests.autopar.unequal import TWO_AND_ONE, request_for
 
 
 @cache
@@ -29,9 +30,10 @@ def mixed_plan() -> Plan:
     """dp2 and a single GPU of the other group, two micro-batches."""
     pinned = {"micro_batches": 2, "schedule": "1f1b", "zero": 1, "pp": 2}
     request = request_for(TWO_AND_ONE, **pinned)
-    costs = costs_of(request)
-    solved = [solve(costs, terms) for terms in terms_of(costs) if str(terms.seats[0]) == "dp2"]
-    return unequal_candidate(min(solved, key=lambda found: found.objective), request).plan
+    search = UnequalSearch(request)
+    configs = [config for config in search.configs() if str(config.stage_meshes[0]) == "dp2"]
+    solved = [StageProblem.of(search.costs, config).solve() for config in configs]
+    return candidate_of(min(solved, key=lambda found: found.objective), request).plan
 
 
 def test_a_plan_file_is_read_back_and_priced_alike() -> None:

@@ -11,9 +11,6 @@ from autopar.constraints import Constraints
 from autopar.costs.rates import Training
 from autopar.graph import Graph
 from autopar.planning.request import Request
-from autopar.planning.unequal.decisions import Decisions
-from autopar.planning.unequal.seat_costs import SeatCosts
-from autopar.planning.unequal.terms import Terms, all_terms
 from autopar.tracing.rebatch import BatchedTrace
 from autopar.tracing.trace import trace
 from cost_models import mixed
@@ -47,12 +44,3 @@ def request_for(
     limits, groups = Constraints.parse(constraints), whole.groups
     own = whole if isinstance(whole, MixedCluster) else None
     return Request(traced(name, layers, width), groups[0], ROWS, "fp32", Training(), limits, own)
-
-
-def costs_of(request: Request) -> SeatCosts:
-    return SeatCosts(Decisions(request))
-
-
-def terms_of(costs: SeatCosts) -> list[Terms]:
-    """All that are tried."""
-    return list(all_terms(costs.decisions, len(costs.blocks)))

@@ -43,7 +43,7 @@ class Body:
     def var(self, name: str) -> Var:
         """As it is by now."""
         value = self.known[name]
-        return Var(name, TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch.")))
+        return Var(name, TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch."), tensor=(name, 0)))
 
     def rms_norm(
         self, x: str = "x", weight: str = "self.weight", eps: object = 1e-3, dims: object = (-1,), by: int = 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import autopar
 from autopar.lowering.lower import lower
 from autopar.placement import Placement, local_shape
 from autopar.plan import Plan
@@ -123,6 +124,23 @@ def test_the_passes_had_something_to_do() -> None:
     assert any(has_async_tp(with_async_tp(each)) for each in programs)
     assert all(count_calls(in_fp8(each)) for each in programs)
     assert all(fuse(each) != each for each in programs) and any(overlap(each) != each for each in programs)
+
+
+def test_a_loss_of_more_dims_keeps_the_call_that_is_priced() -> None:
+    """Of [batch, classes, positions]: rows of its logits are typed, and are no tensor of the graph."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="sum")
+
+    model = torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96))
+    tokens = torch.randint(96, (8, 16))
+    batch = {"input": tokens, "target": tokens}
+    compiled = autopar.compile(model, "2 cpu", example_inputs=batch, loss_fn=loss, constraints={"dp": 2}, kernels="on")
+    assert isinstance(compiled.program, Program)
+    (call,) = (s for s in compiled.program.root.body if isinstance(s, Call) and s.target == "runtime.cross_entropy")
+    logits, target = (variable.type for variable in call.args[:2])
+    assert (logits.shape, logits.placements) == ((128, 96), (("dp", "S(0)"),))
+    assert (target.shape, target.placements) == ((128,), (("dp", "S(0)"),))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

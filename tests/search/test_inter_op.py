@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import itertools
-import pathlib
-from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from search import exhaustive_pipeline, inter_op, stage_costs
+from search import inter_op, stage_costs
 from search.inter_op import (
     NothingBelowCutoffError,
     PipelineInfeasibleError,
@@ -23,19 +20,7 @@ from search.inter_op import (
     Submesh,
     Tied,
 )
-
-
-def problems() -> ModuleType:
-    """The generators next to this file."""
-    path = pathlib.Path(__file__).with_name("pipeline_problems.py")
-    spec = importlib.util.spec_from_file_location("pipeline_problems", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PROBLEMS = problems()
+from tests.search import exhaustive_pipeline, pipeline_problems
 
 
 def solve_or_error(solver, problem: PipelineProblem) -> PipelineSolution | PipelineInfeasibleError:
@@ -118,7 +103,7 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
 # A small stage is looked up among all its ways, a large one is a knapsack: with no ways allowed, all are knapsacks.
 @pytest.mark.parametrize("max_ways", [pytest.param(0, marks=pytest.mark.slow), 4096])
 @pytest.mark.parametrize(
-    "make", [pytest.param(PROBLEMS.small_problem, marks=pytest.mark.slow), PROBLEMS.layers_problem]
+    "make", [pytest.param(pipeline_problems.small_problem, marks=pytest.mark.slow), pipeline_problems.layers_problem]
 )
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
@@ -131,7 +116,9 @@ def test_equals_brute_force(monkeypatch: pytest.MonkeyPatch, max_ways: int, make
 def test_random_problems_are_of_all_sorts() -> None:
     """The comparison above means little if most instances are trivial."""
     count = {"feasible": 0, "short of memory": 0, "no cut": 0, "several stages": 0, "mixed points": 0, "apart": 0}
-    for make, seed in itertools.product((PROBLEMS.small_problem, PROBLEMS.layers_problem), range(100)):
+    for make, seed in itertools.product(
+        (pipeline_problems.small_problem, pipeline_problems.layers_problem), range(100)
+    ):
         found = solve_or_error(inter_op.solve_pipeline, make(seed))
         if isinstance(found, PipelineInfeasibleError):
             count["short of memory" if found.needs else "no cut"] += 1

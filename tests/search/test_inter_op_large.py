@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import pathlib
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from search import inter_op
 from search.inter_op import PipelineInfeasibleError, PipelineProblem, Point, Submesh
-
-
-def problems() -> ModuleType:
-    """The generators next to this file."""
-    path = pathlib.Path(__file__).with_name("pipeline_problems.py")
-    spec = importlib.util.spec_from_file_location("pipeline_problems", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PROBLEMS = problems()
+from tests.search import pipeline_problems
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(96, 7), (96, 6), (126, 64), (5, 5), (1, 1)])
@@ -112,7 +97,7 @@ def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
 def test_full_size_is_near_the_bound(num_stages: int) -> None:
     """126 layers, head and tail, ten points, m = 512; some 30 to 120 ms each."""
     for correlated, share in itertools.product((True, False), (0.1, 0.4, 0.8)):
-        problem = PROBLEMS.transformer(1, num_stages=num_stages, memory_share=share, correlated=correlated)
+        problem = pipeline_problems.transformer(1, num_stages=num_stages, memory_share=share, correlated=correlated)
         found = inter_op.solve_pipeline(problem)
         bound = inter_op.lower_bound(problem)
         assert bound <= found.objective * (1 + 1e-9)
@@ -125,10 +110,12 @@ def test_less_memory_never_helps(one_family: bool) -> None:
     """Objectives rise as the memory shrinks; forcing one family per stage never lowers them."""
     objectives = []
     for share in (1.5, 0.7, 0.4, 0.2, 0.1):
-        problem = PROBLEMS.transformer(3, num_layers=48, num_stages=6, memory_share=share, one_family=one_family)
+        problem = pipeline_problems.transformer(
+            3, num_layers=48, num_stages=6, memory_share=share, one_family=one_family
+        )
         objectives.append(inter_op.solve_pipeline(problem).objective)
         if one_family:
-            free = PROBLEMS.transformer(3, num_layers=48, num_stages=6, memory_share=share)
+            free = pipeline_problems.transformer(3, num_layers=48, num_stages=6, memory_share=share)
             assert inter_op.solve_pipeline(free).objective <= objectives[-1] * (1 + 1e-9)
     assert all(less <= more * (1 + 1e-9) for less, more in itertools.pairwise(objectives))
     assert objectives[-1] > objectives[0]

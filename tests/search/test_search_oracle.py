@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from search import Budget, Edge, InfeasibleError, Problem, Solution, Variable, evaluate, exhaustive, intra_op
+from search import Budget, Edge, InfeasibleError, Problem, Solution, Variable, evaluate, intra_op
+from tests.search import exhaustive
+from tests.search.marginals import min_marginals
 
 SHAPES = {
     "chain": lambda n: [(i, i + 1) for i in range(n - 1)],
@@ -101,7 +103,7 @@ def test_equals_exhaustive(shape: str, seed: int, num_budgets: int, whole: bool,
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from(sorted(SHAPES)), forbidden=st.sampled_from([0.0, 0.2]))
-def test_min_marginals_and_min_usage_equal_enumeration(seed: int, shape: str, forbidden: float) -> None:
+def test_min_marginals_and_least_usage_equal_enumeration(seed: int, shape: str, forbidden: float) -> None:
     problem = random_problem(seed, shape, 1, whole=False, forbidden=forbidden)
     sizes = [variable.num_options for variable in problem.variables]
     expected = [np.full(size, np.inf) for size in sizes]
@@ -112,48 +114,41 @@ def test_min_marginals_and_min_usage_equal_enumeration(seed: int, shape: str, fo
             least = min(least, usage[0])
         for variable, option in enumerate(choices):
             expected[variable][option] = min(expected[variable][option], objective)
-    for found, wanted in zip(intra_op.min_marginals(problem), expected, strict=True):
+    for found, wanted in zip(min_marginals(problem), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
-    if np.isinf(least):
-        with pytest.raises(InfeasibleError, match="infinite costs"):
-            intra_op.min_usage(problem, 0)
-    else:
-        solution = intra_op.min_usage(problem, 0)
-        assert solution.usage[0] == solution.lower_bound == least
+    nothing = Problem(problem.variables, problem.edges, (Budget("none", -1.0),))
+    with pytest.raises(InfeasibleError, match="infinite costs" if np.isinf(least) else "cannot be met") as caught:
+        intra_op.solve(nothing)
+    assert np.isinf(least) or caught.value.smallest_usage == least
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_rows", [1, 4])
+@pytest.mark.parametrize("num_budgets", [0, 1, 2])
+def test_integer_programs_equal_exhaustive(monkeypatch: pytest.MonkeyPatch, num_budgets: int) -> None:
+    """Without room for the tables of any elimination, all that is searched is an integer program."""
+    monkeypatch.setattr("search.elimination.MAX_TOTAL_CELLS", 0.0)
+    for seed in range(90):
+        shape = sorted(SHAPES)[seed % len(SHAPES)]
+        assert_agree(random_problem(seed, shape, num_budgets, whole=seed % 2 == 0, forbidden=0.05))
+
+
 @pytest.mark.parametrize("num_budgets", [1, 2])
-def test_branching_equals_exhaustive(monkeypatch: pytest.MonkeyPatch, max_rows: int, num_budgets: int) -> None:
-    """With next to no room for tables and labels, every part of the machinery has to run, and stay exact."""
-    monkeypatch.setattr("search.budgeted.MAX_ROWS", max_rows)
-    monkeypatch.setattr("search.budgeted.EXPENSIVE_CELLS", 20)
-    monkeypatch.setattr("search.branching.CHEAP_CELLS", 4)
-    monkeypatch.setattr("search.branching.MAX_MESSAGE_CELLS", 30 * max_rows)
-    monkeypatch.setattr("search.branching.MAX_TOTAL_CELLS", 60 * max_rows)
-    monkeypatch.setattr("search.condense.MAX_BUCKET_CELLS", 16)
+def test_rising_thresholds_equal_exhaustive(monkeypatch: pytest.MonkeyPatch, num_budgets: int) -> None:
+    """Every threshold from the lowest, however small the programs are."""
+    monkeypatch.setattr("search.budgeted.FEW_COLUMNS", 0)
     methods = []
     for seed in range(180):
         shape = sorted(SHAPES)[seed % len(SHAPES)]
         methods.append(assert_agree(random_problem(seed, shape, num_budgets, whole=seed % 2 == 0, forbidden=0.05)))
-    assert methods.count("lagrangian and labels and branching") > 3
+    assert methods.count("lagrangian and integer program") > 30
 
 
-def test_wide_problems_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without budgets, and with the min-marginals' own fallback."""
-    monkeypatch.setattr("search.branching.CHEAP_CELLS", 4)
-    monkeypatch.setattr("search.branching.MAX_MESSAGE_CELLS", 20)
-    monkeypatch.setattr("search.intra_op.MAX_MESSAGE_CELLS", 20)
-    num_branched = 0
-    for seed in range(60):
-        problem = random_problem(seed, "dense", 0, whole=False, forbidden=0.1)
-        assert_agree(problem)
-        if isinstance(found := solve_or_error(intra_op.solve, problem), Solution):
-            num_branched += "branching" in found.method
-            least = min(float(margin.min()) for margin in intra_op.min_marginals(problem))
-            assert least == pytest.approx(found.objective, rel=1e-9)
-    assert num_branched > 3
+def test_what_only_the_tolerance_allows_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice a trillionth over budget is within HiGHS's tolerance, and no answer."""
+    monkeypatch.setattr("search.elimination.MAX_TOTAL_CELLS", 0.0)
+    over = 1e10 * (1 + 1e-11)
+    variables = tuple(Variable(f"v{i}", np.array([1.0, 2.0]), np.array([[over / 2, 0.0]])) for i in range(2))
+    solution = intra_op.solve(Problem(variables, (), (Budget("memory", 1e10),)))
+    assert solution.objective == 3.0 and sum(solution.choices) == 1
 
 
 def test_fractional_usage_exactly_at_the_limit() -> None:

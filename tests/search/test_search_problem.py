@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from search import Budget, Edge, InfeasibleError, Problem, TimeLimitError, Variable, evaluate, exhaustive, intra_op
-from search.pareto import undominated
+from search import Budget, Edge, InfeasibleError, Problem, TimeLimitError, Variable, evaluate, intra_op
+from tests.search import exhaustive
 
 NO_USAGE = np.zeros((0, 2))
 
@@ -122,19 +120,3 @@ def test_exhaustive_refuses_large_problems() -> None:
 def test_a_time_limit_without_incumbent_raises() -> None:
     with pytest.raises(TimeLimitError):
         intra_op.solve(Problem(two()), time_limit_seconds=-1.0)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1), num_budgets=st.integers(1, 3))
-def test_pareto_filter_keeps_the_frontier(seed: int, num_budgets: int) -> None:
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 40))
-    group = rng.integers(0, 4, size=count)
-    points = rng.integers(0, 5, size=(count, 1 + num_budgets)).astype(float)
-    kept = undominated(group, points[:, 0], points[:, 1:])
-    for i in range(count):
-        same = [j for j in range(count) if group[j] == group[i]]
-        assert any((points[j] <= points[i]).all() for j in same if j in kept), "dropped without a better one"
-    for i in kept:
-        others = [j for j in kept if j != i and group[j] == group[i]]
-        assert not any((points[j] <= points[i]).all() for j in others), "kept although dominated"

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 
 from search import evaluate, intra_op
-
-
-def problems() -> ModuleType:
-    """The generator next to this file."""
-    path = pathlib.Path(__file__).with_name("transformer_problems.py")
-    spec = importlib.util.spec_from_file_location("transformer_problems", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.search.marginals import min_marginals
+from tests.search.transformer_problems import transformer
 
 
 def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
     """min_marginals reduces and bounds nothing, so it is a second opinion on solve; so is a budget just met."""
-    free = problems().transformer(3, num_layers=1, structured=True)
+    free = transformer(3, num_layers=1, structured=True)
     best = intra_op.solve(free)
-    margins = intra_op.min_marginals(free)
+    margins = min_marginals(free)
     for margin, choice in zip(margins, best.choices, strict=True):
         assert margin.min() == pytest.approx(best.objective, rel=1e-9)
         assert margin[choice] == pytest.approx(best.objective, rel=1e-9)
-    tight = problems().transformer(3, num_layers=1, structured=True, budget_fraction=0.3)
+    tight = transformer(3, num_layers=1, structured=True, budget_fraction=0.3)
     bounded = intra_op.solve(tight)
     assert bounded.objective > best.objective
     assert bounded.usage[0] <= tight.budgets[0].limit
@@ -46,7 +36,7 @@ def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
 
 
 def test_a_time_limit_returns_the_incumbent_with_a_true_bound() -> None:
-    problem = problems().transformer(1, num_layers=2, structured=True, budget_fraction=0.5)
+    problem = transformer(1, num_layers=2, structured=True, budget_fraction=0.5)
     optimum = intra_op.solve(problem).objective
     outcomes = []
     for seconds in (0.15, 0.3, 0.6):
@@ -65,12 +55,12 @@ def test_a_time_limit_returns_the_incumbent_with_a_true_bound() -> None:
 @pytest.mark.parametrize("budget_fraction", [None, 0.9, 0.6, 0.3])
 def test_twelve_layers(budget_fraction: float | None) -> None:
     """147 variables of 40 to 80 options, width 3: some seconds each."""
-    problem = problems().transformer(0, structured=True, budget_fraction=budget_fraction)
+    problem = transformer(0, structured=True, budget_fraction=budget_fraction)
     solution = intra_op.solve(problem)
     assert solution.lower_bound == solution.objective
     if budget_fraction is None:
         # The unreduced elimination is an independent route to the optimum.
-        least = min(float(margin.min()) for margin in intra_op.min_marginals(problem))
+        least = min(float(margin.min()) for margin in min_marginals(problem))
         assert least == pytest.approx(solution.objective, rel=1e-9)
     else:
         assert solution.usage[0] <= problem.budgets[0].limit
@@ -80,8 +70,8 @@ def test_twelve_layers(budget_fraction: float | None) -> None:
 def test_twelve_layers_in_memory() -> None:
     """Random costs without structure, which hardly any option can be dropped from: under 1 GiB in a fresh process."""
     code = (
-        f"import sys; sys.path[:0] = {[str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[2])]!r}\n"
-        "import pathlib; from transformer_problems import transformer; from search import intra_op\n"
+        f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[2])!r})\n"
+        "import pathlib; from tests.search.transformer_problems import transformer; from search import intra_op\n"
         "intra_op.solve(transformer(0, structured=False, budget_fraction=0.6))\n"
         # Not ru_maxrss, which begins with that of the process that was forked.
         "print(pathlib.Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])"

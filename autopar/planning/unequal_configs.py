@@ -1,8 +1,9 @@
-"""What is fixed before the stages of a pipeline of unlike positions are cut, and all of it that is tried.
+"""Every parallel config that is searched in which pipeline ranks have unlike stage meshes.
 
-A pipeline may have one shape of submesh in each group of nodes, and two where there is one group; all positions
-together take all devices. A group of n devices has n / a positions of its one shape of a ranks, or x positions of a
-ranks and y of b ranks, x, y >= 1, with x a + y b = n.
+A pipeline may have one stage mesh in each group of nodes, and two where there is one group; all pipeline ranks together
+take all devices. A group of n devices has n / a pipeline ranks with its one mesh of a devices, or x with a devices and
+y with b devices, x, y >= 1, with x a + y b = n. As in Alpa (Zheng et al., OSDI 2022, section 5.2) a stage mesh is part
+of one node, or some whole nodes, of one group.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.planning.bases import PRICES, named_mesh
-from autopar.planning.layouts import micro_batch_counts, offloads
-from autopar.planning.pipelines import SEARCHED_SCHEDULES
+from autopar.planning.equal_configs import micro_batch_counts, offloads
+from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
-from autopar.planning.stage_points import HOLDING
-from autopar.planning.unequal.decisions import Decisions
+from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.stage_points import HOLDING, SEARCHED_SCHEDULES
 from autopar.seats import Seat
 from cost_models.machine import Cluster
 
@@ -25,75 +26,55 @@ MANY_DEVICES = 8
 """In larger groups of several nodes a submesh has half a node at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What is fixed before stages are cut. seats: the shapes that positions may have; rows: of a micro-batch; price: of
-    a byte, as in bases.py."""
-
-    seats: tuple[Seat, ...]
-    rows: int
-    price: float
-    num_micro_batches: int
-    zero: int
-    offload: str
-    schedule: str
-
-    @property
-    def tp(self) -> int:
-        """The largest tensor-parallel degree, for which decisions are made."""
-        return max(seat.mesh.size("tp") for seat in self.seats)
+def unequal_configs(request: Request, decisions: SharedDecisions, num_blocks: int) -> Iterator[ParallelConfig]:
+    """All that agree with the constraints."""
+    for config in without_parameters(request, decisions, num_blocks):
+        yield from variants(request, config)
 
 
-def all_terms(decisions: Decisions, num_blocks: int) -> Iterator[Terms]:
-    """Those that agree with the constraints."""
-    for outline in outlines(decisions, num_blocks):
-        yield from variants(decisions.request, outline)
-
-
-def outlines(decisions: Decisions, num_blocks: int) -> Iterator[Terms]:
-    """Without what bears on parameters only: ZeRO stage 0 and no offload stand for all."""
-    request = decisions.request
+def without_parameters(request: Request, decisions: SharedDecisions, num_blocks: int) -> Iterator[ParallelConfig]:
+    """What bears on parameters only is left open: ZeRO stage 0 and no offload stand for all."""
     counts = micro_batch_counts(request.global_batch_size, request.constraints.micro_batches)
     for count in filter(request.splits, counts):
         rows = request.global_batch_size // count
-        for seats in shapes(decisions, num_blocks, rows):
-            prices = decisions.prices(max(seat.mesh.size("tp") for seat in seats), rows)
+        for meshes in mesh_sets(request, decisions, num_blocks, rows):
+            numbers = tuple(sorted(numbers_of_ranks(request, num_blocks, meshes)))
+            prices = decisions.prices(max(each.mesh.size("tp") for each in meshes), rows)
             for schedule, price in itertools.product(_schedules(request, count), prices):
-                yield Terms(seats, rows, price, count, 0, "", schedule)
+                yield ParallelConfig(meshes, numbers, rows, count, 0, price, "", schedule)
 
 
-def variants(request: Request, outline: Terms) -> Iterator[Terms]:
-    """Every ZeRO stage and offload of an outline."""
-    stages: tuple[int, ...] = (0, 2, 3) if outline.num_micro_batches == 1 else (0, 1, 2, 3)
-    if all(seat.mesh.num_data_ranks == 1 for seat in outline.seats):
+def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfig]:
+    """The config with every ZeRO stage and offload."""
+    stages: tuple[int, ...] = (0, 2, 3) if config.num_micro_batches == 1 else (0, 1, 2, 3)
+    if all(each.mesh.num_data_ranks == 1 for each in config.stage_meshes):
         stages = (0,)
     elif request.constraints.zero is not None:
         stages = (request.constraints.zero,)
     for zero in stages:
         for offload in offloads(request, zero):
-            yield replace(outline, zero=zero, offload=offload)
+            yield replace(config, zero=zero, offload=offload)
 
 
-def shapes(decisions: Decisions, num_blocks: int, rows: int) -> Iterator[tuple[Seat, ...]]:
-    """Sets of shapes for micro-batches of `rows` rows: one of every group, or two of the only one."""
-    request = decisions.request
-    legal = [list(_seats(request, number, rows)) for number in range(len(request.whole.groups))]
+def mesh_sets(request: Request, decisions: SharedDecisions, num_blocks: int, rows: int) -> Iterator[tuple[Seat, ...]]:
+    """Sets of stage meshes for micro-batches of `rows` rows: one of every group, or two of the only one."""
+    legal = [list(_stage_meshes(request, number, rows)) for number in range(len(request.whole.groups))]
     sets = itertools.product(*legal) if len(legal) > 1 else itertools.combinations(legal[0], 2)
-    for seats in sets:
-        degrees, data = [s.mesh.size("tp") for s in seats], [s.mesh.num_data_ranks for s in seats]
+    for meshes in sets:
+        degrees, data = [s.mesh.size("tp") for s in meshes], [s.mesh.num_data_ranks for s in meshes]
         tp = max(degrees)
         has_room = decisions.has_data(tp, rows) or max(data) == 1
         is_cut = all(tp % degree == 0 for degree in degrees) and rows % math.lcm(*data) == 0
-        is_legal = is_cut and has_room and position_counts(request, num_blocks, seats)
+        is_legal = is_cut and has_room and numbers_of_ranks(request, num_blocks, meshes)
         if is_legal and decisions.choices(tp, rows, PRICES[0]) is not None:
-            yield seats
+            yield meshes
 
 
-def position_counts(request: Request, num_blocks: int, seats: tuple[Seat, ...]) -> set[int]:
-    """How many positions of these shapes, each at least once, take all devices; no more than there are blocks."""
+def numbers_of_ranks(request: Request, num_blocks: int, meshes: tuple[Seat, ...]) -> set[int]:
+    """How many pipeline ranks with these meshes, each at least once, take all devices; no more than the blocks are."""
     found = {0}
     for number, group in enumerate(request.whole.groups):
-        first, *others = [seat.mesh.num_ranks for seat in seats if seat.group == number]
+        first, *others = [seat.mesh.num_ranks for seat in meshes if seat.group == number]
         counts = range(1, group.num_devices // first + 1)
         rests = {n: group.num_devices - n * first for n in counts}
         if others:
@@ -118,7 +99,7 @@ def submesh_sizes(cluster: Cluster) -> list[int]:
     return sorted({*parts, *wholes})
 
 
-def _seats(request: Request, number: int, rows: int) -> Iterator[Seat]:
+def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[Seat]:
     """Submeshes of a group that divide its devices and a micro-batch."""
     group, degrees = request.whole.groups[number], request.constraints.degrees
     for size in submesh_sizes(group):

@@ -1,16 +1,17 @@
-"""Every layout of a model over a cluster that is searched: positions, mesh, micro-batches, ZeRO stage, offload."""
+"""Every parallel config over equal nodes that is searched, in which the meshes of all pipeline ranks are alike."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.planning.bases import PRICES, named_mesh
+from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
+from autopar.seats import Seat
 from cost_models.machine import Cluster
 
 GROUP_NODES = (1, 2, 4)
@@ -20,30 +21,8 @@ TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What is fixed before stages are cut.
-
-    mesh: of each of `num_positions` pipeline positions. rows: of one micro-batch on one data-parallel rank. price: of a
-    byte, of the base (see bases.py). offload: "", "optimizer" or "parameters".
-    """
-
-    num_positions: int
-    mesh: Mesh
-    rows: int
-    num_micro_batches: int
-    zero: int
-    price: float
-    offload: str
-
-    @property
-    def key(self) -> tuple[int, str, int, int, float, str]:
-        """For a fixed order among equals."""
-        return self.num_positions, str(self.mesh), self.num_micro_batches, self.zero, self.price, self.offload
-
-
-def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
-    """All of them that agree with the pinned degrees, the batch and the number of blocks."""
+def equal_configs(request: Request, num_blocks: int) -> Iterator[ParallelConfig]:
+    """All that agree with the pinned degrees, the batch and the number of blocks. Schedules are left open."""
     limits = request.constraints
     legal = shapes(request, num_blocks)
     rows_of_rank = sorted({request.global_batch_size // dp for _, dp, _ in legal})
@@ -53,20 +32,21 @@ def layouts(request: Request, num_blocks: int) -> Iterator[Layout]:
             values=f"{limits.micro_batches} for {', '.join(map(str, rows_of_rank))} rows",
             alternatives=", ".join(map(str, divisors(rows_of_rank[-1]))),
         )
-    for num_positions, dp, tp in legal:
-        rows = request.global_batch_size // dp
-        for count in filter(request.splits, micro_batch_counts(rows, limits.micro_batches)):
+    for pp, dp, tp in legal:
+        counts = micro_batch_counts(request.global_batch_size // dp, limits.micro_batches)
+        for count in filter(request.splits, counts):
+            rows = request.global_batch_size // count
             stages = (0,) if dp == 1 else (0, 2, 3) if count == 1 else (0, 1, 2, 3)
             pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
             for zero in pinned:
                 for price in PRICES:
                     for offload in offloads(request, zero or 0):
-                        for mesh in meshes_of(request, num_positions, dp, tp, zero or 0):
-                            yield Layout(num_positions, mesh, rows // count, count, zero or 0, price, offload)
+                        for mesh in meshes_of(request, dp, tp, zero or 0):
+                            yield ParallelConfig((Seat(mesh),), (pp,), rows, count, zero or 0, price, offload)
 
 
-def meshes_of(request: Request, num_positions: int, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
-    """How `dp` data-parallel and `tp` tensor-parallel ranks may lie on the nodes of a position.
+def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
+    """How `dp` data-parallel and `tp` tensor-parallel ranks may lie on the nodes of a stage mesh.
 
     ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
     gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
@@ -105,14 +85,14 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
 
 
 def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
-    """(positions, dp, tp) whose product is the cluster. Raises ConstraintError where the pinned degrees leave none."""
+    """(pipeline ranks, dp, tp) whose product is the cluster. Raises ConstraintError where pinned degrees leave none."""
     devices, degrees = request.cluster.num_devices, request.constraints.degrees
     most = TP_NODES * request.cluster.devices_per_node
     found = [
-        (positions, devices // positions // tp, tp)
-        for positions in divisors(devices)
-        if positions <= num_blocks
-        for tp in divisors(devices // positions)
+        (pp, devices // pp // tp, tp)
+        for pp in divisors(devices)
+        if pp <= num_blocks
+        for tp in divisors(devices // pp)
         if tp <= most or tp == degrees.get("tp")
     ]
     wanted = [s for s in found if _agrees(degrees, s)]
@@ -135,16 +115,16 @@ def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
 
 
 def _agrees(degrees: Mapping[str, int], shape: tuple[int, int, int]) -> bool:
-    """Whether a (positions, data ranks, tp) has the pinned degrees."""
-    positions, data, tp = shape
+    """Whether (pipeline ranks, data ranks, tp) has the pinned degrees."""
+    pp, data, tp = shape
     ddp, dp = degrees.get("ddp", 1), degrees.get("dp")
     is_data = data % ddp == 0 if dp is None else data == ddp * dp
-    return degrees.get("pp", positions) == positions and degrees.get("tp", tp) == tp and is_data
+    return degrees.get("pp", pp) == pp and degrees.get("tp", tp) == tp and is_data
 
 
 def _text(shape: tuple[int, int, int]) -> str:
-    positions, dp, tp = shape
-    return (f"pp={positions} x " if positions > 1 else "") + f"dp={dp} x tp={tp}"
+    pp, dp, tp = shape
+    return (f"pp={pp} x " if pp > 1 else "") + f"dp={dp} x tp={tp}"
 
 
 def micro_batch_counts(rows: int, pinned: int | None) -> list[int]:

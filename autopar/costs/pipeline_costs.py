@@ -1,0 +1,165 @@
+"""A pipeline priced as a whole: its stages, messages, tied parameters and memory, and the prediction of its step.
+
+All that predicts or fits a pipeline puts it together here: searched plans, given strategies, and the searches
+themselves when they hold a cut to the memory of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.chain import chain
+from autopar.costs.block_costs import FIXED_KINDS, BlockCost
+from autopar.costs.borders import hop_seconds, second_copies, shared_parameters, tie_costs
+from autopar.costs.host import host_of
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
+from autopar.costs.stage_costs import Copy, SharedCost, Simulated, StageCost, position_bytes, simulated, stage_cost
+from autopar.graph import Graph, layer_names
+from autopar.placement import Stored
+from autopar.plan import Pipeline, StagePlan
+from autopar.seats import Seat
+from cost_models.memory import workspace_bytes
+from cost_models.mixed import AnyCluster
+from cost_models.schedule import placement
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """What every unit of a model's chain costs on one stage mesh.
+
+    graph: of the model, with any number of rows. pricer: on the stage mesh, for as many micro-batches as the pipeline
+    has. parameters: as they are stored there. costs: of the units, by name. border_bytes: of one rank per micro-batch,
+    at the border before each unit. group: of the cluster's groups of equal nodes, in which the stage mesh lies.
+    """
+
+    graph: Graph
+    pricer: Pricer
+    parameters: Mapping[tuple[str, str], Stored]
+    costs: Mapping[str, BlockCost]
+    border_bytes: tuple[float, ...]
+    group: int = 0
+
+    @property
+    def stage_mesh(self) -> Seat:
+        """The mesh, and the group of nodes that it lies in."""
+        return Seat(self.pricer.mesh, self.group)
+
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """The buffers of parameters that two units read, in the stage of the second."""
+        return second_copies(self.graph, self.pricer, self.parameters)
+
+    def ties(self, num_ranks: int) -> Mapping[str, tuple[tuple[float, float, float], float]]:
+        """`tie_costs` of the same parameters in a pipeline of so many ranks."""
+        return tie_costs(self.graph, self.pricer, self.parameters, num_ranks)
+
+    @property
+    def workspace_bytes(self) -> float:
+        """What a device itself takes of its memory."""
+        return 0.0 if is_cpu(self.pricer.cluster) else float(workspace_bytes(self.pricer.cluster.device))
+
+    def sent_bytes(self, stage: StagePlan) -> float:
+        """Of one rank of a stage per micro-batch to the next stage, 0 behind the last."""
+        return self.border_bytes[stage.last] if stage.last < len(self.border_bytes) else 0.0
+
+    def received_bytes(self, stage: StagePlan) -> float:
+        """Of one rank of a stage per micro-batch from the stage before it."""
+        return self.border_bytes[stage.first] if stage.first else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCosts:
+    """What a pipeline costs. ranks: the chain on the stage mesh of every pipeline rank. stages, home: in model order,
+    and the pipeline rank that runs each. tied: parameters that two stages hold."""
+
+    pipeline: Pipeline
+    cluster: AnyCluster
+    ranks: tuple[ChainCosts, ...]
+    stages: tuple[StageCost, ...]
+    home: tuple[int, ...]
+    tied: tuple[SharedCost, ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step."""
+        return self.ranks[0].pricer.training.num_micro_batches
+
+    def num_bytes(self) -> list[dict[str, float]]:
+        """By kind, of one rank of every pipeline rank's stage mesh at its peak, without the device's own workspace."""
+        return position_bytes(self.stages, self.pipeline, self.num_micro_batches, self.tied)
+
+    @property
+    def peak_bytes(self) -> float:
+        """`num_bytes` of the fullest rank."""
+        return max(sum(kinds.values()) for kinds in self.num_bytes())
+
+    def transfers(self) -> dict[tuple[int, int], float]:
+        """(source stage, target stage) -> seconds of one micro-batch's message."""
+        found, plans = {}, self.pipeline.stages
+        for number in range(len(plans) - 1):
+            source, target = (self.ranks[self.home[index]] for index in (number, number + 1))
+            size = max(source.sent_bytes(plans[number]), target.received_bytes(plans[number + 1]))
+            is_near = self.home[number] == self.home[number + 1]
+            seconds = 0.0 if is_near else hop_seconds(self.cluster, source.stage_mesh, target.stage_mesh, size)
+            found[number, number + 1] = seconds
+        return found
+
+    def simulated(self, capacities: Sequence[float] = ()) -> Simulated:
+        """The step, event by event, and its prediction. capacities: bytes that a rank of every pipeline rank's stage
+        mesh may use, equal ones if left out."""
+        return simulated(
+            self.stages,
+            self.pipeline,
+            self.num_micro_batches,
+            self.transfers(),
+            self.tied,
+            [rank.workspace_bytes for rank in self.ranks],
+            capacities,
+            host_of(self.ranks[0].pricer.cluster),
+        )
+
+
+def pipeline_costs(ranks: Sequence[ChainCosts], pipeline: Pipeline, cluster: AnyCluster) -> PipelineCosts:
+    """The pipeline put together; one without stages has the whole chain as its only one.
+
+    ranks: of every pipeline rank; those that are alike are best the same object. cluster: all devices.
+    """
+    graph = ranks[0].graph
+    stages = pipeline.stages or (StagePlan(0, len(chain(graph))),)
+    pipeline = replace(pipeline, stages=stages)
+    home = placement(pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks)
+    of_stage = [ranks[rank] for rank in home]
+    tied = _tied(of_stage, stages, pipeline.num_positions)
+    return PipelineCosts(pipeline, cluster, tuple(ranks), _stage_costs(of_stage, stages), home, tied)
+
+
+def _stage_costs(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan]) -> tuple[StageCost, ...]:
+    """Of all stages, found once for those that are alike."""
+    graph = of_stage[0].graph
+    names, layers = chain(graph), layer_names(graph)
+    found: dict[object, StageCost] = {}
+    result = []
+    for here, stage in zip(of_stage, stages, strict=True):
+        held = tuple(c for c in here.copies if c.first < stage.first <= c.last < stage.last)
+        own, sent = names[stage.first : stage.last], here.sent_bytes(stage)
+        key = (id(here), own, tuple(stage.recompute.items()), sent, stage.first > 0, stage.first if held else -1)
+        if key not in found:
+            found[key] = stage_cost(here.costs, names, layers, stage, sent, held)
+        result.append(found[key])
+    return tuple(result)
+
+
+def _tied(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], num_ranks: int) -> tuple[SharedCost, ...]:
+    """Parameters that two units read, as the stage of the second has them."""
+    holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
+    found = []
+    for name, (first, last) in shared_parameters(of_stage[0].graph).items():
+        tie = of_stage[holder[last]].ties(num_ranks).get(name)
+        if tie is not None:
+            sizes, seconds = tie
+            fixed = dict(zip(FIXED_KINDS, sizes, strict=True))
+            found.append(SharedCost(holder[first], holder[last], fixed, seconds))
+    return tuple(found)

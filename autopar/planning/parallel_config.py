@@ -1,0 +1,62 @@
+"""What is fixed before the stages of a pipeline are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.seats import Seat
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """A parallel configuration of which the stages are left open.
+
+    stage_meshes: that pipeline ranks may have; one where all are alike. pipeline_ranks: how many there may be. rows: of
+    one micro-batch over all data-parallel ranks. price: of a byte, at which decisions are made (see bases.py). offload:
+    "", "optimizer" or "parameters". schedule: "" where that is left open, too. chunks: stages of a pipeline rank.
+    """
+
+    stage_meshes: tuple[Seat, ...]
+    pipeline_ranks: tuple[int, ...]
+    rows: int
+    num_micro_batches: int
+    zero: int
+    price: float
+    offload: str
+    schedule: str = ""
+    chunks: int = 1
+
+    @property
+    def pp(self) -> int:
+        """The most pipeline ranks that it may have."""
+        return max(self.pipeline_ranks)
+
+    @property
+    def tp(self) -> int:
+        """The largest tensor-parallel degree, for which decisions are made."""
+        return max(each.mesh.size("tp") for each in self.stage_meshes)
+
+    def rows_on(self, stage_mesh: Seat) -> int:
+        """Of one micro-batch on one data-parallel rank of a stage mesh."""
+        return self.rows // stage_mesh.mesh.num_data_ranks
+
+    def under(self, schedule: str, chunks: int = 1) -> ParallelConfig:
+        """The same with a schedule."""
+        # Not by `replace`, which takes longer than the bound of a config.
+        return ParallelConfig(
+            stage_meshes=self.stage_meshes,
+            pipeline_ranks=self.pipeline_ranks,
+            rows=self.rows,
+            num_micro_batches=self.num_micro_batches,
+            zero=self.zero,
+            price=self.price,
+            offload=self.offload,
+            schedule=schedule,
+            chunks=chunks,
+        )
+
+    @property
+    def key(self) -> tuple[int, tuple[str, ...], int, int, float, str, str]:
+        """For a fixed order among equals."""
+        meshes = tuple(map(str, self.stage_meshes))
+        return self.pp, meshes, self.num_micro_batches, self.zero, self.price, self.offload, self.schedule

@@ -1,0 +1,120 @@
+"""The best pipeline under a parallel config: cut, stage meshes, recompute modes, as one problem of `search.inter_op`.
+
+Transfers between two stage meshes are priced at the border with the most bytes and taken to be linear in them. A
+parameter that two blocks read costs as much as on the stage mesh where a second copy costs most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
+from autopar.plan import Pipeline
+from autopar.planning.bases import Base
+from autopar.planning.bounds import byte_seconds
+from autopar.planning.config_costs import ConfigCosts
+from autopar.planning.memory_fit import Fitting, solve_in_rounds
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.stage_points import HOLDING, pipeline_of, point, stretch_of
+from autopar.seats import Seat
+from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A solved parallel config. objective: seconds by the closed form. pipeline: with the stage mesh of every pipeline
+    rank. base: the decisions, on one of the stage meshes."""
+
+    objective: float
+    config: ParallelConfig
+    pipeline: Pipeline
+    base: Base
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """A parallel config to be cut into stages. chains: what every block costs on each of the stage meshes."""
+
+    costs: ConfigCosts
+    config: ParallelConfig
+    chains: Mapping[Seat, ChainCosts]
+
+    @classmethod
+    def of(cls, costs: ConfigCosts, config: ParallelConfig) -> StageProblem:
+        """With all costs found."""
+        return cls(costs, config, {mesh: costs.chain_costs(config, mesh) for mesh in config.stage_meshes})
+
+    def solve(self, cutoff: float = math.inf) -> Found:
+        """The best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is
+        faster."""
+        return self.found(solve_in_rounds(self.fitting(), cutoff))
+
+    def found(self, solution: PipelineSolution) -> Found:
+        """A solution of the problem."""
+        base = self.costs.base(self.config, self.config.stage_meshes[0])
+        return Found(solution.objective, self.config, self.pipeline(solution), base)
+
+    def pipeline(self, solution: PipelineSolution) -> Pipeline:
+        """A solution's stages, and the stage mesh of every pipeline rank."""
+        meshes = {str(mesh): mesh for mesh in self.config.stage_meshes}
+        num_ranks = len(solution.stages) // self.config.chunks
+        found = pipeline_of(solution, num_ranks, self.config.schedule, self.config.offload)
+        return replace(found, seats=tuple(meshes[stage.submesh] for stage in solution.stages[:num_ranks]))
+
+    def assembled(self, pipeline: Pipeline) -> PipelineCosts:
+        """A solution's pipeline, as the prediction will put it together."""
+        return pipeline_costs([self.chains[mesh] for mesh in pipeline.seats], pipeline, self.costs.request.whole)
+
+    def fitting(self) -> Fitting:
+        """The problem in the memory of the request's devices."""
+        usable = {str(mesh): self.costs.usable_bytes[mesh.group] for mesh in self.chains}
+        return Fitting(self.problem, self._held, usable)
+
+    def _held(self, solution: PipelineSolution) -> dict[str, float]:
+        """Bytes on the fullest rank of every stage mesh, as the prediction will count them."""
+        fullest: dict[str, float] = {}
+        pipeline = self.pipeline(solution)
+        for mesh, kinds in zip(pipeline.seats, self.assembled(pipeline).num_bytes(), strict=True):
+            fullest[str(mesh)] = max(fullest.get(str(mesh), 0.0), sum(kinds.values()))
+        return fullest
+
+    def problem(self, memory_bytes: Mapping[str, float]) -> PipelineProblem:
+        """The problem with so many bytes on a rank of every stage mesh, by its name."""
+        costs, config = self.costs, self.config
+        count, points, holding = config.num_micro_batches, {}, HOLDING[config.schedule](config.num_micro_batches)
+        for mesh, here in self.chains.items():
+            stretch = stretch_of(here.costs, costs.counts, config.schedule, count)
+            for block, cost in here.costs.items():
+                points[block, str(mesh)] = tuple(
+                    point(cost, label, mode, config.schedule, stretch) for label, mode in costs.modes(cost).items()
+                )
+        borders = [here.border_bytes for here in self.chains.values()]
+        seconds = byte_seconds(costs, config, borders)
+        return PipelineProblem(
+            blocks=costs.blocks,
+            submeshes=tuple(
+                Submesh(str(mesh), str(mesh.group), mesh.mesh.num_ranks, memory_bytes[str(mesh)])
+                for mesh in self.chains
+            ),
+            groups={str(number): group.num_devices for number, group in enumerate(costs.request.whole.groups)},
+            points=points,
+            in_flight=holding.in_flight,
+            num_micro_batches=count,
+            border_bytes=tuple(max(border) for border in zip(*borders, strict=True)),
+            transfer_seconds={(str(a), str(b)): each for (a, b), each in seconds.items()},
+            transfer_is_exposed=costs.is_on_cpu,
+            tied=tuple(self._tied()),
+            num_stages=config.pipeline_ranks,
+            put_off=holding.put_off,
+        )
+
+    def _tied(self) -> Iterator[Tied]:
+        """Parameters that two blocks read."""
+        ties = [here.ties(self.config.pp) for here in self.chains.values()]
+        for name, (first, last) in self.costs.shared.items():
+            known = [each[name] for each in ties if name in each]
+            if known:
+                size, seconds = max(sum(sizes) for sizes, _ in known), max(seconds for _, seconds in known)
+                yield Tied(first, last, size, seconds, alike=False)

@@ -1,0 +1,228 @@
+"""A core as an integer program, solved by HiGHS through OR-tools' MathOpt.
+
+With z_vi = 1 where variable v takes option i, and y_ij the share that the pair (i, j) of an edge (v, w) has:
+
+    minimise    sum c_vi z_vi + sum c_ij y_ij
+    subject to  sum_i z_vi = 1                                     for every variable v         (``_choose_one``)
+                sum_j y_ij = z_vi,  sum_i y_ij = z_wj              for every edge (v, w)        (``_tie_pairs``)
+                sum u_vik z_vi + sum u_ijk y_ij <= limit_k         for every budget k           (``_keep_within``)
+                sum_v z_v,x(v) <= number of variables - 1          for every excluded choice x  (``_exclude``)
+                z_vi 0 or 1,  y >= 0
+
+Where z is whole, the marginals leave one y per edge, that of the pair chosen. Pairs of infinite cost have no column;
+a column that no budget has room for, or that costs more than the cutoff by itself, has the upper bound 0. Costs and
+usages count from the least of their table, and are scaled so that the solver's absolute tolerances are small beside the
+differences of interest.
+
+Shape legend: C columns, K budgets.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from search.core import Core, Indices, Mask
+from search.problem import Array
+
+COST_SPAN = 1e4
+"""What the range of costs is scaled to. The solver tells objectives apart to 1e-6, hence to 1e-10 of the range."""
+
+USAGE_SPAN = 1e3
+"""What a budget's room is scaled to. The solver keeps rows to 1e-6, hence budgets to 1e-9 of their room."""
+
+HIGHS_OPTIONS = {"int_options": {"threads": 1}, "string_options": {"parallel": "off"}}
+"""One thread: a process that is forked later would wait for threads that it does not have."""
+
+
+ONE = np.ones(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The best choice found (None without one), a proven lower bound, and whether nothing better is left.
+
+    The solver's tolerances apply: the choice may exceed a budget by a billionth of its room.
+    """
+
+    choices: tuple[int, ...] | None
+    bound: float
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """All columns, table by table, counted from the least of their table.
+
+    ``places[t]`` are a table's columns, ``pairs[t]`` the options (i, j) of an edge's, and ``base`` [1 + K] what the
+    least of all tables cost and use together.
+    """
+
+    costs_C: Array
+    usages_KC: Array
+    places: tuple[Indices, ...]
+    pairs: tuple[tuple[Indices, Indices], ...]
+    base: Array
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows in the making: their bounds, and the cells (row, column, value) of the matrix."""
+
+    lows: list[float] = field(default_factory=list)
+    highs: list[float] = field(default_factory=list)
+    cells: list[tuple[Indices, Indices, Array]] = field(default_factory=list)
+
+    def add(self, count: int, low: float, high: float) -> Indices:
+        """Some empty rows with the same bounds."""
+        first = len(self.lows)
+        self.lows += [low] * count
+        self.highs += [high] * count
+        return np.arange(first, first + count)
+
+    def put(self, rows: Indices, columns: Indices, values: Array) -> None:
+        """Set cells; the three arrays are broadcast to one shape."""
+        rows, columns, values = np.broadcast_arrays(rows, columns, values)
+        self.cells.append((rows, columns, values))
+
+
+def solve(
+    core: Core,
+    limits: Sequence[float],
+    *,
+    cutoff: float,
+    excluded: Sequence[tuple[int, ...]],
+    seconds: float,
+) -> Answer:
+    """The cheapest choice of a core within its budgets.
+
+    Args:
+        core: has no variable without options, and no option of infinite cost.
+        limits: per budget, in bytes.
+        cutoff: choices that do not cost less are of no interest, and may be missed.
+        excluded: choices that must not be found.
+        seconds: after which the best choice known is returned; ``inf`` is never.
+
+    Raises:
+        RuntimeError: the solver gave up for another reason than time.
+    """
+    columns = _columns(core)
+    room = np.array([cutoff, *limits]) - columns.base
+    if (room < 0.0).any():
+        return Answer(None, np.inf, True)
+    rows = _Rows()
+    _choose_one(rows, columns, len(core.sizes))
+    _tie_pairs(rows, columns, core)
+    _keep_within(rows, columns, room[1:])
+    _exclude(rows, columns, excluded)
+    span = min(room[0], sum(float(columns.costs_C[place].max()) for place in columns.places)) or 1.0
+    fits_C = (columns.costs_C <= room[0]) & (columns.usages_KC <= room[1:, None]).all(axis=0)
+    costs_C = np.where(fits_C, columns.costs_C, 0.0) * (COST_SPAN / span)
+    values_C, bound, is_complete = _run_highs(rows, costs_C, fits_C=fits_C, num_whole=sum(core.sizes), seconds=seconds)
+    choices: tuple[int, ...] | None = None
+    if values_C is not None:
+        choices = tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
+    return Answer(choices, float(columns.base[0]) + bound * (span / COST_SPAN), is_complete)
+
+
+def _columns(core: Core) -> _Columns:
+    """A column per option and per pair of finite cost."""
+    costs = [np.asarray(unary) for unary in core.costs.unaries]
+    usages = [np.array([usage.unaries[v] for usage in core.usages]) for v in range(len(core.sizes))]
+    pairs: list[tuple[Indices, Indices]] = []
+    for a, b in core.pairs():
+        blank = np.zeros((core.sizes[a], core.sizes[b]))
+        table = core.costs.edges.get((a, b), blank)
+        first, second = np.nonzero(np.isfinite(table))
+        pairs.append((first, second))
+        costs.append(table[first, second])
+        usages.append(np.array([usage.edges.get((a, b), blank)[first, second] for usage in core.usages]))
+    both = [np.vstack([cost[None], usage.reshape(-1, len(cost))]) for cost, usage in zip(costs, usages, strict=True)]
+    lows = [table.min(axis=1, keepdims=True) for table in both]
+    shifted = np.hstack([table - low for table, low in zip(both, lows, strict=True)])
+    ends = np.cumsum([len(cost) for cost in costs])
+    places = tuple(np.arange(end - len(cost), end) for end, cost in zip(ends, costs, strict=True))
+    return _Columns(
+        costs_C=shifted[0],
+        usages_KC=shifted[1:],
+        places=places,
+        pairs=tuple(pairs),
+        base=np.sum(lows, axis=0)[:, 0],
+    )
+
+
+def _choose_one(rows: _Rows, columns: _Columns, num_variables: int) -> None:
+    """Every variable takes one of its options."""
+    for row, place in zip(rows.add(num_variables, 1.0, 1.0), columns.places, strict=False):
+        rows.put(row, place, ONE)
+
+
+def _tie_pairs(rows: _Rows, columns: _Columns, core: Core) -> None:
+    """The pairs of an edge with option i add up to z_i, at both ends."""
+    edges = zip(core.pairs(), columns.pairs, columns.places[len(core.sizes) :], strict=True)
+    for ends, options, place in edges:
+        for end, option in zip(ends, options, strict=True):
+            own = rows.add(core.sizes[end], 0.0, 0.0)
+            rows.put(own, columns.places[end], -ONE)
+            rows.put(own[option], place, ONE)
+
+
+def _keep_within(rows: _Rows, columns: _Columns, rooms: Array) -> None:
+    """Usages keep within each budget's room; what exceeds it alone has the upper bound 0 and needs no cell."""
+    for usage_C, room in zip(columns.usages_KC, rooms, strict=True):
+        used = np.flatnonzero((usage_C > 0.0) & (usage_C <= room))
+        rows.put(rows.add(1, -np.inf, USAGE_SPAN), used, usage_C[used] * (USAGE_SPAN / (room or 1.0)))
+
+
+def _exclude(rows: _Rows, columns: _Columns, excluded: Sequence[tuple[int, ...]]) -> None:
+    """At least one variable differs from each excluded choice."""
+    for row, choices in zip(rows.add(len(excluded), -np.inf, 0.0), excluded, strict=True):
+        rows.highs[row] = len(choices) - 1.0
+        rows.put(row, np.array([place[choice] for place, choice in zip(columns.places, choices, strict=False)]), ONE)
+
+
+def _run_highs(
+    rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, seconds: float
+) -> tuple[Array | None, float, bool]:
+    """Values of the columns (None without any), the bound proven, and whether nothing better is left.
+
+    The first ``num_whole`` columns are 0 or 1, the others at least 0.
+    """
+    # Imported here: it takes 0.3 CPU-seconds, and most plans do without it.
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
+
+    columns = np.arange(len(costs_C))
+    model = model_pb2.ModelProto()
+    model.variables.ids.extend(columns)
+    model.variables.lower_bounds.extend(np.zeros(len(columns)))
+    model.variables.upper_bounds.extend(fits_C.astype(np.float64))
+    model.variables.integers.extend(columns < num_whole)
+    model.objective.linear_coefficients.ids.extend(columns)
+    model.objective.linear_coefficients.values.extend(costs_C)
+    model.linear_constraints.ids.extend(range(len(rows.lows)))
+    model.linear_constraints.lower_bounds.extend(rows.lows)
+    model.linear_constraints.upper_bounds.extend(rows.highs)
+    row_ids, column_ids, values = (np.concatenate(parts) for parts in zip(*rows.cells, strict=True))
+    order = np.lexsort((column_ids, row_ids))
+    model.linear_constraint_matrix.row_ids.extend(row_ids[order])
+    model.linear_constraint_matrix.column_ids.extend(column_ids[order])
+    model.linear_constraint_matrix.coefficients.extend(values[order])
+    parameters = mathopt.SolveParameters(
+        relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0, highs=highs_pb2.HighsOptionsProto(**HIGHS_OPTIONS)
+    )
+    if np.isfinite(seconds):
+        parameters.time_limit = datetime.timedelta(seconds=max(seconds, 0.0))
+    result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)
+    reason, reasons = result.termination.reason, mathopt.TerminationReason
+    if reason in (reasons.INFEASIBLE, reasons.INFEASIBLE_OR_UNBOUNDED):
+        return None, np.inf, True
+    if reason not in (reasons.OPTIMAL, reasons.FEASIBLE, reasons.NO_SOLUTION_FOUND):
+        raise RuntimeError(f"HiGHS gave up: {result.termination}")
+    found = result.variable_values() if result.has_primal_feasible_solution() else None
+    values_C = None if found is None else np.array(list(found.values()))
+    return values_C, result.termination.objective_bounds.dual_bound, reason == reasons.OPTIMAL
