@@ -103,8 +103,8 @@ def test_reshards_are_those_of_the_source(which: str, request: pytest.FixtureReq
     forward, _, _ = program.source.partition("def count_targets")
     for scope in scopes_of(program.best.graph):
         class_name = scope.name or program.program.root.name
-        body = re.split(r"^class ", forward.partition(f"class {class_name}(Module)")[2], flags=re.MULTILINE)[0]
-        lines = re.findall(r"# (?:R|Rp|P|S\([^)]*\)) -> ", body)
+        body = re.split(r"^class ", forward.partition(f"class {class_name}(")[2], flags=re.MULTILINE)[0]
+        lines = re.findall(r"(?:= |return )(?:ddp|dp|tp)\.\w+\(", body)
         module = next((m for m in program.program.layers if m.name == scope.name), program.program.root)
         rows = reshard_rows(scope, module, names, program.plan.num_micro_batches)
         assert sum(row.count for row in rows) == len(lines) * scope.count

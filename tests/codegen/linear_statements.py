@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from codegen.program import Call
+from codegen.emit import emit_model
+from codegen.program import Call, Program
 from tests.codegen.typed import SHAPE, var
 
 
@@ -12,3 +13,11 @@ def call(shapes: Mapping[str, tuple[int, ...]], target: str, result: str, *args:
     """`result = torch.ops.aten.target(*args)`; texts are names of fp32 tensors of these shapes."""
     named = tuple(var(a, shapes.get(a, SHAPE)) if isinstance(a, str) else a for a in args)
     return Call(f"aten.{target}", named, (), (var(result, shapes.get(result, SHAPE)),))
+
+
+def lines(found: Program) -> list[str]:
+    """The body of forward, without comments; its result is called y."""
+    text = emit_model(found).split("def forward")[1]
+    code = [line.split("  #")[0].strip() for line in text.splitlines()[1:] if line.strip()]
+    *body, last = (line for line in code if not line.startswith("#"))
+    return body if last.removeprefix("return ").split(",")[0] == "y" else [*body, last.replace("return ", "y = ", 1)]

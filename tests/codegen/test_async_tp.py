@@ -12,6 +12,7 @@ from codegen.emit import emit_model
 from codegen.overlap import overlap
 from codegen.program import Call, ModuleClass, Program, Spec
 from tests.codegen import linear_statements
+from tests.codegen.linear_statements import lines
 from tests.codegen.typed import reshard, var, variables
 
 SHAPES = {
@@ -45,12 +46,6 @@ def program(*body: object, outputs: tuple[str, ...] = ("y",)) -> Program:
     }
     cls = ModuleClass("M", "", stored, {}, variables("x", "h", "rows"), tuple(body), variables(*outputs))  # type: ignore[arg-type]
     return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, 1, {}, (), cls, ())
-
-
-def lines(found: Program) -> list[str]:
-    """The body of forward, without comments."""
-    text = emit_model(found).split("def forward")[1]
-    return [line.split("  #")[0].strip() for line in text.splitlines()[1:] if line.strip()][:-1]
 
 
 def test_a_gather_goes_to_where_its_first_layer_stood() -> None:

@@ -15,7 +15,9 @@ from autopar.tracing.inputs import name_inputs
 from autopar.weights import value_source
 from codegen.emit import Words, emit_classes, emit_model
 from codegen.folder_modules import imported_modules
+from codegen.idioms import with_idioms
 from codegen.program_source import emit_program
+from codegen.verify import check_types
 from examples.models import EXAMPLES
 
 CASES: list[tuple[str, str, set[str]]] = [
@@ -51,6 +53,7 @@ def test_the_same_bits_as_written_out(name: str, precision: str, used: set[str],
         example.model, "1 cpu", example_inputs=example.inputs, kernels="off", precision=precision
     )
     program: Any = compiled.program
+    check_types(with_idioms(program))
     short, long = emit_model(program), emit_classes(program, Words("written out"))
     (line,) = (each for each in short.splitlines() if each.startswith("from .runtime.idioms import "))
     assert set(line.removeprefix("from .runtime.idioms import ").split(", ")) == used and "idioms" not in long

@@ -11,6 +11,7 @@ from codegen.emit import emit_model
 from codegen.overlap import overlap
 from codegen.program import Call, ModuleClass, Program, Reshard, Spec
 from tests.codegen import linear_statements
+from tests.codegen.linear_statements import lines
 from tests.codegen.typed import reshard, variables
 
 SHAPES = {"x": (3, 4, 6), "flat": (12, 6), "self.q": (8, 6), "self.k": (8, 6), "self.b": (8,), "self.c": (6, 8)}
@@ -30,12 +31,6 @@ def program(*body: object, outputs: tuple[str, ...] = ("y",)) -> Program:
     }
     cls = ModuleClass("M", "", stored, {}, variables("x", "flat"), tuple(body), variables(*outputs))  # type: ignore[arg-type]
     return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, 1, {}, (), cls, ())
-
-
-def lines(found: Program) -> list[str]:
-    """The body of forward, without comments."""
-    text = emit_model(found).split("def forward")[1]
-    return [line.split("  #")[0].strip() for line in text.splitlines()[1:] if line.strip()][:-1]
 
 
 def add(result: str, a: str, b: str) -> Call:
