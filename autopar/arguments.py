@@ -1,20 +1,16 @@
-"""What `compile` and `verify` are given, checked before anything is traced: types, counts, words."""
+"""Checks of what a user gives, before anything is traced: types, counts, words."""
 
 from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from autopar.errors import AutoparError, ConstraintError, ModelError, PlanError, TraceError
-from autopar.plan import PRECISIONS, Plan
+from autopar.errors import AutoparError, ConstraintError, ModelError, TraceError
 from autopar.text_files import shown
 from codegen.runtime.options import problem
-
-KERNEL_CHOICES = ("auto", "on", "off")
 
 
 def whole(name: str, value: Any, least: int, kind: type[AutoparError] = ConstraintError) -> int:
@@ -29,34 +25,15 @@ def whole(name: str, value: Any, least: int, kind: type[AutoparError] = Constrai
 def word(name: str, value: Any, legal: tuple[str, ...]) -> str:
     """One of `legal`. Raises ConstraintError."""
     if not isinstance(value, str) or value not in legal:
-        raise ConstraintError(f"{name} is not supported", values=shown(value), alternatives=" or ".join(legal))
+        raise ConstraintError(f"{name} is not supported", values=shown(value), alternatives=", ".join(legal))
     return value
 
 
-def check_compile(
-    model: Any,
-    example_inputs: Any,
-    loss_fn: Any,
-    global_batch_size: Any,
-    optimizer: Any,
-    precision: Any,
-    kernels: Any,
-    fp8: Any,
-) -> None:
-    """Raises ModelError, TraceError or ConstraintError for arguments of `compile` of a wrong type or value."""
+def check_module(model: Any) -> None:
+    """Raises ModelError for what is no torch module."""
     if not isinstance(model, nn.Module):
         hint = "an instance: call the class" if isinstance(model, type) else "a torch.nn.Module"
         raise ModelError("the model is not a torch.nn.Module", values=shown(model), alternatives=hint)
-    check_batch(example_inputs)
-    for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
-        if value is not None and not callable(value):
-            raise ConstraintError(f"{name} is a function", values=shown(value), alternatives="a function, or None")
-    if global_batch_size is not None:
-        whole("global_batch_size", global_batch_size, 1)
-    word("kernels", kernels, KERNEL_CHOICES)
-    word("precision", precision, PRECISIONS)
-    if not isinstance(fp8, bool) and fp8 is not None:
-        raise ConstraintError("fp8 is neither True nor False", values=shown(fp8), alternatives="True, False or None")
 
 
 def check_batch(example_inputs: Any) -> None:
@@ -81,18 +58,3 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if wrong := problem(name, value):
             raise ConstraintError(wrong, values=shown(value))
-
-
-def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
-    """Raises ConstraintError for what `verify` cannot run with."""
-    whole("steps", steps, 1)
-    check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
-
-
-def as_plan(plan: Any) -> Plan:
-    """A plan, or the one in a file. Raises PlanError."""
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, (str, Path)):
-        raise PlanError("plan is neither a Plan nor the name of its file", values=shown(plan))
-    return Plan.from_file(plan)

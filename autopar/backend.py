@@ -9,7 +9,6 @@ priced for either.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.fp8 import require_fp8
 from codegen.program import PipelineProgram, Program
-from codegen.runtime.compiled_layers import BACKENDS, COMPILE_SECONDS, why_unavailable
+from codegen.runtime.compiled_layers import COMPILE_SECONDS, why_unavailable
 from cost_models.mixed import AnyCluster
 
 EAGER = ("backend='eager'",)
@@ -27,22 +26,14 @@ NOTHING_ASYNCHRONOUS = (
 )
 
 
-def parse_backend(backend: Any, recompute: str | None = None) -> str:
-    """The backend's name. recompute: the mode that all layers are pinned to.
-
-    Raises ConstraintError for a name that does not exist, and for layers that would all stay eager.
-    """
-    if backend not in BACKENDS:
-        raise ConstraintError(
-            "backend is not one that autopar has", values=repr(backend), alternatives=", ".join(BACKENDS)
-        )
+def check_layers_compile(backend: str, recompute: str | None) -> None:
+    """Raises ConstraintError where inductor would compile no layer. recompute: the mode that all are pinned to."""
     if backend == "inductor" and recompute == "selective":
         raise ConstraintError(
             "inductor decides what a compiled layer keeps, so layers that recompute selectively are not compiled",
             values="backend='inductor' with recompute=selective",
             alternatives=["recompute=none, offload or full", *EAGER],
         )
-    return str(backend)
 
 
 def with_backend(program: Program | PipelineProgram, backend: str) -> Program | PipelineProgram:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from autopar import cli_planning, cli_running
-from autopar.cli_options import shows_traceback, without_traceback
+from autopar.cli_options import as_command, shows_traceback
 from autopar.supervise import exit_on
 
 app = typer.Typer(
@@ -43,4 +43,4 @@ for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
 ):
-    app.command()(without_traceback(command))
+    app.command()(as_command(command))

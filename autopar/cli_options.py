@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from autopar.errors import AutoparError
-
-if TYPE_CHECKING:
-    from autopar.compiled import CompiledProgram
-    from autopar.integrations.job import Job
-    from cost_models.mixed import AnyCluster
-
-P = ParamSpec("P")
+from autopar.compile import compile_with
+from autopar.compile_options import CompileOptions
+from autopar.compiled import CompiledProgram
+from autopar.costs.updates import OptimizerFactory
+from autopar.errors import AutoparError, OutputError, PlanError
+from autopar.folder_swap import require_replaceable
+from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
+from autopar.launch import RankError
+from autopar.outputs import require_writable
+from autopar.plan import Plan
+from autopar.report.render import WIDTH
+from autopar.training import resolve_cluster
+from cost_models.mixed import AnyCluster
 
 USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141
 """Exit codes; those above 128 as a shell gives them for the signals SIGINT and SIGPIPE."""
@@ -40,7 +48,7 @@ Batch = Annotated[
     int | None, typer.Option(help="rows of one optimiser step over all ranks [default: the factory's, or 8 per device]")
 ]
 Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
-Precision = Annotated[str, typer.Option(help="fp32 or bf16")]
+Precision = Annotated[str | None, typer.Option(help="fp32 or bf16 [default: a plan file's own, or fp32]")]
 Backend = Annotated[
     str | None,
     typer.Option(
@@ -83,7 +91,6 @@ Options = Annotated[
 
 Source = Annotated[str, typer.Argument(help="a plan file, or a model", show_default=False)]
 GivenCluster = Annotated[str | None, typer.Option("--cluster", help="as in plan; the plan file's own by default")]
-GivenPrecision = Annotated[str | None, typer.Option("--precision", help="fp32 or bf16; the plan file's own by default")]
 GivenModel = Annotated[str | None, typer.Option("--model", help="the model of the plan file, which is priced anew")]
 Timeline = Annotated[
     str | None,
@@ -94,13 +101,57 @@ Force = Annotated[
 ]
 
 
-def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
-    """Say in words what a command raises, and end with the exit code for it."""
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of every command that takes a model and plans, as typer reads them."""
 
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+    processes: Processes = None
+    batch: Batch = None
+    seq: Seq = None
+    precision: Precision = None
+    compress: Compress = None
+    settings: Settings = None
+    memory: Memory = None
+    constraints: ConstraintFile = None
+    option: Options = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The constraints of the file, with those of --set and --memory over them."""
+        return constraints_of(self.settings or (), self.memory, self.constraints)
+
+    def plan_options(self, **more: Any) -> dict[str, Any]:
+        """Fields of PlanOptions by name: what the flags say, and `more` that is not None."""
+        fields = {
+            "global_batch_size": self.batch,
+            "precision": self.precision,
+            "compression": parse_settings(self.compress, "--compress") if self.compress else None,
+            "constraints": self.limits or None,
+        }
+        return {name: value for name, value in (fields | more).items() if value is not None}
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """What typer is given for a command: its `flags` as one option each, its errors in words with their exit code."""
+    signature = inspect.signature(function, eval_str=True)
+    parts = {field.name: field for field in dataclasses.fields(Flags)}
+    hints = get_type_hints(Flags, include_extras=True)
+    taken: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.annotation is Flags:
+            taken += [
+                parameter.replace(name=name, default=part.default, annotation=hints[name])
+                for name, part in parts.items()
+            ]
+        else:
+            taken.append(parameter)
+
+    @functools.wraps(function)
+    def called(**given: Any) -> None:
+        if "flags" in signature.parameters:
+            given["flags"] = Flags(**{name: given.pop(name) for name in parts})
         try:
-            command(*args, **kwargs)
+            function(**given)
             sys.stdout.flush()
         except (typer.Exit, typer.Abort):
             raise
@@ -113,13 +164,13 @@ def without_traceback(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             raise typer.Exit(_tell(error)) from None
 
-    return wrapped
+    called.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in taken}
+    return called
 
 
 def _tell(error: Exception) -> int:
     """Print an error, with its traceback where that is asked for; the exit code."""
-    from autopar.launch import RankError
-
     with_traceback = shows_traceback.get()
     if with_traceback:
         traceback.print_exception(error)
@@ -154,8 +205,6 @@ def _place(error: Exception) -> str:
 
 def read_cluster(text: str, processes: int | None) -> AnyCluster:
     """The cluster that --cluster names; what was noted while measuring one goes to stderr."""
-    from autopar.training import resolve_cluster
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spec = resolve_cluster(text, processes)
@@ -164,96 +213,38 @@ def read_cluster(text: str, processes: int | None) -> AnyCluster:
     return spec
 
 
-def read_job(
-    model: str, num_devices: int, batch: int | None, seq: int | None, option: list[str] | None, meta: bool
-) -> Job:
+def read_job(model: str, num_devices: int, flags: Flags, meta: bool) -> Job:
     """The model with a batch; meta: without memory, where it comes from a configuration."""
-    from autopar.integrations.job import load_job, parse_settings
-
-    options = parse_settings(option or (), "--option")
-    return load_job(model, num_devices=num_devices, batch=batch, seq=seq, options=options, meta=meta)
-
-
-def read_constraints(settings: list[str] | None, memory: str | None, file: str | None) -> dict[str, Any]:
-    """Those of --constraints, --set and --memory together."""
-    from autopar.integrations.job import constraints_of
-
-    return constraints_of(settings or (), memory, file)
+    options = parse_settings(flags.option or (), "--option")
+    return load_job(model, num_devices=num_devices, batch=flags.batch, seq=flags.seq, options=options, meta=meta)
 
 
 def compile_job(
-    job: Job,
-    cluster: AnyCluster,
-    batch: int | None,
-    precision: str,
-    constraints: dict[str, Any],
-    plan: Any = None,
-    optimizer: Any = None,
-    compress: list[str] | None = None,
-    backend: str | None = None,
-    fp8: bool | None = None,
+    job: Job, cluster: AnyCluster, options: dict[str, Any], optimizer: OptimizerFactory | None = None
 ) -> CompiledProgram:
-    """autopar.compile of a job."""
-    import autopar
-
-    return autopar.compile(
-        job.model,
-        cluster,
-        example_inputs=job.inputs,
-        loss_fn=job.loss_fn,
-        global_batch_size=batch,
-        precision=precision,
-        constraints=constraints,
-        plan=plan,
-        optimizer=optimizer,
-        compression=read_compression(compress),
-        backend=backend or "eager",
-        fp8=fp8,
-    )
+    """autopar.compile of a job. options: fields of PlanOptions by name."""
+    asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, optimizer=optimizer, **options)
+    return compile_with(job.model, cluster, asked)
 
 
-def read_compression(compress: list[str] | None) -> dict[str, Any] | None:
-    """What --compress says; None where it is not given."""
-    from autopar.integrations.job import parse_settings
-
-    return parse_settings(compress, "--compress") if compress else None
-
-
-def program_of_source(
-    source: str,
-    model: str | None,
-    cluster: str | None,
-    processes: int | None,
-    batch: int | None,
-    seq: int | None,
-    precision: str | None,
-    constraints: dict[str, Any],
-    option: list[str] | None,
-    compress: list[str] | None = None,
-) -> CompiledProgram:
+def program_of_source(source: str, model: str | None, cluster: str | None, flags: Flags) -> CompiledProgram:
     """The program of a plan file and its model, or of the plan that is chosen for a model."""
+    options = flags.plan_options()
     if not is_plan_file(source):
-        spec = read_cluster(cluster or "detect", processes)
-        job = read_job(source, spec.num_devices, batch, seq, option, meta=True)
-        return compile_job(job, spec, batch, precision or "fp32", constraints, compress=compress)
-    from autopar.errors import PlanError
-    from autopar.plan import Plan
-
+        spec = read_cluster(cluster or "detect", flags.processes)
+        return compile_job(read_job(source, spec.num_devices, flags, meta=True), spec, options)
     given = Plan.from_file(source)
     if model is None:
         raise PlanError("a plan file alone cannot be priced", alternatives="--model with the model that it is for")
     name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
-    spec = read_cluster(name, processes or given.num_ranks)
-    job = read_job(model, spec.num_devices, batch or given.global_batch_size, seq, option, meta=True)
-    return compile_job(job, spec, None, precision or given.precision, constraints, given, compress=compress)
+    spec = read_cluster(name, flags.processes or given.num_ranks)
+    job = read_job(model, spec.num_devices, replace(flags, batch=flags.batch or given.global_batch_size), meta=True)
+    of_plan = {"plan": given, "global_batch_size": None}
+    return compile_job(job, spec, {"precision": given.precision} | options | of_plan)
 
 
 def require_outputs(code: str | None, files: list[str | None], force: bool) -> None:
     """Raises OutputError, before any work, where a command's folder or one of its files cannot be written."""
-    from autopar.errors import OutputError
-    from autopar.folder_swap import require_replaceable
-    from autopar.outputs import require_writable
-
     named = [Path(file).absolute() for file in files if file is not None]
     if len(set(named)) < len(named):
         raise OutputError("two outputs have one name", values=str(named[0]), alternatives="a file for each")
@@ -276,7 +267,5 @@ def is_plan_file(source: str) -> bool:
 
 def console() -> Console:
     """As wide as the terminal up to the report's width, which is also what a file gets."""
-    from autopar.report.render import WIDTH
-
     made = Console(highlight=False)
     return Console(highlight=False, markup=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)

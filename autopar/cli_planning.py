@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,17 +10,15 @@ from autopar.cli_options import (
     Backend,
     Batch,
     ClusterText,
-    Compress,
     ConstraintFile,
+    Flags,
     Force,
     Fp8,
     GivenCluster,
     GivenModel,
-    GivenPrecision,
     Memory,
     Model,
     Options,
-    Precision,
     Processes,
     Seq,
     Settings,
@@ -31,28 +29,29 @@ from autopar.cli_options import (
     is_plan_file,
     program_of_source,
     read_cluster,
-    read_constraints,
     read_job,
     require_outputs,
 )
+from autopar.compiled import CompiledProgram
+from autopar.explain.compare import compare as compare_plans
+from autopar.explain.compare import comparison_panels
+from autopar.explain.questions import explain as ask
+from autopar.explain.render import explanation_panels
+from autopar.integrations.job import parse_settings
 from autopar.outputs import write_output
-
-if TYPE_CHECKING:
-    from autopar.compiled import CompiledProgram
+from autopar.plan import Plan
+from autopar.report import report_panels
+from autopar.report.summary import plan_summary
+from autopar.report.timeline import write_timeline
+from autopar.simulate import predict
+from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
+from autopar.simulate.what_if import parse_changes
 
 
 def plan(
     model: Model,
+    flags: Flags,
     cluster: ClusterText = "detect",
-    processes: Processes = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    precision: Precision = "fp32",
-    compress: Compress = None,
-    settings: Settings = None,
-    memory: Memory = None,
-    constraints: ConstraintFile = None,
-    option: Options = None,
     backend: Backend = None,
     fp8: Fp8 = None,
     out: Annotated[str | None, typer.Option(help="write the plan to this YAML file", metavar="FILE")] = None,
@@ -64,10 +63,9 @@ def plan(
 ) -> None:
     """Choose the fastest plan that fits, and report what it does."""
     require_outputs(code, [out, timeline], force)
-    spec = read_cluster(cluster, processes)
-    job = read_job(model, spec.num_devices, batch, seq, option, meta=code is None)
-    limits = read_constraints(settings, memory, constraints)
-    compiled = compile_job(job, spec, batch, precision, limits, compress=compress, backend=backend, fp8=fp8)
+    spec = read_cluster(cluster, flags.processes)
+    job = read_job(model, spec.num_devices, flags, meta=code is None)
+    compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
     _print_report(compiled)
     if out:
         print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
@@ -78,32 +76,21 @@ def plan(
 
 def report(
     source: Source,
+    flags: Flags,
     model: GivenModel = None,
     cluster: GivenCluster = None,
-    processes: Processes = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    precision: GivenPrecision = None,
-    compress: Compress = None,
-    settings: Settings = None,
-    memory: Memory = None,
-    constraints: ConstraintFile = None,
-    option: Options = None,
     timeline: Timeline = None,
     force: Force = False,
 ) -> None:
     """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
     require_outputs(None, [timeline], force)
-    limits = read_constraints(settings, memory, constraints)
+    flags.plan_options()  # what is wrong in a flag is said also where the flag changes nothing
     if is_plan_file(source) and model is None and timeline is None:
-        from autopar.plan import Plan
-        from autopar.report.summary import plan_summary
-
         for panel in plan_summary(Plan.from_file(source)):
             console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
-    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option, compress)
+    compiled = program_of_source(source, model, cluster, flags)
     _print_report(compiled)
     _write_timeline(compiled, timeline, force)
 
@@ -136,19 +123,15 @@ def simulate(
     force: Force = False,
 ) -> None:
     """Predict a strategy given with --set (dp, tp, pp, cp, ep, zero, micro_batches, ...), without searching."""
-    from autopar.integrations.job import parse_settings
-    from autopar.simulate import predict
-    from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
-    from autopar.simulate.what_if import parse_changes
-
     require_outputs(None, [timeline], force)
     changes = parse_changes(parse_settings(what_if or (), "--what-if"))
     spec = read_cluster(cluster, processes)
-    job = read_job(model, spec.num_devices, batch, seq, option, meta=True)
+    flags = Flags(batch=batch, seq=seq, option=option, settings=settings, memory=memory, constraints=constraints)
+    job = read_job(model, spec.num_devices, flags, meta=True)
     found = predict(
         job.model,
         spec,
-        read_constraints(settings, memory, constraints),
+        flags.limits,
         example_inputs=job.inputs,
         loss_fn=job.loss_fn,
         global_batch_size=batch,
@@ -167,28 +150,16 @@ def simulate(
 
 def explain(
     source: Source,
+    flags: Flags,
     model: GivenModel = None,
     cluster: GivenCluster = None,
-    processes: Processes = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    precision: GivenPrecision = None,
-    compress: Compress = None,
-    settings: Settings = None,
-    memory: Memory = None,
-    constraints: ConstraintFile = None,
-    option: Options = None,
     timeline: Timeline = None,
     seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
     force: Force = False,
 ) -> None:
     """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
-    from autopar.explain.questions import explain as ask
-    from autopar.explain.render import explanation_panels
-
     require_outputs(None, [timeline], force)
-    limits = read_constraints(settings, memory, constraints)
-    compiled = program_of_source(source, model, cluster, processes, batch, seq, precision, limits, option, compress)
+    compiled = program_of_source(source, model, cluster, flags)
     for panel in explanation_panels(ask(compiled, seconds=seconds)):
         console().print(panel)
     _write_timeline(compiled, timeline, force)
@@ -206,29 +177,20 @@ def compare(
     option: Options = None,
 ) -> None:
     """Two plans side by side: decisions, stages, placements, time and memory."""
-    from autopar.explain.compare import compare as compare_plans
-    from autopar.explain.compare import comparison_panels
-    from autopar.plan import Plan
-
     plans = [Plan.from_file(path) for path in (first, second)]
     if model is not None:
-        programs = (
-            program_of_source(path, model, cluster, processes, None, seq, None, {}, option) for path in (first, second)
-        )
+        flags = Flags(processes=processes, seq=seq, option=option)
+        programs = (program_of_source(path, model, cluster, flags) for path in (first, second))
         plans = [program.plan for program in programs]
     for panel in comparison_panels(compare_plans(*plans), (first, second)):
         console().print(panel)
 
 
 def _print_report(compiled: CompiledProgram) -> None:
-    from autopar.report import report_panels
-
     for panel in report_panels(compiled):
         console().print(panel)
 
 
 def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:
     if path is not None:
-        from autopar.report.timeline import write_timeline
-
         print(f"timeline written to {write_timeline(compiled, path, force)}")

@@ -4,54 +4,47 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from autopar import training
+from autopar.arguments import check_numbers
 from autopar.cli_options import (
     Backend,
-    Batch,
     ClusterText,
-    Compress,
-    ConstraintFile,
+    Flags,
     Force,
     Fp8,
-    Memory,
     Model,
-    Options,
-    Precision,
     Processes,
-    Seq,
-    Settings,
     compile_job,
     console,
     read_cluster,
-    read_compression,
-    read_constraints,
     read_job,
 )
+from autopar.cluster import as_cluster
+from autopar.compile_options import check_verify
 from autopar.errors import ConstraintError
-
-if TYPE_CHECKING:
-    from autopar.integrations.job import Job
-    from autopar.profiling.cases import Level
-    from autopar.trainer import TrainerConfig, TrainResult
+from autopar.integrations.job import Job, batches_of
+from autopar.launch import RankError
+from autopar.profiling.cases import Level
+from autopar.profiling.profile import profile as measure
+from autopar.profiling.profile import summary_table
+from autopar.report.summary import train_summary
+from autopar.text_files import read_mapping
+from autopar.trainer import Trainer, TrainerConfig, TrainResult
+from autopar.tune import tune as fill
+from autopar.verify import sgd_with_momentum, verify_program
 
 
 def verify(
     model: Model,
+    flags: Flags,
     cluster: ClusterText = "detect",
-    processes: Processes = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    precision: Precision = "fp32",
-    settings: Settings = None,
-    memory: Memory = None,
-    constraints: ConstraintFile = None,
-    option: Options = None,
     backend: Backend = None,
-    compress: Compress = None,
     fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to verify instead of searching", metavar="FILE")] = None,
     steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
@@ -61,17 +54,12 @@ def verify(
     ] = None,
 ) -> None:
     """Run the generated program beside the single-process model on this machine, and compare."""
-    from autopar.arguments import check_numbers, check_verify
-    from autopar.verify import sgd_with_momentum, verify_program
-
     check_verify(steps, max_grad_norm, 0)
     check_numbers({"tolerance": tolerance})
-    spec = read_cluster(cluster, processes)
-    job = read_job(model, spec.num_devices, batch, seq, option, meta=False)
-    limits = read_constraints(settings, memory, constraints)
-    compiled = compile_job(
-        job, spec, batch, precision, limits, plan, sgd_with_momentum, backend=backend, compress=compress, fp8=fp8
-    )
+    spec = read_cluster(cluster, flags.processes)
+    job = read_job(model, spec.num_devices, flags, meta=False)
+    options = flags.plan_options(backend=backend, fp8=fp8, plan=plan)
+    compiled = compile_job(job, spec, options, sgd_with_momentum)
     found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
     print(found)
     tolerance = found.tolerance if tolerance is None else tolerance
@@ -96,9 +84,6 @@ def profile(
     force: Force = False,
 ) -> None:
     """Measure this machine (under torchrun: all of them) and write it down for --cluster."""
-    from autopar.profiling.profile import profile as measure
-    from autopar.profiling.profile import summary_table
-
     given = read_cluster(like, None).groups[0] if like else None
     level: Level = "quick" if quick else "full"
     found = measure(processes, out=out, level=level, fresh=fresh, like=given, console=console(), force=force)
@@ -112,9 +97,6 @@ def tune(
     steps: Annotated[int, typer.Option(help="training steps to run", min=1)] = 1,
 ) -> None:
     """Choose the launch parameters of a saved program's kernels, on this machine's GPUs, into its tuning.json."""
-    from autopar.launch import RankError
-    from autopar.tune import tune as fill
-
     try:
         found = fill(folder, steps)
     except RankError as error:
@@ -131,16 +113,8 @@ def tune(
 
 def train(
     source: Annotated[str, typer.Argument(help="a YAML or TOML configuration, or a model", show_default=False)],
+    flags: Flags,
     cluster: Annotated[str | None, typer.Option(help="as in plan [default: detect]")] = None,
-    processes: Processes = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16 [default: fp32]")] = None,
-    compress: Compress = None,
-    settings: Settings = None,
-    memory: Memory = None,
-    constraints: ConstraintFile = None,
-    option: Options = None,
     backend: Backend = None,
     fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
@@ -156,38 +130,26 @@ def train(
     single: Annotated[bool, typer.Option("--single", help="train the plain model on this process")] = False,
 ) -> None:
     """Plan, start the processes, and train. Under torchrun every process calls this."""
-    from autopar.trainer import Trainer
-
-    flags = {
-        "cluster": cluster,
-        "num_processes": processes,
-        "global_batch_size": batch,
-        "precision": precision,
-        "compression": read_compression(compress),
-        "backend": backend,
-        "fp8": fp8,
-        "plan": plan,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "checkpoint_directory": checkpoint,
-        "checkpoint_every": checkpoint_every,
-        "auto_parallel": False if single else None,
-        "constraints": read_constraints(settings, memory, constraints) or None,
-    }
-    config, name, text, length = _configuration(source, {k: v for k, v in flags.items() if v is not None})
-    job, config = _training_job(name, config, seq or length, option)
-    from autopar.integrations.job import batches_of
-
+    given = flags.plan_options(
+        cluster=cluster,
+        num_processes=flags.processes,
+        backend=backend,
+        fp8=fp8,
+        plan=plan,
+        steps=steps,
+        learning_rate=learning_rate,
+        checkpoint_directory=checkpoint,
+        checkpoint_every=checkpoint_every,
+        auto_parallel=False if single else None,
+    )
+    config, name, text, length = _configuration(source, given)
+    job, config = _training_job(name, config, replace(flags, seq=flags.seq or length))
     trainer = Trainer(job.model, config, batches_of(job, data or text, config.seed), job.loss_fn)
     _train(trainer, config)
 
 
 def _train(trainer: Any, config: TrainerConfig) -> None:
     """Fit with a word before and after, on the first rank only."""
-    from autopar import training
-    from autopar.launch import RankError
-    from autopar.report.summary import train_summary
-
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and config.auto_parallel and not training.under_launcher():
         print(f"{trainer.compile()!r}")
@@ -204,9 +166,6 @@ def _train(trainer: Any, config: TrainerConfig) -> None:
 
 def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, str, str | None, int | None]:
     """(trainer configuration, model, data, sequence length) of a file or a model's name, flags over it."""
-    from autopar.text_files import read_mapping
-    from autopar.trainer import TrainerConfig
-
     if not source.endswith((".yaml", ".yml", ".toml")):
         return TrainerConfig.from_mapping(flags), source, None, None
     fields = read_mapping(source)
@@ -218,19 +177,12 @@ def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, s
     return TrainerConfig.from_mapping(fields | flags, source), str(name), data, length
 
 
-def _training_job(
-    name: str, config: TrainerConfig, seq: int | None, option: list[str] | None
-) -> tuple[Job, TrainerConfig]:
+def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, TrainerConfig]:
     """The job, and the configuration with its cluster resolved (measured once, unless ranks must agree on it)."""
-    import dataclasses
-
-    from autopar import training
-    from autopar.cluster import as_cluster
-
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
     if config.auto_parallel and not training.under_launcher():
         spec = (
             as_cluster(config.cluster) if config.cluster != "detect" else read_cluster("detect", config.num_processes)
         )
-        config, num_devices = dataclasses.replace(config, cluster=spec), spec.num_devices
-    return read_job(name, num_devices, config.global_batch_size, seq, option, meta=False), config
+        config, num_devices = replace(config, cluster=spec), spec.num_devices
+    return read_job(name, num_devices, replace(flags, batch=config.global_batch_size), meta=False), config

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.arguments import as_plan, check_compile, whole
-from autopar.backend import NOTHING_ASYNCHRONOUS, parse_backend, with_backend
+from autopar.arguments import check_module, whole
+from autopar.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
 from autopar.batch import mapped, with_inputs_of
 from autopar.chain import chain
 from autopar.cluster import as_cluster
+from autopar.compile_options import CompileOptions, with_options
 from autopar.compiled import CompiledProgram
 from autopar.compression import Compression
 from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
-from autopar.costs.updates import OptimizerFactory, adamw, training_of
+from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.fp8 import NOTHING_IN_FP8, check_fp8
 from autopar.graph import Graph, LayerRun, layer_names
@@ -51,130 +53,86 @@ NOTHING_COMPRESSED = (
 )
 
 
-def compile(  # noqa: A001
-    model: nn.Module,
-    cluster_spec: AnyCluster | str,
-    *,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    global_batch_size: int | None = None,
-    optimizer: OptimizerFactory | None = None,
-    precision: str = "fp32",
-    constraints: Mapping[str, Any] | None = None,
-    kernels: str = "auto",
-    compression: Mapping[str, str] | None = None,
-    fp8: bool | None = None,
-    backend: str = "eager",
-    plan: Plan | str | None = None,
-) -> CompiledProgram:
+@with_options(CompileOptions)
+def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:  # noqa: A001
     """Plan and generate the distributed program of `model` on `cluster_spec`.
 
     Args:
         model: an ordinary module on one device or on meta; it is not changed. One that is in evaluation mode as a whole
-        is trained in training mode; parts of another that are (frozen batch norm) stay so.
+            is trained in training mode; parts of another that are (frozen batch norm) stay so.
         cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
-        example_inputs: one batch as the model takes it (tuple or dict), with the targets that loss_fn takes after the
-            model's output. Shapes and dtypes matter, values do not.
-        loss_fn: `loss_fn(output, *targets) -> scalar` for models that do not return their loss.
-        global_batch_size: rows of one optimiser step over all ranks; the example's by default.
-        optimizer: `params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer` (by the argument's
-            name, or an attribute `takes_names`), called with tensors that have the names, shapes and order of the
-            model's parameters; fused AdamW by default. What it leaves out is not trained. It is tried on small tensors:
-            where an update is not elementwise only plans that hold parameters whole are considered.
-        precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
-        constraints: see autopar.constraints.
-        kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion), "off" never does, "auto"
-            does on GPUs. Plans are chosen and priced accordingly. On a CPU the kernels run their torch reference,
-            which only for the linear layer with its loss is another computation, and is priced so.
-        compression: None, or what ZeRO's collectives of parameters are rounded to on the wire: {"gather": "int8" or
-            "fp8", "reduce": "int8"}, or one of them. Lossy, with the bounds of codegen/runtime/compressed.py; plans are
-            chosen and priced accordingly. Warns where nothing is left to compress. A plan's own by default.
-        fp8: linear layers of repeated layers multiply in e4m3 with a scale per row, but for their weights' gradients
-            (codegen/kernels/fp8.py has the bounds): lossy, for GPUs of compute capability 8.9 or more in bf16. On a CPU
-            the same numbers are computed in fp32, to verify, and take longer. Plans are priced accordingly. A plan's
-            own by default.
-        backend: "eager", or "inductor": what layers compute between collectives is compiled by torch.compile, once per
-            layer class, in the first step; or "async-tp": products run beside the transfer of what they read and make
-            on tp, where the GPUs of a node share memory. Plans are neither chosen nor priced for either.
-        plan: a plan (or its file) to use instead of searching; it is validated and priced again.
+
+    The options, among them the required `example_inputs`, are given by keyword; autopar.compile_options.CompileOptions
+    and PlanOptions explain each.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
     """
-    parse_backend(backend, Constraints.parse(constraints).recompute)
-    factory = optimizer or adamw
-    request = request_of(
-        model,
-        cluster_spec,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
-        global_batch_size=global_batch_size,
-        optimizer=factory,
-        precision=precision,
-        constraints=constraints,
-        kernels=kernels,
-        compression=compression,
-        fp8=fp8,
-    )
-    if plan is not None:
-        given = as_plan(plan)
-        if compression is not None:
+    return compile_with(model, cluster_spec, options)
+
+
+def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:
+    """`compile`, for callers that have the options as one value."""
+    check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
+    given, backend = options.given_plan, options.backend
+    request = request_of(model, cluster_spec, options)
+    if given is not None:
+        if options.compression is not None:
             given = replace(given, compression=request.training.compression)
-        if fp8 is not None:
-            given = replace(given, fp8=fp8)
+        if options.fp8 is not None:
+            given = replace(given, fp8=options.fp8)
         request = replace(request.compressed(given.compression), fp8=given.fp8)
-        check_agreement(given, request.constraints, global_batch_size)
-        result = planned_together(request, lambda: reprice(request, given))
+        check_agreement(given, request.constraints, options.global_batch_size)
+        result = planned_together(request, functools.partial(reprice, request, given))
     else:
-        result = planned_together(request, lambda: advised_search(request))
+        result = planned_together(request, functools.partial(advised_search, request))
     best, traits = result.best, traits_of(model)
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
-        warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
+        warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
     # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
     overlapped, asynchronous = request.overlaps and backend != "inductor", backend == "async-tp"
     lowered = program_of(
         best, passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=overlapped)
     )
-    program = with_inputs_of(with_backend(lowered, backend), name_inputs(model, example_inputs, loss_fn))
+    inputs = name_inputs(model, options.example_inputs, options.loss_fn)
+    program = with_inputs_of(with_backend(lowered, backend), inputs)
     program = mapped(program, lambda each: replace(each, no_evaluation=request.no_evaluation))
     if asynchronous and not has_async_tp(program):
-        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=2)
+        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=4)
     if best.plan.fp8 and not count_calls(program):
-        warnings.warn(NOTHING_IN_FP8, stacklevel=2)
+        warnings.warn(NOTHING_IN_FP8, stacklevel=4)
     source = source_of(program)
-    return CompiledProgram(model, request.whole, factory, best, result, program, source, traits, loss_fn, request)
+    return CompiledProgram(
+        model=model,
+        cluster=request.whole,
+        optimizer=options.optimizer or adamw,
+        best=best,
+        result=result,
+        program=program,
+        source=source,
+        traits=traits,
+        loss_fn=options.loss_fn,
+        request=request,
+    )
 
 
-def request_of(
-    model: nn.Module,
-    cluster_spec: AnyCluster | str,
-    *,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    global_batch_size: int | None = None,
-    optimizer: OptimizerFactory | None = None,
-    precision: str = "fp32",
-    constraints: Mapping[str, Any] | None = None,
-    kernels: str = "auto",
-    compression: Mapping[str, str] | None = None,
-    fp8: bool | None = False,
-) -> Request:
-    """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
-    check_compile(model, example_inputs, loss_fn, global_batch_size, optimizer, precision, kernels, fp8)
+def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> Request:
+    """What `compile` plans for: the traced model and all that bears on a plan, but for a given plan."""
+    check_module(model)
+    loss_fn, dtype, optimizer = options.loss_fn, options.dtype, options.optimizer or adamw
     check_autocast()
-    dtype = torch.bfloat16 if precision == "bf16" else None
     check_model(model, dtype)  # before the optimiser is tried on its parameters
     check_loss(model, loss_fn)
-    needs = examine(optimizer or adamw, model)
-    coding = Compression.parse(compression)
+    needs = examine(optimizer, model)
+    coding = Compression.parse(options.compression)
     cluster = as_cluster(cluster_spec)
-    if fp8:
-        check_fp8(cluster, precision)
+    if options.fp8:
+        check_fp8(cluster, options.precision)
     warn_of_gradients(model)
-    batch = name_inputs(model, example_inputs, loss_fn)
+    batch = name_inputs(model, options.example_inputs, loss_fn)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    rows = common_batch(tensors) if global_batch_size is None else global_batch_size
+    rows = options.global_batch_size or common_batch(tensors)
     whole("rows of the batch", rows, 1, TraceError)
     check_norms(model)
     cuts = find_cuts(model, batch, loss_fn, dtype)
@@ -184,7 +142,7 @@ def request_of(
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
     traced = AccumulatingTrace(trace_at, rows)
-    limits = Constraints.parse(constraints)
+    limits = Constraints.parse(options.constraints)
     limits.check(traced(rows))
     reason = traced.whole_batch_reason(limits.micro_batches or 1)
     if reason is not None:
@@ -195,19 +153,19 @@ def request_of(
         )
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
-    training = training_of(optimizer or adamw, precision, not is_cpu(first), parameters_of(model))
+    training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model))
     training = replace(training, compression=coding)
-    fused = kernels == "on" or (kernels == "auto" and not is_cpu(first))
+    fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(
-        traced,
-        first,
-        rows,
-        precision,
-        training,
-        limits,
-        mixed,
-        fused,
-        bool(fp8),
+        trace=traced,
+        cluster=first,
+        global_batch_size=rows,
+        precision=options.precision,
+        training=training,
+        constraints=limits,
+        mixed=mixed,
+        kernels=fused,
+        fp8=bool(options.fp8),
         needs=needs,
         no_evaluation=no_evaluation,
     )

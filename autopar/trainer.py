@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from autopar.arguments import check_numbers
+from autopar.arguments import check_numbers, word
+from autopar.compile_options import PlanOptions
 from autopar.errors import ConstraintError
 from autopar.text_files import read_mapping
+from codegen.runtime.guard import NonFinite
 from codegen.runtime.options import RANGES
 from cost_models.mixed import AnyCluster
 
@@ -32,16 +34,12 @@ iterated anew, such as a DataLoader (which gives tuples as lists)."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerConfig:
-    """How to train.
+class TrainerConfig(PlanOptions):
+    """How to train. What bears on the plan (`precision`, `constraints`, `plan`, ...) is explained by PlanOptions.
 
     auto_parallel: plan for `cluster` and run on all its ranks; False trains the model as it is, on this process.
     cluster: a cluster, its text, a TOML file, or "detect" (what this machine has, shared by `num_processes` if that is
-    given). steps: optimiser steps in all, those before a resumption included. global_batch_size: rows of a batch, the
-    first batch's by default. plan: a plan file to use instead of searching. constraints: see autopar.constraints.
-    compression: of ZeRO's collectives, as in autopar.compile (a plan file's own by default).
-    fp8: linear layers multiply in e4m3, as in autopar.compile (a plan file's own by default).
-    backend: "eager", "inductor", which compiles the layers, or "async-tp", as in autopar.compile.
+    given). steps: optimiser steps in all, those before a resumption included.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
     keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption the
     seed, rates and other settings of the optimiser are this configuration's; only what training itself changed in them
@@ -60,18 +58,12 @@ class TrainerConfig:
     cluster: AnyCluster | str = "detect"
     num_processes: int | None = None
     steps: int = 100
-    global_batch_size: int | None = None
+    _: KW_ONLY
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
-    precision: str = "fp32"
-    compression: Mapping[str, str] | None = None
-    fp8: bool | None = None
-    backend: str = "eager"
     max_grad_norm: float | None = None
     non_finite: str = "skip"
     seed: int = 0
-    constraints: Mapping[str, Any] | None = None
-    plan: str | None = None
     checkpoint_directory: str | None = None
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
@@ -85,11 +77,7 @@ class TrainerConfig:
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
-        for name, legal in _CHOICES.items():
-            if getattr(self, name) not in legal:
-                raise ConstraintError(
-                    f"{name} is not supported", values=repr(getattr(self, name)), alternatives=", ".join(legal)
-                )
+        word("non_finite", self.non_finite, get_args(NonFinite))
         for name in ("plan", "checkpoint_directory"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (str, Path)) and str(value)):
@@ -98,6 +86,7 @@ class TrainerConfig:
             raise ConstraintError("cluster names one", values=repr(self.cluster), alternatives="detect, 2 cpu")
         if self.checkpoint_every and not self.checkpoint_directory:
             raise ConstraintError("checkpoint_every needs checkpoint_directory", values=str(self.checkpoint_every))
+        PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not know
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any], source: str = "the configuration") -> TrainerConfig:
@@ -116,13 +105,6 @@ class TrainerConfig:
     def from_file(cls, path: str | Path) -> TrainerConfig:
         """A YAML or TOML (by its ending) file of the fields. Raises ConstraintError."""
         return cls.from_mapping(read_mapping(path), str(path))
-
-
-_CHOICES = {
-    "precision": ("fp32", "bf16"),
-    "backend": ("eager", "inductor", "async-tp"),
-    "non_finite": ("skip", "stop", "ignore"),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from torch import nn
 
 from autopar import checkpoints
 from autopar.cluster import ClusterSpec, as_cluster
-from autopar.compile import compile
+from autopar.compile import compile_with
+from autopar.compile_options import CompileOptions
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
@@ -115,20 +116,9 @@ def compile_program(
             values="measure_memory with backend='inductor'",
             alternatives=["backend='eager'", "measure_memory=False"],
         )
-    return compile(
-        model,
-        cluster,
-        example_inputs=first_batch(batches, config),
-        loss_fn=loss_fn,
-        global_batch_size=config.global_batch_size,
-        optimizer=optimizer,
-        precision=config.precision,
-        compression=config.compression,
-        fp8=config.fp8,
-        backend=config.backend,
-        constraints=config.constraints,
-        plan=config.plan,
-    )
+    first = first_batch(batches, config)
+    options = CompileOptions(example_inputs=first, loss_fn=loss_fn, optimizer=optimizer, **config.common)
+    return compile_with(model, cluster, options)
 
 
 def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None) -> AnyCluster:
@@ -400,18 +390,17 @@ class _Plain:
         return self.guard.num_skipped
 
     def __post_init__(self) -> None:
-        if self.config.precision != "fp32":
-            raise ConstraintError("a plain run is in fp32", values=self.config.precision, alternatives="auto_parallel")
-        if self.config.compression:
-            raise ConstraintError(
-                "a plain run has nothing to compress", values=f"{self.config.compression}", alternatives="auto_parallel"
-            )
-        if self.config.fp8:
-            raise ConstraintError("a plain run has no fp8", values="fp8=True", alternatives="auto_parallel")
-        if self.config.backend != "eager":
-            raise ConstraintError("a plain run is eager", values=self.config.backend, alternatives="auto_parallel")
-        in_training(self.model)
         config = self.config
+        for is_asked, reason, value in (
+            (config.precision != "fp32", "a plain run is in fp32", config.precision),
+            (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
+            (config.fp8, "a plain run has no fp8", "fp8=True"),
+            (config.backend != "eager", "a plain run is eager", config.backend),
+            (config.kernels == "on", "a plain run has no kernels of autopar's", "kernels='on'"),
+        ):
+            if is_asked:
+                raise ConstraintError(reason, values=value, alternatives="auto_parallel")
+        in_training(self.model)
         self.guard = Guard(
             cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]
         )

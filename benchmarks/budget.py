@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from autopar.compile import request_of
+from autopar.compile_options import CompileOptions
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
@@ -97,7 +98,8 @@ def request() -> Any:
         model: Any = GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"
         ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    return request_of(model, CLUSTER, example_inputs={"input_ids": ids, "labels": ids.clone()}, precision="bf16")
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    return request_of(model, CLUSTER, CompileOptions(example_inputs=inputs, precision="bf16"))
 
 
 def rows_of(asked: Any, budgets: Sequence[int]) -> list[Row]:

@@ -18,7 +18,7 @@ from autopar.errors import ConstraintError, PlanError
 from autopar.fp8 import require_fp8, tolerance
 from autopar.launch import run_ranks
 from autopar.trainer import Trainer, TrainerConfig
-from autopar.verify import relative_error, verify_program
+from autopar.verify import relative_error, sgd_with_momentum, verify_program
 from codegen.fp8 import count_calls
 from codegen.program_source import emit_program
 from codegen.runtime import fp8 as runtime_fp8
@@ -26,7 +26,7 @@ from examples.models import EXAMPLES
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 SIZES = {"layers": 2, "width": 64, "num_heads": 4, "seq_len": 16, "batch_size": 4, "vocab_size": 64}
-SGD = autopar.verify.__globals__["sgd_with_momentum"]
+SGD = sgd_with_momentum
 
 
 def compiled(name: str, cluster: str = "2 cpu", **options: Any) -> autopar.CompiledProgram:
