@@ -33,9 +33,10 @@ from autopar.launch import RankError
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
 from autopar.profiling.profile import summary_table
-from autopar.report.summary import train_summary
+from autopar.progress import train_summary
 from autopar.text_files import read_mapping
-from autopar.trainer import Trainer, TrainerConfig, TrainResult
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig, TrainResult
 from autopar.tune import tune as fill
 from autopar.verify import sgd_with_momentum, verify_program
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autopar.detect import detect
 from autopar.errors import ClusterError
 from autopar.text_files import read_text, shown
 from cost_models import mixed
@@ -53,8 +54,6 @@ class ClusterSpec:
     @staticmethod
     def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
         """This machine: its GPUs by name, or its CPU measured on the spot and shared by num_devices processes."""
-        from autopar.detect import detect
-
         return detect(num_devices, refresh=refresh)
 
 

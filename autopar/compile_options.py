@@ -19,7 +19,8 @@ from torch import nn
 from autopar.arguments import check_batch, check_numbers, whole, word
 from autopar.costs.updates import OptimizerFactory
 from autopar.errors import ConstraintError, PlanError
-from autopar.plan import PRECISIONS, Plan
+from autopar.plan import Plan
+from autopar.plan_data import PRECISIONS
 from autopar.text_files import shown
 from codegen.runtime.compiled_layers import BACKENDS
 from cost_models.mixed import AnyCluster

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from autopar.errors import ConstraintError
 from codegen.runtime.codes import CODES, LEGAL
 
+NOTHING_COMPRESSED = (
+    "compression changes nothing: the plan shards no parameter with ZeRO over several ranks (the constraints zero=1, 2 "
+    "or 3 with dp=2 or more ask for that)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Compression:

@@ -28,7 +28,7 @@ from autopar.errors import ConstraintError
 from autopar.graph import Graph
 from autopar.mesh import AXIS_NAMES, DATA_AXES, Mesh
 from autopar.placement import Placement, Placements, Stored
-from autopar.plan import OFFLOADS, RECOMPUTE_MODES, is_offload
+from autopar.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.rules.attention import EXCHANGES
 from autopar.sharding.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
 from autopar.text_files import shown

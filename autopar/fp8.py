@@ -50,7 +50,7 @@ def require_fp8(program: Program | PipelineProgram, device: torch.device) -> Non
     """Raises ConstraintError if the program is in fp8 and the device cannot run it."""
     if not _any(program).fp8:
         return
-    from codegen.runtime.fp8 import why_unavailable
+    from codegen.runtime.fp8 import why_unavailable  # heavy: triton comes with it
 
     reason = why_unavailable(device)
     if reason:

@@ -6,16 +6,14 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.errors import ConstraintError, DataError
-
-if TYPE_CHECKING:
-    from autopar.trainer import Batches
+from autopar.training_config import Batches
 
 
 def check_batches(batches: Batches, global_batch_size: int | None) -> None:

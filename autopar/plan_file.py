@@ -18,12 +18,12 @@ from autopar.compression import Compression
 from autopar.errors import ConstraintError, PlanError
 from autopar.mesh import SEARCHED_AXES, Mesh
 from autopar.placement import Placement, Placements, Stored
-from autopar.plan import (
+from autopar.plan_data import (
     OFFLOADS,
     PRECISIONS,
     RECOMPUTE_MODES,
     Pipeline,
-    Plan,
+    PlanData,
     Prediction,
     ScopePlan,
     StagePlan,
@@ -48,20 +48,24 @@ SCOPE = ("inputs", "parameters", "calls", "tensors")
 PIPELINE = ("schedule", "offload", "positions", "stages")
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound=PlanData)
 Keys = tuple[str, ...]
 
 
-def write(plan: Plan) -> str:
+def write(plan: PlanData) -> str:
     """The file's text."""
     return yaml.safe_dump(_to_data(plan), sort_keys=False, width=120, default_flow_style=False)
 
 
-def read(text: str, source: str) -> Plan:
-    """The plan in a file's text. Raises PlanError naming the file, line and key of what cannot be read."""
-    return _Reader(text, source).read()
+def read(text: str, source: str, kind: type[Kind]) -> Kind:
+    """The plan in a file's text, as a value of `kind`.
+
+    Raises PlanError naming the file, line and key of what cannot be read.
+    """
+    return _Reader(text, source).read(kind)
 
 
-def _to_data(plan: Plan) -> dict[str, Any]:
+def _to_data(plan: PlanData) -> dict[str, Any]:
     def scope_data(scope: ScopePlan) -> dict[str, Any]:
         return {
             "inputs": {n: placements_text(p, plan.mesh) for n, p in scope.inputs.items()},
@@ -125,7 +129,7 @@ class _Reader:
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
         return PlanError(f"{self.source}, line {line}: {'.'.join(path)}: {message}", alternatives=alternatives or None)
 
-    def read(self) -> Plan:
+    def read(self, kind: type[Kind]) -> Kind:
         for key in REQUIRED:
             if key not in self.data:
                 raise self.fail((key,), "is missing")
@@ -139,7 +143,7 @@ class _Reader:
         scopes = {"": self._scope(("top",), self.data["top"])}
         for name, entry in self.mapping(("layers",), self.data.get("layers")).items():
             scopes[name] = self._scope(("layers", name), entry)
-        return Plan(
+        return kind(
             self.text(("model",), self.data["model"]),
             self.text(("cluster",), self.data["cluster"]),
             self.mesh,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autopar.units import count_text, seconds_text
+from autopar.report.summary import short_table
+from autopar.training_config import TrainResult
+from autopar.units import bytes_text, count_text, seconds_text
 
 
 class TrainingProgress:
@@ -55,3 +57,21 @@ class TrainingProgress:
             self.bar.update(self.task, completed=step, figures=figures)
         elif self.log_every and (step % self.log_every == 0 or step == self.steps):
             self.console.print(f"{self.label}  step {step}/{self.steps}  {figures}", soft_wrap=True)
+
+
+def train_summary(result: TrainResult) -> RenderableType:
+    """Loss, speed and memory of a run, beside what was predicted."""
+    table = short_table("Training", "", "measured", "predicted")
+    plan = result.program.plan if result.program else None
+    steps = result.first_step + len(result.losses)
+    table.add_row("steps", f"{result.first_step} to {steps}" if result.first_step else f"{steps}", "")
+    if result.losses:
+        table.add_row("loss", f"{result.losses[0]:.4f} -> {result.losses[-1]:.4f}", "")
+        predicted = seconds_text(plan.prediction.step_seconds) if plan else ""
+        table.add_row("one step (median)", seconds_text(result.step_seconds), predicted)
+    if result.peak_bytes:
+        peak = bytes_text(plan.prediction.peak_bytes) if plan else ""
+        table.add_row("peak memory of a rank", bytes_text(max(result.peak_bytes)), peak)
+    if result.checkpoint:
+        table.add_row("checkpoint", str(result.checkpoint), "")
+    return table

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,53 +24,20 @@ from autopar.compile_options import CompileOptions
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
-from autopar.errors import ConstraintError, DataError, TrainingError
+from autopar.errors import ConstraintError, TrainingError
 from autopar.launch import group_seconds, run_ranks
+from autopar.learners import Learner, PlainLearner, RankLearner
 from autopar.loaders import named_batch, num_rows, peeking, untouched
 from autopar.progress import TrainingProgress
 from autopar.scratch import temporary_folder
 from autopar.surroundings import check_starting
-from autopar.tracing.inputs import name_inputs
-from autopar.tracing.loss_module import LossModule
-from autopar.tracing.skeleton import in_training
-from autopar.trainer import Batch, Batches, TrainerConfig, TrainResult
+from autopar.training_config import Batch, Batches, TrainerConfig, TrainResult
 from autopar.weights import read_values, set_values, write_values
-from codegen.runtime.checkpoint_files import settings_of
-from codegen.runtime.guard import Guard, NonFinite
-from codegen.runtime.optimizers import call
 from codegen.runtime.processes import after_the_first, join
-from codegen.runtime.reference import SameDropout
 from cost_models.mixed import AnyCluster
 
 WARM_STEPS = 2
 """Steps that the median leaves out: memory is followed in them, and torch allocates what later ones reuse."""
-
-
-class Learner(Protocol):
-    """What the loop drives."""
-
-    @property
-    def num_samples(self) -> int:
-        """Rows trained on so far, over all ranks."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done so far."""
-
-    @property
-    def num_skipped(self) -> int:
-        """Steps without an update."""
-
-    def check(self) -> None:
-        """Raises CheckpointError, after a step, if the optimiser's state could not be saved."""
-
-    def __call__(self, batch: Batch, /) -> float:
-        """Train one step on a whole global batch; the global mean loss. Raises FloatingPointError to stop."""
-
-    def save(self, directory: Path) -> None:
-        """Raises FloatingPointError where a parameter is inf or nan."""
-
-    def load(self, directory: Path) -> None: ...
 
 
 def under_launcher() -> bool:
@@ -162,7 +128,7 @@ def fit_rank(
     trained: where rank 0 leaves the trained values for another process; None puts them into this one's model.
     """
     with _Memory(config.measure_memory) as memory:
-        learner = _Ranks(program, config)
+        learner = RankLearner(program, config)
         result = _loop(learner, config, batches, program.plan.global_batch_size, memory, program)
     if trained is not None:
         write_values(learner.step.whole_tensors(rank0_only=True), trained)
@@ -181,7 +147,7 @@ def fit_plain(
     """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
     rows = num_rows(first_batch(batches, config))
     with _Memory(config.measure_memory) as memory:
-        learner = _Plain(model, loss_fn, optimizer, config, rows)
+        learner = PlainLearner(model, loss_fn, optimizer, config, rows)
         return _loop(learner, config, batches, rows, memory, None)
 
 
@@ -329,111 +295,3 @@ class _Memory:
             self.live.reset_peak()
             if num_done == WARM_STEPS:
                 self.stack.close()
-
-
-class _Ranks:
-    """This rank's `step` of a generated program."""
-
-    def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
-        self.program = program
-        self.step = program.build(max_grad_norm=config.max_grad_norm, non_finite=config.non_finite, seed=config.seed)
-        package = type(self.step).__module__.rpartition(".")[0]
-        self.checkpoint = importlib.import_module(f"{package}.checkpoint")
-        self.batch_error = importlib.import_module(f"{package}.batch").BatchError
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.step.num_samples)
-
-    @property
-    def num_steps(self) -> int:
-        return int(self.step.rng.step)
-
-    @property
-    def num_skipped(self) -> int:
-        return int(self.step.guard.num_skipped)
-
-    def __call__(self, batch: Batch) -> float:
-        try:
-            return float(self.step(self.step.local_batch(name_inputs(self.program.model, batch, self.program.loss_fn))))
-        except self.batch_error as error:
-            raise DataError(str(error)) from None
-
-    def check(self) -> None:
-        with checkpoints.readable(self.checkpoint):
-            self.checkpoint.check(self.step)
-
-    def save(self, directory: Path) -> None:
-        others, notes = checkpoints.state_of(self.program.model), {"plan": self.program.plan.to_yaml()}
-        with checkpoints.readable(self.checkpoint):
-            self.checkpoint.save(self.step, directory, others=others, notes=notes)
-
-    def load(self, directory: Path) -> None:
-        with checkpoints.readable(self.checkpoint):
-            self.checkpoint.load(self.step, directory, others=checkpoints.state_of(self.program.model))
-
-
-@dataclass
-class _Plain:
-    """The user's model trained eagerly."""
-
-    model: nn.Module
-    loss_fn: Callable[..., torch.Tensor] | None
-    factory: Callable[..., torch.optim.Optimizer]
-    config: TrainerConfig
-    batch_size: int
-    num_samples: int = 0
-    num_steps: int = 0
-
-    @property
-    def num_skipped(self) -> int:
-        return self.guard.num_skipped
-
-    def __post_init__(self) -> None:
-        config = self.config
-        for is_asked, reason, value in (
-            (config.precision != "fp32", "a plain run is in fp32", config.precision),
-            (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
-            (config.fp8, "a plain run has no fp8", "fp8=True"),
-            (config.backend != "eager", "a plain run is eager", config.backend),
-            (config.kernels == "on", "a plain run has no kernels of autopar's", "kernels='on'"),
-        ):
-            if is_asked:
-                raise ConstraintError(reason, values=value, alternatives="auto_parallel")
-        in_training(self.model)
-        self.guard = Guard(
-            cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]
-        )
-        self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
-        self.settings = settings_of(self.optimizer)
-
-    def __call__(self, batch: Batch) -> float:
-        named = name_inputs(self.model, batch, self.loss_fn)
-        self.model.zero_grad()  # also what the optimiser leaves out
-        self.guard.before_forward()
-        with SameDropout(self.config.seed, self.num_steps):
-            loss = LossModule(self.model, self.loss_fn, tuple(named))(**named)
-        loss.backward()
-        self.guard.after_backward(loss)
-        clip = self.config.max_grad_norm or math.inf
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        if not self.guard.is_on or self.guard.lets_pass(norm):
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
-            self.optimizer.step()
-        self.num_steps += 1
-        self.num_samples += self.batch_size
-        return float(loss.detach())
-
-    def check(self) -> None:
-        checkpoints.require_resumable(self.model, self.factory)
-        checkpoints.check_plain(self.model, self.optimizer)
-
-    def save(self, directory: Path) -> None:
-        if not all(torch.isfinite(p.detach()).all() for p in self.model.parameters()):
-            raise FloatingPointError("some parameters are inf or nan")
-        progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
-        checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings)
-
-    def load(self, directory: Path) -> None:
-        progress = checkpoints.load_plain(self.model, self.optimizer, directory, self.settings)
-        self.num_steps, self.num_samples = progress["step"], progress["num_samples"]

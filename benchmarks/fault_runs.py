@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from autopar.supervise import exit_on
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig
 from benchmarks.faults.case import Result
 from examples.models import gpt2
 

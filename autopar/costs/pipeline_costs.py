@@ -19,7 +19,7 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Copy, SharedCost, Simulated, StageCost, position_bytes, simulated, stage_cost
 from autopar.graph import Graph, layer_names
 from autopar.placement import Stored
-from autopar.plan import Pipeline, StagePlan
+from autopar.plan_data import Pipeline, StagePlan
 from autopar.seats import Seat
 from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster

@@ -10,7 +10,8 @@ from typing import Any
 from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
+from autopar.plan import Plan
+from autopar.plan_data import OFFLOADS, RECOMPUTE_MODES
 from autopar.planning.equal_configs import micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field, replace
 
 from autopar.chain import chain
-from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
@@ -18,6 +17,7 @@ from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
+from autopar.program import GeneratedProgram
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.sharding.choices import Candidate
@@ -28,13 +28,13 @@ POLISH_ONLY = 0
 the time."""
 
 
-def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Explanation:
+def explain(source: GeneratedProgram | Request, *, seconds: float = 60.0) -> Explanation:
     """Why the plan of a compiled program, or the one that would be chosen for a request.
 
     seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
     is answered. Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
     """
-    if isinstance(source, CompiledProgram) and source.request is None:
+    if isinstance(source, GeneratedProgram) and source.request is None:
         raise PlanError("the program came from another process, without what it was planned for")
     request = source if isinstance(source, Request) else source.request
     assert request is not None
@@ -43,7 +43,7 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
     searched = search_plans(
         request, bases, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the bases
-    explained = source.best if isinstance(source, CompiledProgram) else searched
+    explained = source.best if isinstance(source, GeneratedProgram) else searched
     return _Questions(request, bases, searched, limit).answer(explained)
 
 

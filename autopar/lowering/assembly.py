@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.errors import InternalError
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
-from autopar.plan import Pipeline
+from autopar.plan_data import Pipeline
 from autopar.seats import first_ranks
 from autopar.sharding.choices import Candidate
 from codegen.check import check_files

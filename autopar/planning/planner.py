@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import Plan, layout_text
+from autopar.plan import Plan
+from autopar.plan_data import layout_text
 from autopar.planning.bases import Bases
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined

@@ -19,7 +19,7 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Simulated
 from autopar.graph import Graph, layer_names
-from autopar.plan import Prediction
+from autopar.plan_data import Prediction
 from autopar.planning.request import Request, pricer_for
 from autopar.seats import Seat
 from autopar.sharding.choices import Candidate, Choices, on_axes

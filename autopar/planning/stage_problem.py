@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
-from autopar.plan import Pipeline
+from autopar.plan_data import Pipeline
 from autopar.planning.bases import Base
 from autopar.planning.bounds import byte_seconds
 from autopar.planning.config_costs import ConfigCosts

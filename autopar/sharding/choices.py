@@ -14,7 +14,8 @@ from autopar.errors import PlanError
 from autopar.graph import Graph, LayerRun, Ref
 from autopar.mesh import DATA_AXES, Mesh
 from autopar.placement import Placements, Stored
-from autopar.plan import Plan, ScopePlan, labels_text
+from autopar.plan import Plan
+from autopar.plan_data import ScopePlan, labels_text
 from autopar.sharding.offers import Offers
 from autopar.sharding.reshard import steps
 from autopar.sharding.strategies import Operator, Option, Scope, is_joint, options_of, scopes_of

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref, TensorMeta
 from autopar.placement import Placements, divides
-from autopar.plan import Plan, ScopePlan, placements_text
+from autopar.plan import Plan
+from autopar.plan_data import ScopePlan, placements_text
 from autopar.sharding.offers import Offers
 from autopar.sharding.strategies import Scope
 from autopar.text_files import near

@@ -21,7 +21,7 @@ from autopar.costs.stage_costs import Simulated
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
 from autopar.placement import R, S
-from autopar.plan import Pipeline, StagePlan
+from autopar.plan_data import Pipeline, StagePlan
 from autopar.planning.bases import Base
 from autopar.planning.request import Request, pricer_for
 from autopar.seats import Seat
@@ -31,8 +31,9 @@ from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer, expert_
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import Matrices
 from autopar.simulate.places import places_of
-from autopar.simulate.prediction import Scenario, StrategyPrediction
+from autopar.simulate.prediction import StrategyPrediction
 from autopar.simulate.pricing import PRECISIONS, ProfiledPricer
+from autopar.simulate.scenario import Scenario
 from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares

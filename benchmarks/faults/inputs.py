@@ -23,7 +23,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.job import constraints_of, load_job
 from autopar.integrations.loading import load_model
 from autopar.plan import Plan
-from autopar.trainer import TrainerConfig
+from autopar.training_config import TrainerConfig
 from benchmarks.faults.case import Case, Result, drawn
 from examples.models import EXAMPLES
 

@@ -18,12 +18,12 @@ from typing import Any
 import yaml
 
 import autopar
-from autopar.compile import reprice
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
 from autopar.plan import Plan
+from autopar.planning.given import reprice
 from autopar.sharding.choices import Candidate
 from autopar.verify import sgd_with_momentum
 from benchmarks.faults.case import Case, Result

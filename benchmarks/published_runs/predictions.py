@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.plan import Prediction
+from autopar.plan_data import Prediction
 from autopar.simulate import Predictor
 from autopar.tracing.rebatch import BatchedTrace
 from benchmarks.published_runs.machines import cluster_of, device_of, precision_of

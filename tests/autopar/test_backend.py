@@ -22,8 +22,9 @@ from autopar.backend import EAGER
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.launch import run_ranks
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
 from autopar.training import fit_plain
+from autopar.training_config import TrainerConfig
 from autopar.verify import sgd_with_momentum, verify, verify_program
 from benchmarks.verify_pipelines import cluster_of
 from codegen.program import PipelineProgram

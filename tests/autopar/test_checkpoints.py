@@ -23,7 +23,8 @@ from torch import nn
 from autopar import checkpoints
 from autopar.checkpoints import DamagedCheckpoint
 from autopar.errors import CheckpointError, ConstraintError, OutputError
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig
 from codegen.runtime import checkpoint as runtime_checkpoint
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime.mesh import Mesh

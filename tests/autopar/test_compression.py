@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.compile import NOTHING_COMPRESSED
 from autopar.compiled import CompiledProgram
-from autopar.compression import Compression
+from autopar.compression import NOTHING_COMPRESSED, Compression
 from autopar.costs.block_costs import CODING, HIDDEN, SYNCHRONISATION
 from autopar.costs.coding import REFERENCE_BYTES
 from autopar.costs.price import Pricer
@@ -26,7 +25,8 @@ from autopar.placement import Rp, Stored
 from autopar.plan import Plan
 from autopar.report.traffic import traffic_bytes
 from autopar.sharding.strategies import scopes_of
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig
 from benchmarks.memory import OVER, UNDER, _peaks
 from codegen.runtime.compressed import _CPU_ELEMENTS
 from cost_models import collective, compute

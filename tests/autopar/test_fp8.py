@@ -17,7 +17,8 @@ import codegen.fp8
 from autopar.errors import ConstraintError, PlanError
 from autopar.fp8 import require_fp8, tolerance
 from autopar.launch import run_ranks
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig
 from autopar.verify import relative_error, sgd_with_momentum, verify_program
 from codegen.fp8 import count_calls
 from codegen.program_source import emit_program

@@ -9,7 +9,7 @@ from autopar.costs.peak import peaks
 from autopar.costs.specials import specials
 from autopar.costs.stage_costs import OWN_CORES, Host, StageCost, simulated
 from autopar.graph import Node, Ref
-from autopar.plan import Pipeline, StagePlan
+from autopar.plan_data import Pipeline, StagePlan
 from cost_models.machine import Cluster
 
 

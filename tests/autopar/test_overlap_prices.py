@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import autopar
-from autopar.compile import reprice
 from autopar.costs import activity_costs as activity_module
 from autopar.costs.overlap import Overlaps, joined_layers
 from autopar.graph import Node, Ref
@@ -17,6 +16,7 @@ from autopar.lowering.lower import lower
 from autopar.lowering.scope_lowering import attribute_path
 from autopar.mesh import Mesh
 from autopar.placement import R, Rp, S
+from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.request import HIDDEN_FRACTION, Request, pricer_for
 from autopar.sharding.strategies import options_of, scopes_of

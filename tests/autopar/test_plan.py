@@ -13,7 +13,8 @@ import yaml
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.placement import P, R, Rp, S, Stored
-from autopar.plan import Plan, Prediction
+from autopar.plan import Plan
+from autopar.plan_data import Prediction
 from autopar.rules.rule import AxisOption
 from autopar.sharding.choices import compress, default_option, expand, labels_of
 from autopar.sharding.strategies import Option, options_of

@@ -14,11 +14,11 @@ import yaml
 from torch import nn
 
 import autopar
-from autopar.compile import check_agreement
 from autopar.constraints import Constraints
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planning.given import check_agreement
 from autopar.sharding.choices import compress, expand
 from autopar.sharding.offers import Offers
 from autopar.sharding.strategies import options_of

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.compile import reprice
 from autopar.costs import pipeline_costs
+from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predict
 from autopar.sharding.strategies import options_of

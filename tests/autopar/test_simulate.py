@@ -19,12 +19,12 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.graph import Graph
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import simulate_plan
-from autopar.report.timeline import trace_of
 from autopar.sharding.strategies import scopes_of
 from autopar.simulate import Predictor
 from autopar.simulate.fusion import fused_parts
 from autopar.simulate.stages import cut
 from autopar.simulate.timeline import events_of
+from autopar.simulate.trace_file import trace_of
 from autopar.tracing.rebatch import BatchedTrace
 from cost_models.frameworks import framework
 from cost_models.machine import Cluster

@@ -24,7 +24,8 @@ import autopar
 from autopar import scratch
 from autopar.errors import ConstraintError
 from autopar.launch import RankError, run_ranks
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig
 from codegen.runtime.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,10 +16,11 @@ from autopar.chain import chain
 from autopar.cli import app
 from autopar.compiled import CompiledProgram
 from autopar.integrations.loading import load_model
-from autopar.plan import StagePlan
+from autopar.plan_data import StagePlan
 from autopar.report.render import capacity_bytes
 from autopar.report.stages import blocks_words, picture, stage_rows
-from autopar.report.timeline import simulation_of, trace_of, write_timeline
+from autopar.report.timeline import simulation_of, write_timeline
+from autopar.simulate.trace_file import trace_of
 
 SIZES = {"layers": 5, "width": 512, "num_heads": 8, "seq_len": 64, "batch_size": 16, "vocab_size": 1024}
 CASES = {

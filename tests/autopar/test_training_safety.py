@@ -22,7 +22,8 @@ from autopar import checkpoints
 from autopar.batch import with_inputs_of
 from autopar.errors import ConstraintError, DataError, TraceError, TrainingError
 from autopar.launch import run_ranks
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training_config import TrainerConfig
 from codegen.runtime.options import RANGES
 
 CONFIG = TrainerConfig(cluster="2 cpu", steps=5, learning_rate=1e-2, log_every=0)

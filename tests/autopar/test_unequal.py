@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from autopar.chain import chain
-from autopar.compile import reprice
 from autopar.errors import InfeasibleError
 from autopar.graph import LayerRun
 from autopar.plan import Plan
 from autopar.planning import memory_fit
 from autopar.planning.bounds import bound
 from autopar.planning.candidates import candidate_of
+from autopar.planning.given import reprice
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.planner import search_plans

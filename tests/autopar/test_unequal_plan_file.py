@@ -12,11 +12,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from autopar.cli import app
-from autopar.compile import reprice
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.candidates import candidate_of
+from autopar.planning.given import reprice
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.stage_problem import StageProblem
 from autopar.seats import Seat

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.plan import Prediction
+from autopar.plan_data import Prediction
 from autopar.tracing.trace import trace
 from benchmarks import published as command
 from benchmarks.published_runs import models, tables
