@@ -197,7 +197,7 @@ def _tell(error: Exception) -> int:
 
 def _place(error: Exception) -> str:
     """Where it was raised, as the innermost of our own lines: `autopar/plan.py, line 12`."""
-    home = Path(__file__).resolve().parent.parent
+    home = Path(__file__).resolve().parents[1]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(home)]
     own = [frame for frame in frames if "site-packages" not in Path(frame.filename).relative_to(home).parts]
     return f"{Path(own[-1].filename).relative_to(home)}, line {own[-1].lineno}" if own else "outside of autopar"

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar import training
 from autopar.arguments import check_numbers
 from autopar.cli_options import (
     Backend,
@@ -36,6 +35,7 @@ from autopar.profiling.profile import summary_table
 from autopar.progress import train_summary
 from autopar.text_files import read_mapping
 from autopar.trainer import Trainer
+from autopar.training import under_launcher
 from autopar.training_config import TrainerConfig, TrainResult
 from autopar.tune import tune as fill
 from autopar.verify import sgd_with_momentum, verify_program
@@ -152,7 +152,7 @@ def train(
 def _train(trainer: Any, config: TrainerConfig) -> None:
     """Fit with a word before and after, on the first rank only."""
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and config.auto_parallel and not training.under_launcher():
+    if is_first and config.auto_parallel and not under_launcher():
         print(f"{trainer.compile()!r}")
     try:
         result: TrainResult = trainer.fit()
@@ -181,7 +181,7 @@ def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, s
 def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, TrainerConfig]:
     """The job, and the configuration with its cluster resolved (measured once, unless ranks must agree on it)."""
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.auto_parallel and not training.under_launcher():
+    if config.auto_parallel and not under_launcher():
         spec = (
             as_cluster(config.cluster) if config.cluster != "detect" else read_cluster("detect", config.num_processes)
         )

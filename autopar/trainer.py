@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar import training
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.loaders import check_batches
 from autopar.outputs import require_folder
-from autopar.training import compile_program
+from autopar.training import compile_program, fit_locally, fit_plain, fit_ranks, process_group, under_launcher
 from autopar.training_config import Batches as Batches
 from autopar.training_config import TrainerConfig as TrainerConfig
 from autopar.training_config import TrainResult as TrainResult
@@ -68,11 +67,11 @@ class Trainer:
         if self.config.checkpoint_directory is not None:
             require_folder(Path(self.config.checkpoint_directory))
         if not self.config.auto_parallel:
-            return training.fit_plain(self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory())
-        if training.under_launcher():
-            with training.process_group(self.config.collective_seconds):
-                return training.fit_ranks(self.compile(), self.config, self.batches)
-        return training.fit_locally(self.compile(), self.config, self.batches)
+            return fit_plain(self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory())
+        if under_launcher():
+            with process_group(self.config.collective_seconds):
+                return fit_ranks(self.compile(), self.config, self.batches)
+        return fit_locally(self.compile(), self.config, self.batches)
 
     def optimizer_factory(self) -> Callable[..., torch.optim.Optimizer]:
         """The given factory, or AdamW as configured."""
