@@ -31,7 +31,7 @@ from autopar.launch import RankError
 from autopar.outputs import require_writable
 from autopar.plan import Plan
 from autopar.report.render import WIDTH
-from autopar.training import resolve_cluster
+from autopar.training_loop import resolve_cluster
 from cost_models.mixed import AnyCluster
 
 USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141

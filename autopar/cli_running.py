@@ -35,8 +35,8 @@ from autopar.profiling.profile import summary_table
 from autopar.progress import train_summary
 from autopar.text_files import read_mapping
 from autopar.trainer import Trainer
-from autopar.training import under_launcher
 from autopar.training_config import TrainerConfig, TrainResult
+from autopar.training_loop import under_launcher
 from autopar.tune import tune as fill
 from autopar.verify import sgd_with_momentum, verify_program
 

@@ -54,8 +54,8 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
             is trained in training mode; parts of another that are (frozen batch norm) stay so.
         cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
 
-    The options, among them the required `example_inputs`, are given by keyword; autopar.compile_options.CompileOptions
-    and PlanOptions explain each.
+    The options, among them the required `example_inputs`, are given by keyword; CompileOptions and PlanOptions (in
+    autopar.compile_options) explain each.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.

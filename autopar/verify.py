@@ -55,8 +55,8 @@ def verify(model: nn.Module, cluster_spec: AnyCluster | str, options: VerifyOpti
     """Compile, run `steps` steps in real processes and on one, and compare loss, gradients, parameters and buffers.
 
     The options are given by keyword: those of autopar.compile, where the optimizer defaults to SGD with momentum, and
-    those of autopar.compile_options.VerifyOptions. Runs on this machine, so the cluster must be as many ranks as it can
-    hold.
+    those of VerifyOptions (in autopar.compile_options). Runs on this machine, so the cluster
+    must be as many ranks as it can hold.
     """
     check_starting("verify")
     compiled = compile_with(model, cluster_spec, replace(options, optimizer=options.optimizer or sgd_with_momentum))

@@ -23,8 +23,8 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.launch import run_ranks
 from autopar.trainer import Trainer
-from autopar.training import fit_plain
 from autopar.training_config import TrainerConfig
+from autopar.training_loop import fit_plain
 from autopar.verify import sgd_with_momentum, verify, verify_program
 from benchmarks.verify_pipelines import cluster_of
 from codegen.program import PipelineProgram

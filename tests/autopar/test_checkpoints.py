@@ -216,7 +216,7 @@ def test_another_checkpoint_is_refused_before_planning(
     def compile_anyway(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("planned before the checkpoint was looked at")
 
-    monkeypatch.setattr("autopar.training.compile_with", compile_anyway)
+    monkeypatch.setattr("autopar.training_loop.compile_with", compile_anyway)
     config = replace(CONFIG, auto_parallel=True, cluster="2 cpu", checkpoint_directory=str(saved))
     batches = [{"x": torch.ones(8, 4)}]
     with pytest.raises(CheckpointError, match=text):

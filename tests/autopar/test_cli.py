@@ -200,7 +200,7 @@ def test_no_ranks_are_started_on_another_models_checkpoint(tmp_path: Path, monke
     progress = {"step": 1, "num_samples": 1, "seed": 0}
     save = partial(checkpoints.save_plain, other, torch.optim.AdamW(other.parameters()), progress)
     checkpoints.write(tmp_path, 1, save, True, lambda: None)
-    monkeypatch.setattr("autopar.training.run_ranks", lambda *args: pytest.fail("ranks were started"))
+    monkeypatch.setattr("autopar.training_loop.run_ranks", lambda *args: pytest.fail("ranks were started"))
     result = run("train", "examples.models:gpt2", "--cluster", "2 cpu", "--steps", "2", "--checkpoint", str(tmp_path))
     assert result.exit_code == 2, result.output
     assert "error: the checkpoint" in result.output and "is of another model: it lacks " in result.output

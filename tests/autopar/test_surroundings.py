@@ -15,7 +15,7 @@ from autopar import AutoparError
 from autopar.launch import run_ranks
 from autopar.loaders import peeking
 from autopar.tracing.inputs import name_inputs
-from autopar.training import batches_from
+from autopar.training_loop import batches_from
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.parameters import Param, runs
 
