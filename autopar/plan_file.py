@@ -144,20 +144,20 @@ class _Reader:
         for name, entry in self.mapping(("layers",), self.data.get("layers")).items():
             scopes[name] = self._scope(("layers", name), entry)
         return kind(
-            self.text(("model",), self.data["model"]),
-            self.text(("cluster",), self.data["cluster"]),
-            self.mesh,
-            self.count("global_batch_size"),
-            self.count("micro_batches"),
-            self.word(("precision",), self.data["precision"], PRECISIONS),
-            scopes,
-            self._prediction(),
-            tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
-            self._pipeline(whole.size("pp"), seats, pipeline),
-            self._compression(),
-            self._fp8(),
-            self.source,
-            self.lines,
+            model=self.text(("model",), self.data["model"]),
+            cluster=self.text(("cluster",), self.data["cluster"]),
+            mesh=self.mesh,
+            global_batch_size=self.count("global_batch_size"),
+            num_micro_batches=self.count("micro_batches"),
+            precision=self.word(("precision",), self.data["precision"], PRECISIONS),
+            scopes=scopes,
+            prediction=self._prediction(),
+            runner_ups=tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
+            pipeline=self._pipeline(whole.size("pp"), seats, pipeline),
+            compression=self._compression(),
+            fp8=self._fp8(),
+            source=self.source,
+            lines=self.lines,
         )
 
     # --- values -------------------------------------------------------------------------------------------------------
@@ -273,7 +273,10 @@ class _Reader:
         path, schedule = ("pipeline", "schedule"), data.get("schedule", "")
         if schedule or num_positions > 1:
             schedule = self.word(path, schedule, SCHEDULES)
-        return Pipeline(num_positions, schedule or "", stages, "" if offload == "none" else offload, seats)
+        offload = "" if offload == "none" else offload
+        return Pipeline(
+            num_positions=num_positions, schedule=schedule or "", stages=stages, offload=offload, seats=seats
+        )
 
     def _stage(self, path: Keys, entry: Any) -> StagePlan:
         given = self.mapping(path, entry, ("blocks", "recompute"))

@@ -147,7 +147,7 @@ def fit_plain(
     """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
     rows = num_rows(first_batch(batches, config))
     with _Memory(config.measure_memory) as memory:
-        learner = PlainLearner(model, loss_fn, optimizer, config, rows)
+        learner = PlainLearner(model=model, loss_fn=loss_fn, factory=optimizer, config=config, batch_size=rows)
         return _loop(learner, config, batches, rows, memory, None)
 
 
@@ -227,7 +227,15 @@ def _loop(
     steady = seconds[WARM_STEPS:] or seconds
     median = statistics.median(steady) if steady else 0.0
     peaks = () if memory.peak_bytes is None else (memory.peak_bytes,)
-    return TrainResult(tuple(losses), first, median, peaks, learner.num_samples, checkpoint, learner.num_skipped)
+    return TrainResult(
+        losses=tuple(losses),
+        first_step=first,
+        step_seconds=median,
+        peak_bytes=peaks,
+        num_samples=learner.num_samples,
+        checkpoint=checkpoint,
+        num_skipped=learner.num_skipped,
+    )
 
 
 @contextlib.contextmanager
@@ -259,7 +267,15 @@ def _progress(batch: Batch, config: TrainerConfig, first: int, program: Compiled
     label = program.plan.layout if program else "one process"
     predicted = program.plan.prediction.step_seconds if program else 0.0
     items, unit = (tokens, "tokens") if tokens else (num_rows(batch), "samples")
-    return TrainingProgress(label, config.steps, first, items, unit, predicted, config.log_every)
+    return TrainingProgress(
+        label=label,
+        steps=config.steps,
+        first=first,
+        num_items=items,
+        unit=unit,
+        predicted_seconds=predicted,
+        log_every=config.log_every,
+    )
 
 
 def is_token_tensor(value: Any) -> bool:

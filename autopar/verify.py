@@ -175,17 +175,17 @@ class _Comparison:
         partly = (n for n, mask in self.noise.items() if mask.any() and n in parameters)
         counted = {f"{n} ({int(self.noise[n].sum())} of {self.noise[n].numel()} elements)" for n in partly}
         return VerifyReport(
-            max((_size(abs(own - one) / max(abs(one), 1e-30)) for own, one in self.losses), default=math.inf),
-            {n: error for n, error in self.errors.items() if n not in self.round_off},
-            parameters,
-            self.floors,
-            floors | buffer_floors,
-            tuple(sorted(self.round_off | counted)),
-            tuple(self.losses),
-            self.compiled.plan.layout,
-            tolerance(self.compiled.program),
-            buffers,
-            self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
+            loss=max((_size(abs(own - one) / max(abs(one), 1e-30)) for own, one in self.losses), default=math.inf),
+            gradients={n: error for n, error in self.errors.items() if n not in self.round_off},
+            parameters=parameters,
+            gradient_floors=self.floors,
+            floors=floors | buffer_floors,
+            round_off=tuple(sorted(self.round_off | counted)),
+            losses=tuple(self.losses),
+            mesh=self.compiled.plan.layout,
+            tolerance=tolerance(self.compiled.program),
+            buffers=buffers,
+            proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
         )
 
     def _buffers(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:

@@ -55,14 +55,14 @@ class Comparison:
 def compare(first: Plan, second: Plan) -> Comparison:
     """What differs between two plans, as their files say it."""
     return Comparison(
-        first,
-        second,
-        tuple(_decisions(first, second)),
-        tuple(_stages(first, second)),
-        tuple(_placements(first, second)),
-        tuple(_amounts(first.prediction.seconds, second.prediction.seconds)),
-        tuple(_amounts(first.prediction.num_bytes, second.prediction.num_bytes)),
-        tuple(_positions(first, second)),
+        first=first,
+        second=second,
+        decisions=tuple(_decisions(first, second)),
+        stages=tuple(_stages(first, second)),
+        placements=tuple(_placements(first, second)),
+        seconds=tuple(_amounts(first.prediction.seconds, second.prediction.seconds)),
+        num_bytes=tuple(_amounts(first.prediction.num_bytes, second.prediction.num_bytes)),
+        positions=tuple(_positions(first, second)),
     )
 
 

@@ -65,14 +65,14 @@ class _Questions:
         alternatives = [a for d in asked if (a := self.alternative(plan, d)) is not None]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
         return Explanation(
-            plan,
-            capacity,
-            self.searched.plan,
-            tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
-            tuple(time_words(plan)),
-            tuple(what_ifs),
-            tuple(alternatives),
-            tuple(self.not_tried),
+            plan=plan,
+            capacity_bytes=capacity,
+            searched=self.searched.plan,
+            verdict=tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
+            time=tuple(time_words(plan)),
+            what_ifs=tuple(what_ifs),
+            alternatives=tuple(alternatives),
+            not_tried=tuple(self.not_tried),
         )
 
     def what_if(self, best: Candidate, condition: Condition) -> WhatIf | None:
@@ -100,12 +100,21 @@ class _Questions:
         try:
             found = search_plans(request, self.bases, POLISH_ONLY).best.plan
         except AutoparError as error:
-            return Alternative(name, value, "", None, None, self._refusal(error))
+            return Alternative(
+                dimension=name, value=value, plan="", seconds=None, peak_bytes=None, why=self._refusal(error)
+            )
         if not is_made(found, decision):
             return None
         prediction = found.prediction
         words = full_words(found)
-        return Alternative(name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan))
+        return Alternative(
+            dimension=name,
+            value=value,
+            plan=words,
+            seconds=prediction.step_seconds,
+            peak_bytes=prediction.peak_bytes,
+            why=_difference(found, plan),
+        )
 
     def _refusal(self, error: AutoparError) -> str:
         capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))
