@@ -45,15 +45,16 @@ ClusterText = Annotated[
 ]
 Processes = Annotated[int | None, typer.Option(help="processes that share this machine, with --cluster detect")]
 Batch = Annotated[
-    int | None, typer.Option(help="rows of one optimiser step over all ranks [default: the factory's, or 8 per device]")
+    int | None,
+    typer.Option(help="rows of one optimiser step over all ranks \\[default: the factory's, or 8 per device]"),
 ]
-Seq = Annotated[int | None, typer.Option(help="tokens per row [default: the factory's, or at most 128]")]
-Precision = Annotated[str | None, typer.Option(help="fp32 or bf16 [default: a plan file's own, or fp32]")]
+Seq = Annotated[int | None, typer.Option(help="tokens per row \\[default: the factory's, or at most 128]")]
+Precision = Annotated[str | None, typer.Option(help="fp32 or bf16 \\[default: a plan file's own, or fp32]")]
 Backend = Annotated[
     str | None,
     typer.Option(
         help="eager, inductor, which compiles the layers with torch.compile, or async-tp: products beside their "
-        "transfers, where GPUs share memory [default: eager]"
+        "transfers, where GPUs share memory \\[default: eager]"
     ),
 ]
 Compress = Annotated[

@@ -51,7 +51,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="largest relative error that passes [default: 1e-5; of fp8, its rounding]")
+        float | None, typer.Option(help="largest relative error that passes \\[default: 1e-5; of fp8, its rounding]")
     ] = None,
 ) -> None:
     """Run the generated program beside the single-process model on this machine, and compare."""
@@ -115,15 +115,17 @@ def tune(
 def train(
     source: Annotated[str, typer.Argument(help="a YAML or TOML configuration, or a model", show_default=False)],
     flags: Flags,
-    cluster: Annotated[str | None, typer.Option(help="as in plan [default: detect]")] = None,
+    cluster: Annotated[str | None, typer.Option(help="as in plan \\[default: detect]")] = None,
     backend: Backend = None,
     fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
     data: Annotated[
         str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="optimiser steps [default: 100]")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--lr", help="AdamW's learning rate [default: 0.001]")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimiser steps \\[default: 100]")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--lr", help="AdamW's learning rate \\[default: 0.001]")
+    ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="folder to write checkpoints to and to resume from", metavar="FOLDER")
     ] = None,

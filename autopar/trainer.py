@@ -17,9 +17,7 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.loaders import check_batches
 from autopar.outputs import require_folder
-from autopar.training_config import Batches as Batches
-from autopar.training_config import TrainerConfig as TrainerConfig
-from autopar.training_config import TrainResult as TrainResult
+from autopar.training_config import Batches, TrainerConfig, TrainResult
 from autopar.training_loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group, under_launcher
 
 

@@ -225,3 +225,13 @@ def test_train_from_a_configuration(tmp_path: Path, config: Path) -> None:
     assert len(losses) == 12 and losses[-1] < losses[0] - 1.0
     assert f"{losses[0]:.4f} -> {losses[-1]:.4f}" in done.stdout
     assert (tmp_path / "runs" / "step-00000012").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"), [("train", ["[default: 100]", "[default: 0.001]"]), ("plan", ["or fp32]"])]
+)
+def test_help_says_defaults(command: str, texts: list[str]) -> None:
+    """A `[default: ...]` in the text of an option is not taken for markup."""
+    shown = " ".join(CliRunner().invoke(app, [command, "--help"]).output.replace("│", " ").split())
+    for text in texts:
+        assert text in shown
