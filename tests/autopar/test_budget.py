@@ -14,7 +14,7 @@ from autopar.planning.predict import predict
 from autopar.planning.request import operators_at, pricer_for
 from autopar.planning.stage_problem import StageProblem
 from benchmarks.budget import SLACK, Row, complaints
-from tests.autopar.planning import request_for
+from tests.autopar.requests import request_for
 
 
 @pytest.mark.slow

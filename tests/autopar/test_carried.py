@@ -10,7 +10,7 @@ from autopar.planning.request import operators_at
 from autopar.rules.factorize import view_factors
 from autopar.sharding.carried import carried, suits
 from autopar.sharding.strategies import options_of
-from tests.autopar.planning import request_for, setting
+from tests.autopar.requests import request_for, setting
 
 SOURCE = 8
 

@@ -10,7 +10,7 @@ from autopar.constraints import Constraints, parse_bytes
 from autopar.errors import ConstraintError
 from autopar.placement import R, Rp, S
 from autopar.planning.planner import search_plans
-from tests.autopar.planning import graph_of, request_for
+from tests.autopar.requests import graph_of, request_for
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from autopar.sharding.strategies import is_joint, scopes_of
 from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from examples.models import EXAMPLES
-from tests.autopar.planning import graph_of, request_for
+from tests.autopar.requests import graph_of, request_for
 from tests.autopar.rules.handmade_calls import T, bools, f, make_node
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")

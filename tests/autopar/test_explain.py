@@ -22,7 +22,7 @@ from autopar.planning.predict import predict
 from autopar.planning.request import Request, pricer_for
 from autopar.report.plan_words import recompute_modes
 from autopar.units import bytes_text
-from tests.autopar.planning import request_for
+from tests.autopar.requests import request_for
 
 PINS = {"zero": 0, "tp": 1, "pp": 1, "recompute": "none", "offload": "none"}
 

@@ -34,7 +34,7 @@ from cost_models import compute
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.problem import evaluate
-from tests.autopar.planning import BATCH, Setting, graph_of, request_for, take_nothing_for_parted
+from tests.autopar.requests import BATCH, Setting, graph_of, request_for, take_nothing_for_parted
 
 WRITTEN_OUT = ("aten.gelu.default", "aten.tanh.default")
 """GPT-2 writes GELU operation by operation, which becomes one call."""

@@ -15,7 +15,7 @@ from autopar.planning.pipelines import EqualSearch
 from autopar.planning.smallest import smallest_pipeline
 from autopar.planning.stage_problem import StageProblem
 from cost_models.memory import workspace_bytes
-from tests.autopar.planning import request_for
+from tests.autopar.requests import request_for
 
 CHOICE = st.tuples(st.integers(0, 9), st.integers(0, 20)).map(lambda pair: (float(pair[0]), float(pair[1])))
 CLASS = st.tuples(st.integers(1, 3), st.lists(CHOICE, min_size=1, max_size=3))

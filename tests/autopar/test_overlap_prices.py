@@ -23,7 +23,7 @@ from autopar.sharding.strategies import options_of, scopes_of
 from codegen.overlap import overlap
 from codegen.program import Call, Program
 from examples.models import EXAMPLES
-from tests.autopar.planning import Setting, request_for, setting
+from tests.autopar.requests import Setting, request_for, setting
 
 Layers = tuple[str, frozenset[str]]
 """(class, weights of the layers)"""

@@ -29,7 +29,7 @@ from cost_models import collective
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
-from tests.autopar.planning import request_for
+from tests.autopar.requests import request_for
 from tests.search import exhaustive_pipeline
 
 

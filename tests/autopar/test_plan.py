@@ -18,7 +18,7 @@ from autopar.plan_data import Prediction
 from autopar.rules.rule import AxisOption
 from autopar.sharding.choices import compress, default_option, expand, labels_of
 from autopar.sharding.strategies import Option, options_of
-from tests.autopar.planning import BATCH, setting
+from tests.autopar.requests import BATCH, setting
 
 SETTINGS = [
     ("llama", "dp2 x tp2"),

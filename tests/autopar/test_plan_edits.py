@@ -24,7 +24,7 @@ from autopar.sharding.offers import Offers
 from autopar.sharding.strategies import options_of
 from autopar.sharding.validate import check_scopes
 from benchmarks.faults import plans
-from tests.autopar.planning import BATCH, setting
+from tests.autopar.requests import BATCH, setting
 
 BLOCK = "LlamaDecoderLayer"
 

@@ -11,7 +11,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planning.one_stage import lower_bound, meshes, micro_batch_counts
 from autopar.planning.planner import SearchResult, search_plans
-from tests.autopar.planning import request_for
+from tests.autopar.requests import request_for
 
 CLUSTERS = [
     pytest.param("llama", "4 a100-80g", marks=pytest.mark.slow),

@@ -13,7 +13,7 @@ from autopar.planning.predict import predict
 from autopar.sharding.strategies import options_of
 from cost_models import compute
 from search.problem import evaluate
-from tests.autopar.planning import BATCH, request_for, setting, take_nothing_for_parted
+from tests.autopar.requests import BATCH, request_for, setting, take_nothing_for_parted
 
 SETTINGS = [
     ("llama", "dp2 x tp2", 1),

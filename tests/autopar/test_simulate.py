@@ -29,7 +29,7 @@ from autopar.tracing.rebatch import BatchedTrace
 from cost_models.frameworks import framework
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
-from tests.autopar.planning import BATCH, graph_of, request_for
+from tests.autopar.requests import BATCH, graph_of, request_for
 
 PLANS = [
     ("llama", {"pp": 1, "dp": 4, "tp": 1, "zero": 0, "micro_batches": 1}),

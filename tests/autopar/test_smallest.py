@@ -12,7 +12,7 @@ from autopar.planning.memory_fit import Fitting, found_in_rounds
 from autopar.planning.planner import search_plans
 from cost_models.memory import workspace_bytes
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Point, Submesh
-from tests.autopar.planning import request_for
+from tests.autopar.requests import request_for
 
 LESS = 0.95
 

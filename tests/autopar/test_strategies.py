@@ -11,7 +11,7 @@ from autopar.placement import P, Placement, R, Rp, S, Stored, divides, local_sha
 from autopar.plan import Plan
 from autopar.sharding.choices import Choices, compress, expand
 from autopar.sharding.strategies import num_local, options_of
-from tests.autopar.planning import BATCH, setting
+from tests.autopar.requests import BATCH, setting
 
 GRID = Mesh.parse("dp2 x tp2")
 

@@ -27,7 +27,7 @@ from codegen.program import UNREAD, Call, LayerLoop, Program, Reshard, Statement
 from codegen.reshards import METHODS
 from codegen.schemas import EmissionError
 from codegen.verify import check_types
-from tests.autopar.planning import BATCH, setting
+from tests.autopar.requests import BATCH, setting
 
 MODELS = ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)]
 MESHES = ["dp2 x tp2", "tp4"]
