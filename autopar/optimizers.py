@@ -120,7 +120,7 @@ def limited(limits: Constraints, needs: Needs, graph: Graph) -> Constraints:
     whole = tuple((axis, Placement("R")) for axis in ("ddp", "dp", "tp"))
     globs = ["*"] if is_all else [glob.escape(name) for name in _one_of_each_class(names, graph)]
     pins: tuple[Pattern, ...] = tuple((each, whole) for each in globs)
-    warnings.warn(f"{needs.problem}: only plans that do so are considered", stacklevel=4)
+    warnings.warn(f"{needs.problem}: only plans that do so are considered", stacklevel=6)
     degrees = {"pp": 1, **limits.degrees} if needs.is_coupled else limits.degrees
     zero = 0 if limits.zero is None else limits.zero
     return replace(limits, degrees=degrees, zero=zero, parameters=(*limits.parameters, *pins))

@@ -92,7 +92,7 @@ def warn_of_gradients(model: nn.Module) -> None:
         warnings.warn(
             f"{len(held)} parameters hold gradients ({held[0]}, ...): they are not used, since every step of the "
             f"program begins without gradients",
-            stacklevel=3,
+            stacklevel=6,
         )
 
 

@@ -64,3 +64,26 @@ def test_what_is_no_option_or_no_batch() -> None:
         autopar.compile(model, "2 cpu")
     with pytest.raises(TraceError, match="not a batch"):
         autopar.compile(model, "2 cpu", example_inputs=3)
+
+
+def coupled(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"compression": {"gather": "int8"}, "constraints": {"dp": 2, "zero": 0}}, "compression changes nothing"),
+        ({"optimizer": coupled}, "only plans that do so are considered"),
+        ({"fp8": True}, "fp8 changes nothing"),
+        ({}, "1 parameters hold gradients"),
+    ],
+)
+def test_warnings_name_the_callers_line(options: dict[str, Any], text: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model[0].weight.grad = torch.ones(4, 4)
+    batch = (torch.ones(8, 4),)
+    with pytest.warns(UserWarning) as caught:
+        autopar.compile(model, "2 cpu", example_inputs=batch, loss_fn=lambda y: y.square().mean(), **options)
+    found = [each for each in caught if text in str(each.message)]
+    assert found and all(each.filename == __file__ for each in found)
