@@ -18,7 +18,6 @@ from autopar.errors import AutoparError
 from autopar.folder import TUNING_FILE
 from autopar.launch import launch_main
 from autopar.plan import Plan
-from codegen.kernels.tuning import VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,8 @@ def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]
     Returns (what was chosen now, what was in the file before); None on a machine without a GPU, where nothing is to be
     tuned. Raises AutoparError where the folder is no program with kernels, RankError where a step fails.
     """
+    from codegen.kernels.tuning import VARIABLE  # heavy: triton comes with it
+
     home = Path(folder).absolute()
     main, plan = home / "main.py", home / "plan.yaml"
     if not (main.exists() and plan.exists()):
