@@ -48,7 +48,7 @@ def check_fp8(cluster: AnyCluster, precision: str) -> None:
 
 def require_fp8(program: Program | PipelineProgram, device: torch.device) -> None:
     """Raises ConstraintError if the program is in fp8 and the device cannot run it."""
-    if not _any(program).fp8:
+    if not (program.any if isinstance(program, PipelineProgram) else program).fp8:
         return
     from codegen.runtime.fp8 import why_unavailable  # heavy: triton comes with it
 
@@ -60,7 +60,3 @@ def require_fp8(program: Program | PipelineProgram, device: torch.device) -> Non
 def tolerance(program: Program | PipelineProgram) -> float:
     """The largest relative error that verification lets pass (module's docstring)."""
     return max(EXACT, UNIT * math.sqrt(2 * count_calls(program)))
-
-
-def _any(program: Program | PipelineProgram) -> Program:
-    return program.any if isinstance(program, PipelineProgram) else program

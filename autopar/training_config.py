@@ -63,8 +63,8 @@ class TrainerConfig(PlanOptions):
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
-        names = RANGES.keys() & {field.name for field in dataclasses.fields(self)}
-        check_numbers({name: getattr(self, name) for name in RANGES if name in names})
+        names = (field.name for field in dataclasses.fields(self))
+        check_numbers({name: getattr(self, name) for name in names if name in RANGES})
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))

@@ -219,7 +219,8 @@ def _loop(
             memory.after_step(done - first)
             if progress is not None:
                 progress.advance(done, losses[-1], seconds[-1], learner.num_skipped)
-            if config.checkpoint_directory and (done == config.steps or _is_due(done, config.checkpoint_every)):
+            is_due = done == config.steps or (config.checkpoint_every and done % config.checkpoint_every == 0)
+            if config.checkpoint_directory and is_due:
                 with _stopping(checkpoint):
                     checkpoint = checkpoints.write(
                         config.checkpoint_directory, done, learner.save, rank == 0, _barrier, config.keep_checkpoints
@@ -250,10 +251,6 @@ def _stopping(checkpoint: Path | None) -> Iterator[None]:
             values=f"{error}; {kept}",
             alternatives=["a lower learning_rate, max_grad_norm=1.0, other data", "non_finite='skip' to pass over it"],
         ) from None
-
-
-def _is_due(done: int, every: int) -> bool:
-    return bool(every) and done % every == 0
 
 
 def _barrier() -> None:
