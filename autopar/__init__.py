@@ -17,7 +17,7 @@ from autopar.plan import Plan  # noqa: E402
 from autopar.rules import prove_rule, register_rule  # noqa: E402
 from autopar.simulate import Predictor, predict  # noqa: E402
 from autopar.trainer import Trainer  # noqa: E402
-from autopar.training_config import TrainerConfig  # noqa: E402
+from autopar.training.config import TrainerConfig  # noqa: E402
 from autopar.verify import verify  # noqa: E402
 from autopar.verify_report import VerifyReport  # noqa: E402
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.detect import detect
 from autopar.errors import ClusterError
-from autopar.text_files import read_text, shown
+from autopar.files.text_files import read_text, shown
+from autopar.profiling.detect import detect
 from cost_models import mixed
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster, MixedCluster

@@ -13,32 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.arguments import check_module, whole
-from autopar.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
-from autopar.batch import mapped, with_inputs_of
 from autopar.cluster import as_cluster
-from autopar.compile_options import CompileOptions, with_options
 from autopar.compiled import CompiledProgram
-from autopar.compression import NOTHING_COMPRESSED, Compression
-from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
-from autopar.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.graph import Graph, LayerRun
+from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
+from autopar.frontend.evaluation import check_norms, why_no_evaluation
+from autopar.frontend.inputs import common_batch, name_inputs
+from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.compression import NOTHING_COMPRESSED, Compression
+from autopar.ir.graph import Graph, LayerRun
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
-from autopar.optimizers import check_plan, examine, limited
+from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
 from autopar.planning.request import Request
-from autopar.sharding.accumulating_trace import AccumulatingTrace
-from autopar.surroundings import check_autocast
-from autopar.tracing.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.tracing.evaluation import check_norms, why_no_evaluation
-from autopar.tracing.inputs import common_batch, name_inputs
-from autopar.tracing.trace import find_cuts, trace
+from autopar.running.batch import mapped, with_inputs_of
+from autopar.running.surroundings import check_autocast
+from autopar.settings.arguments import check_module, whole
+from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
+from autopar.settings.compile_options import CompileOptions, with_options
+from autopar.settings.constraints import Constraints
+from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
+from autopar.settings.optimizers import check_plan, examine, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.runtime.optimizers import parameters_of
@@ -55,7 +55,7 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
         cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
 
     The options, among them the required `example_inputs`, are given by keyword; CompileOptions and PlanOptions (in
-    autopar.compile_options) explain each.
+    autopar.settings.compile_options) explain each.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.

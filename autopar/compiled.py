@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.batch import local_batch
-from autopar.build import build_step, load_package
 from autopar.explain import explain, render_explanation
-from autopar.folder import save_program
+from autopar.frontend.inputs import name_inputs
 from autopar.launch import launch_program
 from autopar.program import GeneratedProgram
 from autopar.report import render_report
-from autopar.tracing.inputs import name_inputs
+from autopar.running.batch import local_batch
+from autopar.running.build import build_step, load_package
+from autopar.running.folder import save_program
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autopar.backend import patience_seconds
-from autopar.build import build_step
 from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
+from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
-from autopar.scratch import temporary_folder
-from autopar.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
-from autopar.supervise import RankError as RankError
-from autopar.surroundings import check_starting
+from autopar.running.build import build_step
+from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
+from autopar.running.supervise import RankError as RankError
+from autopar.running.surroundings import check_starting
+from autopar.settings.backend import patience_seconds
 from codegen.runtime.processes import after_the_first, end_with_parent, join
 
 TIMEOUT_SECONDS = 600.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import PlanError
-from autopar.plan_data import PlanData
-from autopar.plan_file import read, write
-from autopar.text_files import read_text
+from autopar.files.text_files import read_text
+from autopar.ir.plan_data import PlanData
+from autopar.ir.plan_file import read, write
 
 
 @dataclass(frozen=True, slots=True)

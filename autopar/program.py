@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.backend import backend_of, require_backend
+from autopar.frontend.admission import require_traits
+from autopar.options.choices import Candidate
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request
-from autopar.sharding.choices import Candidate
-from autopar.tracing.admission import require_traits
+from autopar.settings.backend import backend_of, require_backend
 from autopar.units import bytes_text
 from codegen.program import PipelineProgram, Program
 from cost_models.mixed import AnyCluster
@@ -26,7 +26,7 @@ class GeneratedProgram:
 
     best: the chosen candidate (plan, graph, choices). result: it and its runner-ups. source: the text of model.py.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
-    was when it was traced (`tracing/admission.traits_of`).
+    was when it was traced (`frontend/admission.traits_of`).
     """
 
     model: nn.Module

@@ -15,10 +15,10 @@ from torch import nn
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
-from autopar.loaders import check_batches
-from autopar.outputs import require_folder
-from autopar.training_config import Batches, TrainerConfig, TrainResult
-from autopar.training_loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group, under_launcher
+from autopar.files.outputs import require_folder
+from autopar.training.config import Batches, TrainerConfig, TrainResult
+from autopar.training.loaders import check_batches
+from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group, under_launcher
 
 
 class Trainer:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from autopar.errors import AutoparError
-from autopar.folder import TUNING_FILE
 from autopar.launch import launch_main
 from autopar.plan import Plan
+from autopar.running.folder import TUNING_FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,14 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.compile import compile_with
-from autopar.compile_options import VerifyOptions, check_verify, with_options
 from autopar.compiled import CompiledProgram
-from autopar.fp8 import tolerance
+from autopar.frontend.inputs import name_inputs
+from autopar.frontend.loss_module import LossModule
+from autopar.frontend.skeleton import in_training
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
-from autopar.surroundings import check_starting
-from autopar.tracing.inputs import name_inputs
-from autopar.tracing.loss_module import LossModule
-from autopar.tracing.skeleton import in_training
+from autopar.running.surroundings import check_starting
+from autopar.settings.compile_options import VerifyOptions, check_verify, with_options
+from autopar.settings.fp8 import tolerance
 from autopar.verify_report import VerifyReport
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
@@ -55,7 +55,7 @@ def verify(model: nn.Module, cluster_spec: AnyCluster | str, options: VerifyOpti
     """Compile, run `steps` steps in real processes and on one, and compare loss, gradients, parameters and buffers.
 
     The options are given by keyword: those of autopar.compile, where the optimizer defaults to SGD with momentum, and
-    those of VerifyOptions (in autopar.compile_options). Runs on this machine, so the cluster
+    those of VerifyOptions (in autopar.settings.compile_options). Runs on this machine, so the cluster
     must be as many ranks as it can hold.
     """
     check_starting("verify")

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from autopar.compile import request_of
-from autopar.compile_options import CompileOptions
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
+from autopar.settings.compile_options import CompileOptions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLUSTER = "8 a100-80g"

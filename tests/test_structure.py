@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOTS = ("autopar", "codegen", "cost_models", "search")
 
 LATE_IMPORTS = {
-    ("autopar/fp8.py", "codegen.runtime.fp8"): "heavy: triton comes with it",
+    ("autopar/settings/fp8.py", "codegen.runtime.fp8"): "heavy: triton comes with it",
     ("autopar/integrations/loading.py", "transformers"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
     ("autopar/profiling/worker.py", "resource"): "optional: not on every system",

@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.costs.block_costs import HIDDEN
+from autopar.ir.plan_data import StagePlan, labels_text, placements_text, stored_text
 from autopar.plan import Plan
-from autopar.plan_data import StagePlan, labels_text, placements_text, stored_text
 from autopar.report.costs import kind_words
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.report.tables import plain_text, table_of

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from autopar.chain import chain
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import TIE, time_words, verdict_words
+from autopar.ir.chain import chain
+from autopar.options.choices import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
@@ -20,7 +21,6 @@ from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
-from autopar.sharding.choices import Candidate
 from autopar.units import bytes_text, seconds_text
 
 POLISH_ONLY = 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError
-from autopar.text_files import shown
+from autopar.files.text_files import shown
 
 _FORMS = (
     "module:factory, for example examples.models:gpt2",

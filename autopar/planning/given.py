@@ -6,15 +6,15 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from autopar.chain import chain
-from autopar.constraints import Constraints
 from autopar.errors import PlanError
-from autopar.fp8 import check_fp8
-from autopar.graph import Graph, layer_names
+from autopar.ir.chain import chain
+from autopar.ir.graph import Graph, layer_names
+from autopar.options.choices import Candidate, expand
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan
 from autopar.planning.request import Request, operators_at
-from autopar.sharding.choices import Candidate, expand
+from autopar.settings.constraints import Constraints
+from autopar.settings.fp8 import check_fp8
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import SCHEDULES, placement
 

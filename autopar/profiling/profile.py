@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autopar.errors import ClusterError, OutputError
-from autopar.outputs import require_writable, write_output
+from autopar.files.outputs import require_writable, write_output
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
 from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share

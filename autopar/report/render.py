@@ -10,10 +10,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compression import NOTHING_COMPRESSED
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import training_of
-from autopar.graph import Graph
+from autopar.ir.compression import NOTHING_COMPRESSED
+from autopar.ir.graph import Graph
+from autopar.options.strategies import Scope, scopes_of
 from autopar.program import GeneratedProgram
 from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
@@ -22,7 +23,6 @@ from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.tables import plain_text, table_of
 from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
-from autopar.sharding.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
 from codegen.runtime.optimizers import parameters_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Node, map_refs
+from autopar.ir.graph import Node, map_refs
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand, find_op
 from autopar.rules.localize import LocalCall, LoweringCall

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.costs.block_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE, Simulated
-from autopar.plan_data import Prediction
+from autopar.ir.plan_data import Prediction
 from autopar.simulate.scenario import Scenario
 from autopar.simulate.stages import HOST
 from autopar.simulate.timeline import StepEvent, events_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.costs.block_costs import HIDDEN
-from autopar.plan_data import Prediction
+from autopar.ir.plan_data import Prediction
 from autopar.simulate.prediction import StrategyPrediction, WhatIf, comparison_rows
 from autopar.units import bytes_text
 

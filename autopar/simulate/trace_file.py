@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.costs.stage_costs import Simulated
-from autopar.outputs import write_output
+from autopar.files.outputs import write_output
 from autopar.simulate.timeline import StepEvent, events_of
 from cost_models.schedule import chrome_trace
 

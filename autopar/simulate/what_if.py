@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from autopar.cluster import as_cluster
-from autopar.constraints import parse_bytes
 from autopar.errors import ConstraintError
+from autopar.settings.constraints import parse_bytes
 from autopar.simulate.scenario import Scenario
 from autopar.simulate.strategy import profile_of
 from cost_models import catalog

@@ -29,12 +29,12 @@ from autopar.cli import app
 from autopar.cluster import ClusterSpec
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError
-from autopar.folder import write_folder
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
 from autopar.plan import Plan
 from autopar.planning.given import reprice
-from autopar.training_config import TrainerConfig
+from autopar.running.folder import write_folder
+from autopar.training.config import TrainerConfig
 from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.verify_pipelines import cluster_of
 from examples.models import EXAMPLES

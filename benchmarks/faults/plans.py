@@ -22,9 +22,9 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
+from autopar.options.choices import Candidate
 from autopar.plan import Plan
 from autopar.planning.given import reprice
-from autopar.sharding.choices import Candidate
 from autopar.verify import sgd_with_momentum
 from benchmarks.faults.case import Case, Result
 from benchmarks.rank_pool import RankPool

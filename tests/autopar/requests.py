@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.constraints import Constraints
 from autopar.costs import activity_costs
 from autopar.costs.passed import Facts, Passed
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, operators_of
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.space import Space, build_space
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator, operators_of
-from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import trace
+from autopar.settings.constraints import Constraints
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.intra_op import solve

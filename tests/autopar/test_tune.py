@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import tune as tuning_of_programs
-from autopar.build import share_choices
 from autopar.cli import app
 from autopar.errors import AutoparError
-from autopar.folder import TUNING_FILE
 from autopar.launch import RankError, launch_main
+from autopar.running.build import share_choices
+from autopar.running.folder import TUNING_FILE
 from codegen.kernels import tuning
 from codegen.kernels.tile import Tile
 from codegen.kernels.tuning import Case, Tuner

@@ -22,7 +22,7 @@ from torch import nn
 import autopar
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.folder import TUNING_FILE
+from autopar.running.folder import TUNING_FILE
 from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.program import Call, LayerLoop, Raw

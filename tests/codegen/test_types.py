@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.ir.placement import Placement, local_shape
 from autopar.lowering.lower import lower
-from autopar.placement import Placement, local_shape
+from autopar.options.reshard import steps
 from autopar.plan import Plan
-from autopar.sharding.reshard import steps
 from codegen.async_tp import has_async_tp, with_async_tp
 from codegen.evaluation import follows_training
 from codegen.fp8 import count_calls, in_fp8

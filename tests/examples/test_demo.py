@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from autopar.trainer import Trainer
-from autopar.training_config import TrainerConfig
+from autopar.training.config import TrainerConfig
 from examples import demo
 
 pytestmark = pytest.mark.distributed
