@@ -29,7 +29,6 @@ TYPE_IMPORTS = {
 """Imports of autopar for type checkers alone, with the reason."""
 
 LONG_FILES = {
-    "autopar/simulate/predictor.py",
     "codegen/runtime/checkpoint_files.py",
     "codegen/runtime/pipeline_course.py",
 }
