@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.chain import chain, homes_of, segments
 from autopar.costs.peak import slot_of
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.stage_costs import SecondCopy
-from autopar.graph import Graph, LayerRun, Node, Ref, derived
-from autopar.mesh import Mesh
-from autopar.placement import Stored
-from autopar.seats import Seat
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import num_local, scopes_of
+from autopar.ir.chain import chain, homes_of, segments
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Stored
+from autopar.ir.seats import Seat
+from autopar.options.choices import Choices
+from autopar.options.strategies import num_local, scopes_of
 from cost_models import collective
 from cost_models.mixed import AnyCluster, MixedCluster
 

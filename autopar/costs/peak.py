@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
-from autopar.graph import TensorMeta
-from autopar.placement import Stored
-from autopar.sharding.strategies import num_local
+from autopar.ir.graph import TensorMeta
+from autopar.ir.placement import Stored
+from autopar.options.strategies import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.chain import chain
 from autopar.costs.block_costs import FIXED_KINDS, BlockCost
 from autopar.costs.borders import hop_seconds, second_copies, shared_parameters, tie_costs
 from autopar.costs.host import host_of
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import SecondCopy, Simulated, StageCost, TiedParameter, rank_bytes, simulated, stage_cost
-from autopar.graph import Graph, layer_names
-from autopar.placement import Stored
-from autopar.plan import Pipeline, StagePlan
-from autopar.seats import Seat
+from autopar.ir.chain import chain
+from autopar.ir.graph import Graph, layer_names
+from autopar.ir.placement import Stored
+from autopar.ir.plan_data import Pipeline, StagePlan
+from autopar.ir.seats import Seat
 from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement

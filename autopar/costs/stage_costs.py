@@ -10,7 +10,7 @@ from functools import lru_cache
 from autopar.costs.block_costs import FETCHING, HIDDEN, RECOMPUTATION, BlockCost
 from autopar.costs.host import OWN_CORES, Host
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
-from autopar.plan import Pipeline, Prediction, StagePlan
+from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, orders, placement, simulate
 
 BUBBLE = "pipeline bubble"

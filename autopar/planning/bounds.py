@@ -26,11 +26,11 @@ from operator import mul
 
 from autopar.costs.block_costs import Mode
 from autopar.costs.borders import hop_seconds
+from autopar.ir.seats import Seat
 from autopar.planning.config_costs import ClassSeconds, ConfigCosts
 from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.stage_points import HOLDING, stretched
-from autopar.seats import Seat
 
 
 def bound(costs: ConfigCosts, config: ParallelConfig, recompute_seconds: float = 0.0) -> float:

@@ -14,8 +14,12 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.graph import Graph
-from autopar.plan import Plan, layout_text
+from autopar.frontend.uncollected import uncollected
+from autopar.ir.graph import Graph
+from autopar.ir.plan_data import layout_text
+from autopar.options.choices import Candidate, Choices
+from autopar.options.strategies import Operator
+from autopar.plan import Plan
 from autopar.planning.bases import Bases
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
@@ -28,9 +32,6 @@ from autopar.planning.shared_decisions import SharedDecisions
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.stage_points import HOLDING
 from autopar.planning.stage_problem import Found
-from autopar.sharding.choices import Candidate, Choices
-from autopar.sharding.strategies import Operator
-from autopar.tracing.uncollected import uncollected
 from autopar.units import bytes_text
 
 ONE_STAGE_DEVICES = 8

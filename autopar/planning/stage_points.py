@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.costs.block_costs import BlockCost, Mode, puts_off
-from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
+from autopar.ir.plan_data import RECOMPUTE_MODES, Pipeline, StagePlan
 from search.pipeline_problem import (
     InFlight,
     PipelineSolution,

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autopar.cluster import as_cluster
-from autopar.constraints import Constraints
 from autopar.costs.block_costs import BlockCost
 from autopar.costs.cost_table import combined
 from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
@@ -20,25 +19,27 @@ from autopar.costs.rates import Training, is_cpu
 from autopar.costs.stage_costs import Simulated
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
-from autopar.placement import R, S
-from autopar.plan import Pipeline, StagePlan
+from autopar.frontend.inputs import common_batch, name_inputs
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.ir.placement import R, S
+from autopar.ir.plan_data import Pipeline, StagePlan
+from autopar.ir.seats import Seat
 from autopar.planning.bases import Base
 from autopar.planning.request import Request, pricer_for
-from autopar.seats import Seat
+from autopar.settings.constraints import Constraints
 from autopar.simulate.context import context_exchanges
 from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer, expert_exchanges
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import Matrices
-from autopar.simulate.prediction import Scenario, StrategyPrediction
+from autopar.simulate.prediction import StrategyPrediction
 from autopar.simulate.pricing import PRECISIONS, ProfiledPricer
+from autopar.simulate.scenario import Scenario
 from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
 from autopar.simulate.stage_meshes import stage_meshes_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
 from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
-from autopar.tracing.inputs import common_batch, name_inputs
-from autopar.tracing.rebatch import BatchedTrace
 from cost_models.frameworks import Framework, framework
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster

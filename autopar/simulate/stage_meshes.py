@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.seats import Seat
 from autopar.planning.request import divisors
-from autopar.seats import Seat
 from cost_models.mixed import AnyCluster
 
 

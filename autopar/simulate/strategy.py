@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.constraints import Constraints
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.planning.bases import named_mesh
 from autopar.planning.request import divisors
+from autopar.settings.constraints import Constraints
 from cost_models.frameworks import ATTENTIONS, CP_EXCHANGES, Framework, framework
 from cost_models.mixed import AnyCluster
 from cost_models.routing import EXPERT_SKEW
