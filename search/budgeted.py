@@ -12,13 +12,11 @@ from search.lagrangian import Dual, drop_above, maximise
 from search.reductions import EmptyDomainError, drop_dead_ends, reduce_core
 from search.state import Search
 
-GAP_FRACTIONS = (0.3, 0.01)
-"""How far from the best the multipliers of each round may be, as a fraction of the gap: options are dropped after a
-cheap round first, which makes the exact one cheaper."""
-
 FRACTION_POWERS = (3, 2, 1, 0)
+"""Thresholds lie at 1/64, 1/16, 1/4 and all of the way from what is proven to the best choice known."""
+
 FEW_COLUMNS = 4_000
-"""A program of so few columns takes some tenths of a second at most."""
+"""A program of so few columns is solved at once, without lower thresholds before it."""
 
 
 def solve_budgeted(search: Search, core: Core) -> None:
@@ -31,7 +29,8 @@ def solve_budgeted(search: Search, core: Core) -> None:
     """
     core = reduce_core(core, search.check)
     if plan_elimination(core.sizes, core.pairs()).is_affordable:
-        dual = _bound(search, core)
+        start = (0.0,) * len(search.limits)
+        dual = maximise(core, search.limits, start, search.planes, search.offer, search.learn, search.check)
         for power in FRACTION_POWERS:
             if dual is None or search.bound >= search.cutoff:
                 break
@@ -43,29 +42,6 @@ def solve_budgeted(search: Search, core: Core) -> None:
     else:
         search_program(search, core, search.cutoff)
     search.learn(search.best)
-
-
-def _bound(search: Search, core: Core) -> Dual | None:
-    """The Lagrangian at multipliers near the best, on the options that may beat the best choice known; None if none
-    can."""
-    multipliers = (0.0,) * len(search.limits)
-    dual: Dual | None = None
-    for gap_fraction in GAP_FRACTIONS:
-        dual = maximise(
-            core,
-            search.limits,
-            multipliers,
-            search.planes,
-            offer=search.offer,
-            learn=search.learn,
-            check=search.check,
-            gap_fraction=gap_fraction,
-        )
-        smaller = _below(search, dual, search.cutoff) if dual else None
-        if dual is None or smaller is None:
-            return None
-        core, multipliers = smaller, dual.multipliers
-    return dual
 
 
 def search_program(search: Search, core: Core, ceiling: float) -> None:

@@ -28,6 +28,9 @@ from search.problem import Array
 
 MAX_ITERATIONS = 60
 RELATIVE_TOLERANCE = 1e-10
+GAP_FRACTION = 0.01
+"""Stop once the bound can rise by no more than this fraction of the distance to the best known choice."""
+
 BOX = 1e4
 """Upper limit of the scaled multipliers; at 1 they weigh a budget's whole excess like the whole range of costs."""
 
@@ -59,7 +62,6 @@ def maximise(
     offer: Callable[[Core, tuple[int, ...]], float],
     learn: Callable[[float], None],
     check: Check,
-    gap_fraction: float,
 ) -> Dual | None:
     """Maximise L; None when the bound reaches the cutoff.
 
@@ -71,7 +73,6 @@ def maximise(
         offer: is given each choice found and returns the cutoff: choices that do not cost less are of no interest.
         learn: is told each new lower bound.
         check: may raise to stop.
-        gap_fraction: stop once the bound can rise by no more than this fraction of its distance to the cutoff.
     """
     plan = plan_elimination(core.sizes, core.pairs())
     multipliers, best_value = tuple(start), -np.inf
@@ -93,7 +94,7 @@ def maximise(
         multipliers, ceiling = found
         settled = RELATIVE_TOLERANCE * abs(ceiling)
         if np.isfinite(cutoff):
-            settled = max(settled, gap_fraction * (cutoff - best_value))
+            settled = max(settled, GAP_FRACTION * (cutoff - best_value))
         if not ceiling - best_value > settled:
             break
         del forward  # Two sets of messages at once are enough.
