@@ -16,7 +16,8 @@ from autopar.explain import Explanation, compare, explain  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
 from autopar.rules import prove_rule, register_rule  # noqa: E402
 from autopar.simulate import Predictor, predict  # noqa: E402
-from autopar.trainer import Trainer, TrainerConfig  # noqa: E402
+from autopar.trainer import Trainer  # noqa: E402
+from autopar.training.config import TrainerConfig  # noqa: E402
 from autopar.verify import verify  # noqa: E402
 from autopar.verify_report import VerifyReport  # noqa: E402
 

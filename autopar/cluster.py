@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.errors import ClusterError
-from autopar.text_files import read_text, shown
+from autopar.files.text_files import read_text, shown
+from autopar.profiling.detect import detect
 from cost_models import mixed
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster, MixedCluster
@@ -53,8 +54,6 @@ class ClusterSpec:
     @staticmethod
     def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
         """This machine: its GPUs by name, or its CPU measured on the spot and shared by num_devices processes."""
-        from autopar.detect import detect
-
         return detect(num_devices, refresh=refresh)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,168 +13,118 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.arguments import as_plan, check_compile, whole
-from autopar.backend import NOTHING_ASYNCHRONOUS, parse_backend, with_backend
-from autopar.batch import mapped, with_inputs_of
-from autopar.chain import chain
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
-from autopar.compression import Compression
-from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
-from autopar.costs.updates import OptimizerFactory, adamw, training_of
+from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
-from autopar.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.graph import Graph, LayerRun, layer_names
+from autopar.explain.rescue import advised
+from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
+from autopar.frontend.evaluation import check_norms, why_no_evaluation
+from autopar.frontend.inputs import common_batch, name_inputs
+from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.compression import NOTHING_COMPRESSED, Compression
+from autopar.ir.graph import Graph, LayerRun
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
-from autopar.optimizers import check_plan, examine, limited
-from autopar.plan import Plan
-from autopar.planning.planner import SearchResult, price_plan, search_plans
-from autopar.planning.request import Request, operators_at
-from autopar.sharding.accumulating_trace import AccumulatingTrace
-from autopar.sharding.choices import Candidate, expand
-from autopar.surroundings import check_autocast
-from autopar.tracing.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.tracing.evaluation import check_norms, why_no_evaluation
-from autopar.tracing.inputs import common_batch, name_inputs
-from autopar.tracing.trace import find_cuts, trace
+from autopar.options.accumulating_trace import AccumulatingTrace
+from autopar.planning.given import check_agreement, reprice
+from autopar.planning.planner import SearchResult, search_plans
+from autopar.planning.request import Request
+from autopar.running.batch import mapped, with_inputs_of
+from autopar.running.surroundings import check_autocast
+from autopar.settings.arguments import check_module, whole
+from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
+from autopar.settings.compile_options import CompileOptions, with_options
+from autopar.settings.constraints import Constraints
+from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
+from autopar.settings.optimizers import check_plan, examine, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
-from cost_models.schedule import SCHEDULES, placement
-
-NOTHING_COMPRESSED = (
-    "compression changes nothing: the plan shards no parameter with ZeRO over several ranks (the constraints zero=1, 2 "
-    "or 3 with dp=2 or more ask for that)"
-)
 
 
-def compile(  # noqa: A001
-    model: nn.Module,
-    cluster_spec: AnyCluster | str,
-    *,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    global_batch_size: int | None = None,
-    optimizer: OptimizerFactory | None = None,
-    precision: str = "fp32",
-    constraints: Mapping[str, Any] | None = None,
-    kernels: str = "auto",
-    compression: Mapping[str, str] | None = None,
-    fp8: bool | None = None,
-    backend: str = "eager",
-    plan: Plan | str | None = None,
-) -> CompiledProgram:
+@with_options(CompileOptions)
+def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:  # noqa: A001
     """Plan and generate the distributed program of `model` on `cluster_spec`.
 
     Args:
         model: an ordinary module on one device or on meta; it is not changed. One that is in evaluation mode as a whole
-        is trained in training mode; parts of another that are (frozen batch norm) stay so.
+            is trained in training mode; parts of another that are (frozen batch norm) stay so.
         cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
-        example_inputs: one batch as the model takes it (tuple or dict), with the targets that loss_fn takes after the
-            model's output. Shapes and dtypes matter, values do not.
-        loss_fn: `loss_fn(output, *targets) -> scalar` for models that do not return their loss.
-        global_batch_size: rows of one optimiser step over all ranks; the example's by default.
-        optimizer: `params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer` (by the argument's
-            name, or an attribute `takes_names`), called with tensors that have the names, shapes and order of the
-            model's parameters; fused AdamW by default. What it leaves out is not trained. It is tried on small tensors:
-            where an update is not elementwise only plans that hold parameters whole are considered.
-        precision: "fp32", or "bf16" (bf16 compute, fp32 masters and reductions).
-        constraints: see autopar.constraints.
-        kernels: "on" puts fused Triton kernels in place of runs of calls (codegen/fusion), "off" never does, "auto"
-            does on GPUs. Plans are chosen and priced accordingly. On a CPU the kernels run their torch reference,
-            which only for the linear layer with its loss is another computation, and is priced so.
-        compression: None, or what ZeRO's collectives of parameters are rounded to on the wire: {"gather": "int8" or
-            "fp8", "reduce": "int8"}, or one of them. Lossy, with the bounds of codegen/runtime/compressed.py; plans are
-            chosen and priced accordingly. Warns where nothing is left to compress. A plan's own by default.
-        fp8: linear layers of repeated layers multiply in e4m3 with a scale per row, but for their weights' gradients
-            (codegen/kernels/fp8.py has the bounds): lossy, for GPUs of compute capability 8.9 or more in bf16. On a CPU
-            the same numbers are computed in fp32, to verify, and take longer. Plans are priced accordingly. A plan's
-            own by default.
-        backend: "eager", or "inductor": what layers compute between collectives is compiled by torch.compile, once per
-            layer class, in the first step; or "async-tp": products run beside the transfer of what they read and make
-            on tp, where the GPUs of a node share memory. Plans are neither chosen nor priced for either.
-        plan: a plan (or its file) to use instead of searching; it is validated and priced again.
+
+    The options, among them the required `example_inputs`, are given by keyword; CompileOptions and PlanOptions (in
+    autopar.settings.compile_options) explain each.
 
     Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
     """
-    parse_backend(backend, Constraints.parse(constraints).recompute)
-    factory = optimizer or adamw
-    request = request_of(
-        model,
-        cluster_spec,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
-        global_batch_size=global_batch_size,
-        optimizer=factory,
-        precision=precision,
-        constraints=constraints,
-        kernels=kernels,
-        compression=compression,
-        fp8=fp8,
-    )
-    if plan is not None:
-        given = as_plan(plan)
-        if compression is not None:
+    return compile_with(model, cluster_spec, options)
+
+
+def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:
+    """`compile`, for callers that have the options as one value."""
+    check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
+    given, backend = options.given_plan, options.backend
+    request = request_of(model, cluster_spec, options)
+    if given is not None:
+        if options.compression is not None:
             given = replace(given, compression=request.training.compression)
-        if fp8 is not None:
-            given = replace(given, fp8=fp8)
+        if options.fp8 is not None:
+            given = replace(given, fp8=options.fp8)
         request = replace(request.compressed(given.compression), fp8=given.fp8)
-        check_agreement(given, request.constraints, global_batch_size)
-        result = planned_together(request, lambda: reprice(request, given))
+        check_agreement(given, request.constraints, options.global_batch_size)
+        result = planned_together(request, functools.partial(reprice, request, given))
     else:
-        result = planned_together(request, lambda: advised_search(request))
+        result = planned_together(request, functools.partial(advised_search, request))
     best, traits = result.best, traits_of(model)
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
-        warnings.warn(NOTHING_COMPRESSED, stacklevel=2)
+        warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
     # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
     overlapped, asynchronous = request.overlaps and backend != "inductor", backend == "async-tp"
     lowered = program_of(
         best, passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=overlapped)
     )
-    program = with_inputs_of(with_backend(lowered, backend), name_inputs(model, example_inputs, loss_fn))
+    inputs = name_inputs(model, options.example_inputs, options.loss_fn)
+    program = with_inputs_of(with_backend(lowered, backend), inputs)
     program = mapped(program, lambda each: replace(each, no_evaluation=request.no_evaluation))
     if asynchronous and not has_async_tp(program):
-        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=2)
+        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=4)
     if best.plan.fp8 and not count_calls(program):
-        warnings.warn(NOTHING_IN_FP8, stacklevel=2)
+        warnings.warn(NOTHING_IN_FP8, stacklevel=4)
     source = source_of(program)
-    return CompiledProgram(model, request.whole, factory, best, result, program, source, traits, loss_fn, request)
+    return CompiledProgram(
+        model=model,
+        cluster=request.whole,
+        optimizer=options.optimizer or adamw,
+        best=best,
+        result=result,
+        program=program,
+        source=source,
+        traits=traits,
+        loss_fn=options.loss_fn,
+        request=request,
+    )
 
 
-def request_of(
-    model: nn.Module,
-    cluster_spec: AnyCluster | str,
-    *,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    global_batch_size: int | None = None,
-    optimizer: OptimizerFactory | None = None,
-    precision: str = "fp32",
-    constraints: Mapping[str, Any] | None = None,
-    kernels: str = "auto",
-    compression: Mapping[str, str] | None = None,
-    fp8: bool | None = False,
-) -> Request:
-    """What `compile` plans for, from the same arguments: the traced model and all that bears on a plan."""
-    check_compile(model, example_inputs, loss_fn, global_batch_size, optimizer, precision, kernels, fp8)
+def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> Request:
+    """What `compile` plans for: the traced model and all that bears on a plan, but for a given plan."""
+    check_module(model)
+    loss_fn, dtype, optimizer = options.loss_fn, options.dtype, options.optimizer or adamw
     check_autocast()
-    dtype = torch.bfloat16 if precision == "bf16" else None
     check_model(model, dtype)  # before the optimiser is tried on its parameters
     check_loss(model, loss_fn)
-    needs = examine(optimizer or adamw, model)
-    coding = Compression.parse(compression)
+    needs = examine(optimizer, model)
+    coding = Compression.parse(options.compression)
     cluster = as_cluster(cluster_spec)
-    if fp8:
-        check_fp8(cluster, precision)
+    if options.fp8:
+        check_fp8(cluster, options.precision)
     warn_of_gradients(model)
-    batch = name_inputs(model, example_inputs, loss_fn)
+    batch = name_inputs(model, options.example_inputs, loss_fn)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    rows = common_batch(tensors) if global_batch_size is None else global_batch_size
+    rows = options.global_batch_size or common_batch(tensors)
     whole("rows of the batch", rows, 1, TraceError)
     check_norms(model)
     cuts = find_cuts(model, batch, loss_fn, dtype)
@@ -184,7 +134,7 @@ def request_of(
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
     traced = AccumulatingTrace(trace_at, rows)
-    limits = Constraints.parse(constraints)
+    limits = Constraints.parse(options.constraints)
     limits.check(traced(rows))
     reason = traced.whole_batch_reason(limits.micro_batches or 1)
     if reason is not None:
@@ -195,19 +145,19 @@ def request_of(
         )
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
-    training = training_of(optimizer or adamw, precision, not is_cpu(first), parameters_of(model))
+    training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model))
     training = replace(training, compression=coding)
-    fused = kernels == "on" or (kernels == "auto" and not is_cpu(first))
+    fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(
-        traced,
-        first,
-        rows,
-        precision,
-        training,
-        limits,
-        mixed,
-        fused,
-        bool(fp8),
+        trace=traced,
+        cluster=first,
+        global_batch_size=rows,
+        precision=options.precision,
+        training=training,
+        constraints=limits,
+        mixed=mixed,
+        kernels=fused,
+        fp8=bool(options.fp8),
         needs=needs,
         no_evaluation=no_evaluation,
     )
@@ -218,154 +168,7 @@ def advised_search(request: Request) -> SearchResult:
     try:
         return search_plans(request)
     except InfeasibleError as error:
-        from autopar.explain.rescue import advised
-
         raise advised(request, error) from None
-
-
-def reprice(request: Request, plan: Plan) -> SearchResult:
-    """Validate a given plan against the model and predict it anew, with its own compression and fp8.
-
-    Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
-    """
-    request = replace(request.compressed(plan.compression), fp8=plan.fp8)
-    if plan.fp8:
-        check_fp8(request.whole, plan.precision)
-    _check_devices(plan, request.whole)
-    if plan.precision != request.precision:
-        raise PlanError(
-            f"{plan.at('precision')}: the plan is for another precision than the program",
-            values=f"{plan.precision}, and {request.precision} is asked for",
-            alternatives=f"precision={plan.precision!r}, or a plan for {request.precision}",
-        )
-    if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
-        raise PlanError(
-            f"{plan.at('micro_batches')}: the plan's micro-batches do not divide its batch",
-            values={
-                "global_batch_size": plan.global_batch_size,
-                "micro_batches": plan.num_micro_batches,
-                "mesh": str(plan.mesh),
-            },
-            alternatives="a batch that is a multiple of micro-batches times data-parallel ranks",
-        )
-    reason = request.trace.whole_batch_reason(plan.num_micro_batches)
-    if reason is not None:
-        raise PlanError(
-            "micro_batches: the model needs its whole batch at once, in one micro-batch",
-            values=f"{plan.num_micro_batches} micro-batches, but {reason}",
-            alternatives="micro_batches: 1",
-        )
-    graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
-    check_pipeline(plan, graph)
-    choices = expand(graph, operators, plan)
-    candidate: Candidate = price_plan(graph, operators, request, plan, choices)
-    return SearchResult((candidate,), (), (), is_given=True)
-
-
-def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
-    """Raises PlanError unless the plan's positions take all devices of every group of nodes."""
-    used = [0] * len(cluster.groups)
-    for seat in plan.seats:
-        if seat.group >= len(used):
-            raise PlanError(
-                f"{plan.at('pipeline', 'positions')}: a position is of a group of nodes that the cluster does not have",
-                values=f"group {seat.group} of {cluster}",
-                alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
-            )
-        used[seat.group] += seat.mesh.num_ranks
-    for number, group in enumerate(cluster.groups):
-        if used[number] != group.num_devices:
-            where = f" {group}" if len(used) > 1 else ""
-            raise PlanError(
-                f"{plan.at('mesh')}: the plan's mesh does not fill the cluster{where}",
-                values=f"{plan.layout} has {used[number]} ranks for {group.num_devices} devices",
-                alternatives="a cluster of that size, or a new plan",
-            )
-
-
-def check_pipeline(plan: Plan, graph: Graph) -> None:
-    """Raises PlanError for stages, modes or a schedule that the model's blocks cannot have."""
-    pipeline, blocks = plan.pipeline, chain(graph)
-    if not pipeline.stages:
-        return
-    ends = [0, *(stage.last for stage in pipeline.stages)]
-    starts = [stage.first for stage in pipeline.stages] + [len(blocks)]
-    if ends != starts or any(stage.first >= stage.last for stage in pipeline.stages):
-        raise PlanError(
-            f"{plan.at('pipeline', 'stages')}: the stages must follow one another over all blocks of the model",
-            values=", ".join(f"{stage.first}-{stage.last - 1}" for stage in pipeline.stages),
-            alternatives=f"ranges from 0 to {len(blocks) - 1} without gaps: " + block_names(blocks),
-        )
-    known = (*SCHEDULES, "") if pipeline.num_positions == 1 else SCHEDULES
-    if pipeline.schedule not in known:
-        raise PlanError(
-            f"{plan.at('pipeline', 'schedule')}: the plan's schedule is not one that autopar has",
-            values=repr(pipeline.schedule),
-            alternatives=", ".join(SCHEDULES),
-        )
-    if pipeline.num_positions > 1:
-        _check_stage_count(plan)
-    for position, stage in enumerate(pipeline.stages):
-        for name, runs in stage.recompute.items():
-            count = blocks[stage.first : stage.last].count(name)
-            if sum(number for _, number in runs) != count or name not in layer_names(graph):
-                raise PlanError(
-                    f"{plan.at('pipeline', 'stages', str(position), 'recompute', name)}: the stage of blocks "
-                    f"{stage.first}-{stage.last - 1} has {count} layers {name}",
-                    values=f"recompute: {', '.join(f'{mode} {number}' for mode, number in runs)}",
-                    alternatives="a mode for each of its layers, such as full 3, none 5",
-                )
-
-
-def _check_stage_count(plan: Plan) -> None:
-    """Raises PlanError where the schedule gives the positions another number of stages than the plan has."""
-    pipeline = plan.pipeline
-    found, positions = len(pipeline.stages), pipeline.num_positions
-    given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
-    wanted = len(placement(pipeline.schedule, positions, given))
-    if wanted != found:
-        raise PlanError(
-            f"{plan.at('pipeline', 'schedule')}: {pipeline.schedule} does not fit the number of stages",
-            values=f"{found} stages on {positions} positions",
-            alternatives=f"{wanted} stages"
-            + (" or another multiple of the positions" if given else " (or interleaved, for several per position)"),
-        )
-
-
-def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | None) -> None:
-    """Raises PlanError where what a user asks for beside a given plan contradicts it."""
-    pipeline = plan.pipeline
-    modes = {mode for stage in pipeline.stages for runs in stage.recompute.values() for mode, _ in runs} or {"none"}
-    stages = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()} - {0} or {0}
-    pinned: list[tuple[str, object, Any]] = [
-        ("global_batch_size", global_batch_size, plan.global_batch_size),
-        ("micro_batches", limits.micro_batches, plan.num_micro_batches),
-        ("offload", limits.offload, pipeline.offload),
-        ("recompute", limits.recompute, modes.pop() if len(modes) == 1 else modes),
-        ("pp", limits.degrees.get("pp"), pipeline.num_positions),
-    ]
-    if pipeline.num_positions > 1:
-        pinned += [("schedule", limits.schedule, pipeline.schedule), ("chunks", limits.chunks, pipeline.num_chunks)]
-    if plan.mesh.size("dp") > 1:
-        pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
-    if not pipeline.seats:
-        pinned += [(axis, limits.degrees.get(axis), plan.mesh.size(axis)) for axis in ("ddp", "dp", "tp")]
-    for name, asked, given in pinned:
-        if asked is not None and asked != given:
-            raise PlanError(
-                f"{plan.source or 'the plan'} contradicts what is asked for beside it",
-                values=f"{name}={asked or 'none'}, and the plan has {given or 'none'}",
-                alternatives=[f"{name} left out", "a new plan"],
-            )
-
-
-def block_names(blocks: tuple[str, ...]) -> str:
-    """`0 top 0, 1-8 Block, 9 top 1`."""
-    parts = []
-    for name, group in itertools.groupby(range(len(blocks)), key=lambda i: blocks[i]):
-        numbers = list(group)
-        parts.append(f"{numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''} {name}")
-    return ", ".join(parts)
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:

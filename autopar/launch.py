@@ -17,21 +17,23 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autopar.backend import patience_seconds
 from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
-from autopar.scratch import temporary_folder
-from autopar.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
-from autopar.supervise import RankError as RankError
+from autopar.files.scratch import temporary_folder
+from autopar.program import GeneratedProgram
+from autopar.running.build import build_step
+from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
+from autopar.running.supervise import RankError as RankError
+from autopar.running.surroundings import check_starting
+from autopar.settings.backend import patience_seconds
 from codegen.runtime.processes import after_the_first, end_with_parent, join
-
-if TYPE_CHECKING:
-    from autopar.compiled import CompiledProgram
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0
@@ -75,7 +77,7 @@ def run_ranks(
             end(processes, are_done)
 
 
-def group_seconds(compiled: CompiledProgram, wanted: float | None = None) -> float:
+def group_seconds(compiled: GeneratedProgram, wanted: float | None = None) -> float:
     """What is wanted, by default GROUP_SECONDS; more where ranks compile."""
     return max(GROUP_SECONDS if wanted is None else wanted, patience_seconds(compiled.program))
 
@@ -121,11 +123,15 @@ def _rank_main(
 
 
 def launch_program(
-    compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...], max_restarts: int
+    compiled: GeneratedProgram, function: Callable[..., Any], *args: Any, max_restarts: int = 0
 ) -> list[Any]:
-    """See CompiledProgram.launch."""
-    from torch.distributed.launcher.api import elastic_launch
+    """Run `function(step, *args)` on every rank, as processes of this machine; returns the results by rank.
 
+    torch's elastic launcher starts them, so a rank that dies ends the others with its error. `function`, `args` and the
+    optimiser factory must be picklable (defined at module level).
+    """
+    check_starting("launch")
+    compiled.require_runnable()
     count = compiled.plan.num_ranks
     results = elastic_launch(_elastic_config(count, max_restarts), _elastic_main)(compiled, function, args)
     return [results[rank] for rank in range(count)]
@@ -133,9 +139,6 @@ def launch_program(
 
 def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
     """Run a saved program's `main.py` as torchrun would. Raises RankError where a rank fails."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
     try:
         elastic_launch(_elastic_config(num_ranks, 0), sys.executable)(str(main), *arguments)
     except ChildFailedError as error:
@@ -144,8 +147,6 @@ def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
 
 
 def _elastic_config(count: int, max_restarts: int) -> Any:
-    from torch.distributed.launcher.api import LaunchConfig
-
     # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     uses_fork = not torch.cuda.is_available() and os.name == "posix"
@@ -162,7 +163,7 @@ def _elastic_config(count: int, max_restarts: int) -> Any:
     )
 
 
-def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _elastic_main(compiled: GeneratedProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     on_gpu = torch.cuda.is_available() and not is_cpu(compiled.cluster.groups[0])
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -171,7 +172,7 @@ def _elastic_main(compiled: CompiledProgram, function: Callable[..., Any], args:
     join("nccl" if on_gpu else "gloo")
     try:
         with after_the_first():
-            result = function(compiled.build(), *args)
+            result = function(build_step(compiled), *args)
             dist.barrier()  # a rank that leaves while others still use their connections to it can abort
         return result
     finally:

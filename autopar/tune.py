@@ -14,13 +14,10 @@ from pathlib import Path
 
 import torch
 
-from autopar.detect import cache_folder
 from autopar.errors import AutoparError
-from autopar.folder import TUNING_FILE
 from autopar.launch import launch_main
 from autopar.plan import Plan
-from codegen.kernels.tuning import VARIABLE
-from cost_models.mixed import AnyCluster
+from autopar.running.folder import TUNING_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,8 @@ def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]
     Returns (what was chosen now, what was in the file before); None on a machine without a GPU, where nothing is to be
     tuned. Raises AutoparError where the folder is no program with kernels, RankError where a step fails.
     """
+    from codegen.kernels.tuning import VARIABLE  # heavy: triton comes with it
+
     home = Path(folder).absolute()
     main, plan = home / "main.py", home / "plan.yaml"
     if not (main.exists() and plan.exists()):
@@ -76,22 +75,6 @@ def read_choices(path: Path) -> list[Choice]:
         ]
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return []
-
-
-def share_choices(package: Path, cluster: AnyCluster) -> None:
-    """Let a program that is not saved keep its launch parameters in the user's file of this machine.
-
-    package: its folder. Programs of several nodes keep to the heuristics, since ranks that compute the same must launch
-    alike and every node may have a file of its own.
-    """
-    if sum(group.num_nodes for group in cluster.groups) > 1:
-        return
-    shared = cache_folder() / TUNING_FILE
-    # Where nothing can be written, nothing is tuned.
-    with contextlib.suppress(OSError):
-        shared.parent.mkdir(parents=True, exist_ok=True)
-        shared.touch()
-        (package / TUNING_FILE).symlink_to(shared)
 
 
 @contextlib.contextmanager

@@ -21,24 +21,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.arguments import check_verify
-from autopar.compile import compile
+from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
-from autopar.costs.updates import OptimizerFactory
-from autopar.fp8 import tolerance
+from autopar.frontend.inputs import name_inputs
+from autopar.frontend.loss_module import LossModule
+from autopar.frontend.skeleton import in_training
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
-from autopar.surroundings import check_starting
-from autopar.tracing.inputs import name_inputs
-from autopar.tracing.loss_module import LossModule
-from autopar.tracing.skeleton import in_training
+from autopar.running.surroundings import check_starting
+from autopar.settings.compile_options import VerifyOptions, check_verify, with_options
+from autopar.settings.fp8 import tolerance
 from autopar.verify_report import VerifyReport
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
@@ -51,47 +50,23 @@ STILL = 1e-7
 """A loss that changes by less than this share over the steps does not move."""
 
 
-def verify(
-    model: nn.Module,
-    cluster_spec: AnyCluster | str,
-    *,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    global_batch_size: int | None = None,
-    optimizer: OptimizerFactory | None = None,
-    precision: str = "fp32",
-    constraints: Mapping[str, Any] | None = None,
-    kernels: str = "auto",
-    backend: str = "eager",
-    compression: Mapping[str, str] | None = None,
-    fp8: bool = False,
-    steps: int = 3,
-    max_grad_norm: float | None = None,
-    seed: int = 0,
-) -> VerifyReport:
+@with_options(VerifyOptions)
+def verify(model: nn.Module, cluster_spec: AnyCluster | str, options: VerifyOptions) -> VerifyReport:
     """Compile, run `steps` steps in real processes and on one, and compare loss, gradients, parameters and buffers.
 
-    Arguments as autopar.compile; optimizer defaults to SGD with momentum. Each step uses the batch with its rows
-    rotated by one more. Runs on this machine, so the cluster must be as many ranks as it can hold.
+    The options are given by keyword: those of autopar.compile, where the optimizer defaults to SGD with momentum, and
+    those of VerifyOptions (in autopar.settings.compile_options). Runs on this machine, so the cluster
+    must be as many ranks as it can hold.
     """
-    check_verify(steps, max_grad_norm, seed)
     check_starting("verify")
-    factory = optimizer or sgd_with_momentum
-    compiled = compile(
-        model,
-        cluster_spec,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
-        global_batch_size=global_batch_size,
-        optimizer=factory,
-        precision=precision,
-        constraints=constraints,
-        kernels=kernels,
-        fp8=fp8,
-        backend=backend,
-        compression=compression,
+    compiled = compile_with(model, cluster_spec, replace(options, optimizer=options.optimizer or sgd_with_momentum))
+    return verify_program(
+        compiled,
+        options.example_inputs,
+        steps=options.steps,
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
     )
-    return verify_program(compiled, example_inputs, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
 
 
 def verify_program(
@@ -200,17 +175,17 @@ class _Comparison:
         partly = (n for n, mask in self.noise.items() if mask.any() and n in parameters)
         counted = {f"{n} ({int(self.noise[n].sum())} of {self.noise[n].numel()} elements)" for n in partly}
         return VerifyReport(
-            max((_size(abs(own - one) / max(abs(one), 1e-30)) for own, one in self.losses), default=math.inf),
-            {n: error for n, error in self.errors.items() if n not in self.round_off},
-            parameters,
-            self.floors,
-            floors | buffer_floors,
-            tuple(sorted(self.round_off | counted)),
-            tuple(self.losses),
-            self.compiled.plan.layout,
-            tolerance(self.compiled.program),
-            buffers,
-            self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
+            loss=max((_size(abs(own - one) / max(abs(one), 1e-30)) for own, one in self.losses), default=math.inf),
+            gradients={n: error for n, error in self.errors.items() if n not in self.round_off},
+            parameters=parameters,
+            gradient_floors=self.floors,
+            floors=floors | buffer_floors,
+            round_off=tuple(sorted(self.round_off | counted)),
+            losses=tuple(self.losses),
+            mesh=self.compiled.plan.layout,
+            tolerance=tolerance(self.compiled.program),
+            buffers=buffers,
+            proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
         )
 
     def _buffers(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:

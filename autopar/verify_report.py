@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from autopar.fp8 import EXACT
+from autopar.settings.fp8 import EXACT
 
 FLOORS = 4.0
 RESOLUTION = 2.0**-23
@@ -19,8 +19,9 @@ class VerifyReport:
 
     gradients, parameters, buffers: error by name (the latter two after the last step). gradient_floors, floors: the
     reference's own error against the same training in fp64, of parameters and buffers. round_off: names left out by the
-    rule. losses: (program, reference) of each step. tolerance: what may be expected of the program (autopar/fp8.py).
-    proves_nothing: why equal numbers would say nothing, such as a reference that did not train.
+    rule. losses: (program, reference) of each step. tolerance: what may be expected of the program, after
+    autopar/settings/fp8.py. proves_nothing: why equal numbers would say nothing, such as a
+    reference that did not train.
     """
 
     loss: float

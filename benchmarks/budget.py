@@ -33,6 +33,7 @@ from autopar.compile import request_of
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
+from autopar.settings.compile_options import CompileOptions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLUSTER = "8 a100-80g"
@@ -97,7 +98,8 @@ def request() -> Any:
         model: Any = GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"
         ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    return request_of(model, CLUSTER, example_inputs={"input_ids": ids, "labels": ids.clone()}, precision="bf16")
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    return request_of(model, CLUSTER, CompileOptions(example_inputs=inputs, precision="bf16"))
 
 
 def rows_of(asked: Any, budgets: Sequence[int]) -> list[Row]:

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.graph import Graph, Input, Node, Ref, TensorMeta
+from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
+from autopar.ir.mesh import Mesh
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
-from autopar.mesh import Mesh
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, Option, scopes_of
 from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
 from autopar.rules.proof import Prepared
 from autopar.rules.rule import AxisOption, Rule
 from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator, Option, scopes_of
 from codegen.check import check_file
 from codegen.emit import emit_model
 from codegen.program import ModuleClass, Program, Spec

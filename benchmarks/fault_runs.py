@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.supervise import exit_on
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.running.supervise import exit_on
+from autopar.trainer import Trainer
+from autopar.training.config import TrainerConfig
 from benchmarks.faults.case import Result
 from examples.models import gpt2
 

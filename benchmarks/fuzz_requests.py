@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from autopar.cluster import as_cluster
-from autopar.compression import Compression
-from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import adamw, training_of
-from autopar.fp8 import check_fp8
-from autopar.graph import Graph
+from autopar.frontend.inputs import name_inputs
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.compression import Compression
+from autopar.ir.graph import Graph
 from autopar.planning.request import Request
-from autopar.tracing.inputs import name_inputs
-from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import find_cuts, trace
+from autopar.settings.constraints import Constraints
+from autopar.settings.fp8 import check_fp8
 from cost_models.mixed import MixedCluster
 
 MODELS = 20

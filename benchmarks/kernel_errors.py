@@ -34,7 +34,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 import autopar
-from autopar.fp8 import EXACT
+from autopar.settings.fp8 import EXACT
 from autopar.verify import FLOORS, sgd_with_momentum, verify_program
 from benchmarks.gpu.cases.case import TOLERANCE
 from benchmarks.gpu.cases.every import KERNELS, make_case

@@ -31,8 +31,8 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
+from autopar.ir.seats import first_ranks
 from autopar.launch import run_ranks
-from autopar.seats import first_ranks
 from cost_models.machine import Cluster
 from cost_models.mixed import MixedCluster
 from examples.models import EXAMPLES

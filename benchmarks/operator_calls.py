@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.rules.call import find_op
 from codegen.schemas import Argument, Schema, schema_of
 

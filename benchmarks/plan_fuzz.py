@@ -30,15 +30,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from autopar.compile import reprice
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.questions import explain
 from autopar.explain.rescue import advised
+from autopar.options.choices import Candidate
 from autopar.plan import Plan
+from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
-from autopar.sharding.choices import Candidate
 from benchmarks.fuzz_requests import Draw, draw, request_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_fuzz.csv"

@@ -1,4 +1,4 @@
-"""Bytes on one device: weights, gradients, optimiser state, and whether all of it fits.
+"""Bytes on one device: weights, gradients, optimiser state, and what no tensor can use.
 
 The counts per parameter follow S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
 models" (SC 2020), section 3: mixed precision with Adam holds 2 bytes of weights, gradients, and K = 12 bytes of fp32
@@ -107,36 +107,3 @@ def _checked(degree: int) -> int:
     if degree < 1:
         raise ValueError(f"a sharding degree must be at least 1, got {degree}")
     return degree
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBreakdown:
-    """Peak bytes of one device by purpose.
-
-    transient: gathered ZeRO-3 weights, communication buffers, the largest temporary of an operator.
-    """
-
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer_state: float = 0.0
-    activations: float = 0.0
-    transient: float = 0.0
-    workspace: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All bytes, without fragmentation."""
-        return self.persistent + self.activations + self.transient
-
-    @property
-    def persistent(self) -> float:
-        """What is allocated once and stays."""
-        return self.parameters + self.gradients + self.optimizer_state + self.workspace
-
-    def reserved(self, fragmentation: float = FRAGMENTATION) -> float:
-        """All bytes, with those that come and go enlarged by the share `fragmentation`."""
-        return self.persistent + (1 + fragmentation) * (self.activations + self.transient)
-
-    def fits(self, capacity: float, fragmentation: float = FRAGMENTATION) -> bool:
-        """Whether a device of `capacity` bytes holds it with room for fragmentation."""
-        return self.reserved(fragmentation) <= capacity

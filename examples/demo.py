@@ -29,10 +29,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from autopar.outputs import write_output
+from autopar.files.outputs import write_output
 from autopar.report import render_report, report_panels
 from autopar.report.render import WIDTH
-from autopar.trainer import Trainer, TrainerConfig, TrainResult
+from autopar.trainer import Trainer
+from autopar.training.config import TrainerConfig, TrainResult
 from autopar.units import count_text, seconds_text
 from cost_models.machine import Cluster
 from examples.models import gpt2, llama

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.tracing.fakes import count_devices
+from autopar.frontend.fakes import count_devices
 
 # Tests make fake tensors and compile before they fork ranks.
 count_devices()

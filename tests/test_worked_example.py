@@ -9,9 +9,9 @@ import pytest
 import autopar
 from autopar.costs.cost_table import block_costs
 from autopar.costs.overlap import Overlaps
-from autopar.graph import Ref
+from autopar.ir.graph import Ref
+from autopar.options.strategies import options_of
 from autopar.planning.request import pricer_for
-from autopar.sharding.strategies import options_of
 from cost_models import compute
 from examples.models import llama
 

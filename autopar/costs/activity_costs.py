@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from autopar.chain import chain, segments
 from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.kernels import as_run
 from autopar.costs.liveness import Walk, is_free
@@ -20,11 +19,12 @@ from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.recompute_modes import recompute_modes
 from autopar.costs.saved import saved_tensors
-from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta
-from autopar.placement import Placements, R
-from autopar.sharding.choices import Choices
-from autopar.sharding.reshard import steps
-from autopar.sharding.strategies import Operator, Scope, scopes_of
+from autopar.ir.chain import chain, segments
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta
+from autopar.ir.placement import Placements, R
+from autopar.options.choices import Choices
+from autopar.options.reshard import steps
+from autopar.options.strategies import Operator, Scope, scopes_of
 
 
 def activity_costs(

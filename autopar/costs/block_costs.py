@@ -1,4 +1,4 @@
-"""What is counted of each block, a unit of the model's chain (autopar/chain.py).
+"""What is counted of each block, a unit of the model's chain (autopar/ir/chain.py).
 
 Every price of space.py falls into exactly one block: a call's into its own, a reshard's into its reader's (into its
 maker's where several read what was made once), a parameter's into that of its first use.

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.chain import chain, homes_of, segments
 from autopar.costs.peak import slot_of
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
-from autopar.costs.stage_costs import Copy
-from autopar.graph import Graph, LayerRun, Node, Ref, derived
-from autopar.mesh import Mesh
-from autopar.placement import Stored
-from autopar.seats import Seat
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import num_local, scopes_of
+from autopar.costs.stage_costs import SecondCopy
+from autopar.ir.chain import chain, homes_of, segments
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Stored
+from autopar.ir.seats import Seat
+from autopar.options.choices import Choices
+from autopar.options.strategies import num_local, scopes_of
 from cost_models import collective
 from cost_models.mixed import AnyCluster, MixedCluster
 
@@ -94,30 +94,30 @@ def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float)
 
 
 def tie_costs(
-    graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], num_positions: int
+    graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], pp: int
 ) -> dict[str, tuple[tuple[float, float, float], float]]:
     """Per shared parameter: bytes of a second copy (weights, gradients, state), and seconds to sum both gradients.
 
-    The sum is priced between positions half of the pipeline apart.
+    The sum is priced between pipeline ranks half of the pipeline apart.
     """
     metas, found = {p.name: p.meta for p in graph.parameters}, {}
     for name in shared_parameters(graph):
         stored = parameters.get(("", name))
-        if stored is not None and num_positions > 1:
+        if stored is not None and pp > 1:
             size = num_local(metas[name], stored.placements, pricer.mesh) * pricer.training.gradient_bytes
             # The other copy may lie in another group of nodes; it is priced as if it were in this one.
-            stride = min(pricer.mesh.num_ranks * (num_positions // 2), pricer.cluster.num_devices // 2)
+            stride = min(pricer.mesh.num_ranks * (pp // 2), pricer.cluster.num_devices // 2)
             pair = collective.Group(2 if stride else 1, max(stride, 1))
             seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
             found[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
     return found
 
 
-def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored]) -> tuple[Copy, ...]:
+def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored]) -> tuple[SecondCopy, ...]:
     """The buffers of parameters that two blocks read, in the stage of the second."""
     metas, blocks = {p.name: p.meta for p in graph.parameters}, chain(graph)
     return tuple(
-        Copy(first, last, slot_of(pricer, metas[name], parameters["", name], blocks[last]))
+        SecondCopy(first, last, slot_of(pricer, metas[name], parameters["", name], blocks[last]))
         for name, (first, last) in shared_parameters(graph).items()
         if ("", name) in parameters
     )

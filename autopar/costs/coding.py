@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.compression import Compression
-from autopar.graph import TensorMeta
+from autopar.ir.compression import Compression
+from autopar.ir.graph import TensorMeta
 from codegen.runtime.codes import BLOCK_SIZE
 from cost_models.hardware import Device
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopar.mesh import Mesh
-from autopar.sharding.strategies import Operator, Option, num_local
+from autopar.ir.mesh import Mesh
+from autopar.options.strategies import Operator, Option, num_local
 from cost_models import collective
 
 CollectiveSeconds = Callable[[collective.Kind, int, float], float]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
-from autopar.graph import ATTENTION, Node, base_name
-from autopar.sharding.strategies import Operator, Option, num_local
+from autopar.ir.graph import ATTENTION, Node, base_name
+from autopar.options.strategies import Operator, Option, num_local
 from cost_models import compute
 
 BATCHED = frozenset({"bmm", "baddbmm", "matmul"})

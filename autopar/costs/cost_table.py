@@ -10,9 +10,9 @@ from autopar.costs.activity_costs import activity_costs
 from autopar.costs.block_costs import BlockCost
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, stored_costs
-from autopar.graph import Graph
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator
+from autopar.ir.graph import Graph
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator
 
 
 def block_costs(

@@ -26,11 +26,11 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.costs.saved import KEEPS_INPUTS
 from autopar.costs.specials import specials
-from autopar.graph import Node, Ref, TensorMeta, base_name
-from autopar.placement import Placements
-from autopar.sharding.choices import Choices
-from autopar.sharding.fused import Fusion
-from autopar.sharding.strategies import Operator, Option, Scope, num_local
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name
+from autopar.ir.placement import Placements
+from autopar.options.choices import Choices
+from autopar.options.fused import Fusion
+from autopar.options.strategies import Operator, Option, Scope, num_local
 from codegen.fusion.losses import ACCUMULATOR_BYTES
 from cost_models import compute
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name
-from autopar.placement import Placements
-from autopar.sharding.choices import Choices
-from autopar.sharding.reshard import Step, steps
-from autopar.sharding.strategies import Operator, Scope, num_local
+from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.placement import Placements
+from autopar.options.choices import Choices
+from autopar.options.reshard import Step, steps
+from autopar.options.strategies import Operator, Scope, num_local
 
 HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
 """Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""

@@ -27,9 +27,9 @@ from autopar.costs.fp8 import Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import num_local_dim
-from autopar.graph import Graph, LayerRun, Node, Ref, derived
-from autopar.placement import Placements, Rp
-from autopar.sharding.strategies import Operator, Scope, num_local, scopes_of
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
+from autopar.ir.placement import Placements, Rp
+from autopar.options.strategies import Operator, Scope, num_local, scopes_of
 from cost_models import compute
 
 LINEAR = "aten.linear.default"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from autopar.costs import host
 from autopar.costs.coding import Wire, can_compress, coding_bytes, wire_of
 from autopar.costs.rates import Rates, is_cpu
-from autopar.graph import TensorMeta
-from autopar.placement import Stored
-from autopar.sharding.strategies import num_local
+from autopar.ir.graph import TensorMeta
+from autopar.ir.placement import Stored
+from autopar.options.strategies import num_local
 from cost_models import collective
 
 

@@ -16,13 +16,13 @@ from autopar.costs.fp8 import Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.overlap import Site
 from autopar.costs.price import Pricer
-from autopar.graph import Graph, Ref
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.mesh import Mesh
 from autopar.lowering.lower import lower
 from autopar.lowering.passes import passes
-from autopar.mesh import Mesh
-from autopar.sharding.choices import Choices
-from autopar.sharding.fused import Fusion
-from autopar.sharding.strategies import Operator, scopes_of
+from autopar.options.choices import Choices
+from autopar.options.fused import Fusion
+from autopar.options.strategies import Operator, scopes_of
 from codegen.program import Call, Program
 
 OVERLAPPED = {"overlapped.linear": 0, "overlapped.linears": 0, "overlapped.addmm": 1}

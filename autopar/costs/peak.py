@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
-from autopar.graph import TensorMeta
-from autopar.placement import Stored
-from autopar.sharding.strategies import num_local
+from autopar.ir.graph import TensorMeta
+from autopar.ir.placement import Stored
+from autopar.options.strategies import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2
@@ -210,11 +210,11 @@ def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
 
 
 Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
-"""(kind of an action, its stage, (stage, micro-batches held, put off) of the position's stages) while it runs."""
+"""(kind of an action, its stage, (stage, micro-batches held, put off) of the pipeline rank's stages) while it runs."""
 
 
 def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
-    """(bytes that micro-batches in flight keep, all bytes) of a position at the fullest of its moments."""
+    """(bytes that micro-batches in flight keep, all bytes) of a pipeline rank at the fullest of its moments."""
     most, best = 0.0, -1.0
     # W: autograd copies the gradient that it is given.
     running = {

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.chain import chain
 from autopar.costs.block_costs import FIXED_KINDS, BlockCost
 from autopar.costs.borders import hop_seconds, second_copies, shared_parameters, tie_costs
 from autopar.costs.host import host_of
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
-from autopar.costs.stage_costs import Copy, SharedCost, Simulated, StageCost, position_bytes, simulated, stage_cost
-from autopar.graph import Graph, layer_names
-from autopar.placement import Stored
-from autopar.plan import Pipeline, StagePlan
-from autopar.seats import Seat
+from autopar.costs.stage_costs import SecondCopy, Simulated, StageCost, TiedParameter, rank_bytes, simulated, stage_cost
+from autopar.ir.chain import chain
+from autopar.ir.graph import Graph, layer_names
+from autopar.ir.placement import Stored
+from autopar.ir.plan_data import Pipeline, StagePlan
+from autopar.ir.seats import Seat
 from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
@@ -48,13 +48,13 @@ class ChainCosts:
         return Seat(self.pricer.mesh, self.group)
 
     @cached_property
-    def copies(self) -> tuple[Copy, ...]:
+    def copies(self) -> tuple[SecondCopy, ...]:
         """The buffers of parameters that two units read, in the stage of the second."""
         return second_copies(self.graph, self.pricer, self.parameters)
 
-    def ties(self, num_ranks: int) -> Mapping[str, tuple[tuple[float, float, float], float]]:
-        """`tie_costs` of the same parameters in a pipeline of so many ranks."""
-        return tie_costs(self.graph, self.pricer, self.parameters, num_ranks)
+    def ties(self, pp: int) -> Mapping[str, tuple[tuple[float, float, float], float]]:
+        """`tie_costs` of the same parameters in a pipeline of `pp` ranks."""
+        return tie_costs(self.graph, self.pricer, self.parameters, pp)
 
     @property
     def workspace_bytes(self) -> float:
@@ -80,7 +80,7 @@ class PipelineCosts:
     ranks: tuple[ChainCosts, ...]
     stages: tuple[StageCost, ...]
     home: tuple[int, ...]
-    tied: tuple[SharedCost, ...]
+    tied: tuple[TiedParameter, ...]
 
     @property
     def num_micro_batches(self) -> int:
@@ -88,8 +88,8 @@ class PipelineCosts:
         return self.ranks[0].pricer.training.num_micro_batches
 
     def num_bytes(self) -> list[dict[str, float]]:
-        """By kind, of one rank of every pipeline rank's stage mesh at its peak, without the device's own workspace."""
-        return position_bytes(self.stages, self.pipeline, self.num_micro_batches, self.tied)
+        """By kind, of one device of every pipeline rank at its peak, without the device's own workspace."""
+        return rank_bytes(self.stages, self.pipeline, self.num_micro_batches, self.tied)
 
     @property
     def peak_bytes(self) -> float:
@@ -108,8 +108,8 @@ class PipelineCosts:
         return found
 
     def simulated(self, capacities: Sequence[float] = ()) -> Simulated:
-        """The step, event by event, and its prediction. capacities: bytes that a rank of every pipeline rank's stage
-        mesh may use, equal ones if left out."""
+        """The step, event by event, and its prediction. capacities: bytes that a device of every pipeline rank may
+        use, equal ones if left out."""
         return simulated(
             self.stages,
             self.pipeline,
@@ -152,14 +152,14 @@ def _stage_costs(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan]) ->
     return tuple(result)
 
 
-def _tied(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], num_ranks: int) -> tuple[SharedCost, ...]:
+def _tied(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], pp: int) -> tuple[TiedParameter, ...]:
     """Parameters that two units read, as the stage of the second has them."""
     holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
     found = []
     for name, (first, last) in shared_parameters(of_stage[0].graph).items():
-        tie = of_stage[holder[last]].ties(num_ranks).get(name)
+        tie = of_stage[holder[last]].ties(pp).get(name)
         if tie is not None:
             sizes, seconds = tie
             fixed = dict(zip(FIXED_KINDS, sizes, strict=True))
-            found.append(SharedCost(holder[first], holder[last], fixed, seconds))
+            found.append(TiedParameter(holder[first], holder[last], fixed, seconds))
     return tuple(found)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph, LayerRun, Ref
-from autopar.placement import Placements
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Scope, scopes_of
+from autopar.ir.graph import Graph, LayerRun, Ref
+from autopar.ir.placement import Placements
+from autopar.options.choices import Choices
+from autopar.options.strategies import Scope, scopes_of
 
 
 class Placer:

@@ -13,8 +13,8 @@ from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
-from autopar.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, Node, Ref, TensorMeta, base_name
-from autopar.sharding.strategies import Operator, Option, num_local
+from autopar.ir.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.options.strategies import Operator, Option, num_local
 from cost_models import compute
 
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}

@@ -9,11 +9,11 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.compression import Compression
-from autopar.graph import TensorMeta
-from autopar.mesh import Mesh
-from autopar.placement import Placements
-from autopar.sharding.reshard import Step, steps
+from autopar.ir.compression import Compression
+from autopar.ir.graph import TensorMeta
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements
+from autopar.options.reshard import Step, steps
 from cost_models import collective, compute
 from cost_models.machine import Cluster
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from autopar.costs.block_costs import BlockCost, Mode
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
-from autopar.graph import ATTENTION, MATMULS, Graph, LayerRun, Ref, TensorMeta, base_name
-from autopar.placement import Placements
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator, Scope, num_local
+from autopar.ir.graph import ATTENTION, MATMULS, Graph, LayerRun, Ref, TensorMeta, base_name
+from autopar.ir.placement import Placements
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, Scope, num_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autopar.graph import VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name
 
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
 """Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused

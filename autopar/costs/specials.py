@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.graph import Node, base_name
+from autopar.ir.graph import Node, base_name
 
 Counts = tuple[float, float]
 """Forward and backward."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from autopar.costs.block_costs import FETCHING, HIDDEN, RECOMPUTATION, BlockCost
 from autopar.costs.host import OWN_CORES, Host
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
-from autopar.plan import Pipeline, Prediction, StagePlan
+from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, orders, placement, simulate
 
 BUBBLE = "pipeline bubble"
@@ -40,23 +40,9 @@ class StageCost:
     putting_off: float = 0.0
     beside: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def kept_bytes(self) -> float:
-        """Per micro-batch in flight."""
-        return self.peaks.kept
-
-    @property
-    def transient_bytes(self) -> float:
-        """The most that is alive beside what one micro-batch keeps."""
-        return max(self.peaks.forward, self.peaks.backward) - self.peaks.kept
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(value for kind, value in self.step.items() if kind != HIDDEN)
-
 
 @dataclass(frozen=True, slots=True)
-class SharedCost:
+class TiedParameter:
     """A parameter that stages `first` and `last` both hold: bytes of the second copy by kind, seconds of the sum."""
 
     first: int
@@ -66,7 +52,7 @@ class SharedCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class SecondCopy:
     """The buffers of a parameter's second copy, where the blocks `first` and `last` that read it lie in two stages."""
 
     first: int
@@ -80,7 +66,7 @@ def stage_cost(
     layers: Collection[str],
     stage: StagePlan,
     sent_bytes: float = 0.0,
-    copies: Sequence[Copy] = (),
+    copies: Sequence[SecondCopy] = (),
 ) -> StageCost:
     """The blocks of a stage under its recompute modes. blocks: of the whole chain. layers: those of them that are
     classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters that
@@ -123,9 +109,9 @@ def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
 class Simulated:
     """A pipeline's prediction, with the simulated timeline that it comes from.
 
-    stages: in model order; home: their positions. once: of each position, what it does once per step, seconds by kind.
-    memory: bytes by kind of one rank of each position. transfers: seconds of one micro-batch's message, by (source
-    stage, target stage).
+    stages: in model order; home: their pipeline ranks. once: of each pipeline rank, what it does once per step, seconds
+    by kind. memory: bytes by kind of one device of each pipeline rank. transfers: seconds of one micro-batch's message,
+    by (source stage, target stage).
     """
 
     prediction: Prediction
@@ -142,54 +128,54 @@ def simulated(
     pipeline: Pipeline,
     num_micro_batches: int,
     transfers: Mapping[tuple[int, int], float],
-    shared: Sequence[SharedCost] = (),
+    shared: Sequence[TiedParameter] = (),
     workspace_bytes: Sequence[float] = (),
     capacities: Sequence[float] = (),
     host: Host = OWN_CORES,
 ) -> Simulated:
     """The whole pipeline. transfers: (source stage, target stage) -> seconds of one micro-batch's message.
-    workspace_bytes, capacities: of a rank at each position (none, and equal ones, if left out). host: what
-    positions share.
+    workspace_bytes, capacities: of a device of each pipeline rank (none, and equal ones, if left out). host: what
+    pipeline ranks share.
 
-    Seconds by kind are those of the busiest position, the rest of the simulated time is the bubble, and what is done
-    once per step is that of the slowest position.
+    Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
+    done once per step is that of the slowest pipeline rank.
     """
-    schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
-    lines = orders(schedule, positions, num_micro_batches, chunks)
-    workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * positions]
+    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    lines = orders(schedule, pp, num_micro_batches, chunks)
+    workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * pp]
     is_split = any(action.kind == "W" for action in lines[0])
     if is_split:
         stages = [_apart(stage) for stage in stages]
-    if positions > 1 and host.action_seconds:
+    if pp > 1 and host.action_seconds:
         stages = [_in_actions(stage, host.action_seconds, is_split) for stage in stages]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
-    home = placement(schedule, positions, chunks)
+    home = placement(schedule, pp, chunks)
     timeline = simulate(lines, times, transfers, tuple(transfers) or None, Shape(num_micro_batches, home))
-    tables = [_position(stages, home, position, num_micro_batches, shared) for position in range(positions)]
+    tables = [_of_rank(stages, home, rank, num_micro_batches, shared) for rank in range(pp)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
-    busiest = max(range(positions), key=lambda p: exposed[p])
-    slowest = max(range(positions), key=lambda p: sum(v for k, v in tables[p][1].items() if k != HIDDEN))
+    busiest = max(range(pp), key=lambda rank: exposed[rank])
+    slowest = max(range(pp), key=lambda rank: sum(v for k, v in tables[rank][1].items() if k != HIDDEN))
     seconds = defaultdict(float, tables[busiest][0])
     if host.carries and timeline.makespan > 0:
         lost = _receiving(home, transfers, num_micro_batches)
         least = max(own + waits for own, waits in zip(exposed, lost, strict=True))
-        # On shared cores a position is the faster the more of the others wait.
+        # On shared cores a pipeline rank is the faster the more of the others wait.
         timeline = timeline.scaled(max(host.core_share, least / timeline.makespan))
     bubble = timeline.makespan - exposed[busiest]
     seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value
-    held = position_bytes(stages, pipeline, num_micro_batches, shared)
+    held = rank_bytes(stages, pipeline, num_micro_batches, shared)
     memory = [kinds | own for kinds, own in zip(held, workspace, strict=True)]
-    sizes = capacities or [1.0] * positions
-    fullest = memory[max(range(positions), key=lambda p: sum(memory[p].values()) / sizes[p])]
-    prediction = Prediction(dict(seconds), fullest, tuple(memory) if positions > 1 else ())
+    sizes = capacities or [1.0] * pp
+    fullest = memory[max(range(pp), key=lambda rank: sum(memory[rank].values()) / sizes[rank])]
+    prediction = Prediction(dict(seconds), fullest, tuple(memory) if pp > 1 else ())
     once = tuple(table for _, table in tables)
     return Simulated(prediction, timeline, tuple(stages), home, once, tuple(memory), dict(transfers))
 
 
 def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], count: int) -> list[float]:
-    """Seconds that each position loses to what it receives, where the cores that compute also move it."""
+    """Seconds that each pipeline rank loses to what it receives, where the cores that compute also move it."""
     lost = [0.0] * (max(home) + 1)
     for (source, target), seconds in transfers.items():
         if home[source] != home[target]:
@@ -217,32 +203,30 @@ def _in_actions(stage: StageCost, seconds: float, is_split: bool) -> StageCost:
     )
 
 
-def position_bytes(
-    stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, shared: Sequence[SharedCost]
+def rank_bytes(
+    stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, shared: Sequence[TiedParameter]
 ) -> list[dict[str, float]]:
-    """Bytes by kind of one rank of every position at its peak, without the device's own workspace."""
-    schedule, positions, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
-    states = holding_states(schedule, positions, num_micro_batches, chunks)
-    home = placement(schedule, positions, chunks)
-    return [_memory(stages, home, states[position], position, shared) for position in range(positions)]
+    """Bytes by kind of one device of every pipeline rank at its peak, without the device's own workspace."""
+    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    states = holding_states(schedule, pp, num_micro_batches, chunks)
+    home = placement(schedule, pp, chunks)
+    return [_memory(stages, home, states[rank], rank, shared) for rank in range(pp)]
 
 
 @lru_cache(maxsize=1024)
-def holding_states(
-    schedule: str, num_positions: int, num_micro_batches: int, chunks: int
-) -> tuple[tuple[Holding, ...], ...]:
-    """Per position, every kind of action with what micro-batches its stages hold meanwhile, once each.
+def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) -> tuple[tuple[Holding, ...], ...]:
+    """Per pipeline rank, every kind of action with what micro-batches its stages hold meanwhile, once each.
 
     Two groups of micro-batches and the rest show all there is: more of them repeat what those hold. Of interleaved
     schedules that is so where no rest is left.
     """
-    count, p = num_micro_batches, num_positions
+    count, p = num_micro_batches, pp
     if count > 3 * p and schedule != "gpipe" and (schedule != "interleaved" or count % p == 0):
         count = 2 * p + count % p
     home = placement(schedule, p, chunks)
     found = []
-    for position, line in enumerate(orders(schedule, p, count, chunks)):
-        held = {stage: [0, 0] for stage, where in enumerate(home) if where == position}
+    for rank, line in enumerate(orders(schedule, p, count, chunks)):
+        held = {stage: [0, 0] for stage, where in enumerate(home) if where == rank}
         seen: dict[Holding, None] = {}
         for action in line:
             counts = held[action.stage]
@@ -254,20 +238,20 @@ def holding_states(
     return tuple(found)
 
 
-def _position(
-    stages: Sequence[StageCost], home: Sequence[int], position: int, count: int, shared: Sequence[SharedCost]
+def _of_rank(
+    stages: Sequence[StageCost], home: Sequence[int], rank: int, count: int, shared: Sequence[TiedParameter]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds in micro-batches, seconds once per step) by kind of one position."""
+    """(seconds in micro-batches, seconds once per step) by kind of one pipeline rank."""
     many: dict[str, float] = defaultdict(float)
     once: dict[str, float] = defaultdict(float)
     for stage, where in zip(stages, home, strict=True):
-        if where == position:
+        if where == rank:
             for kind, value in stage.micro.items():
                 many[kind] += value * count
             for kind, value in stage.step.items():
                 once[kind] += value
     for tie in shared:
-        if position in (home[tie.first], home[tie.last]) and home[tie.first] != home[tie.last]:
+        if rank in (home[tie.first], home[tie.last]) and home[tie.first] != home[tie.last]:
             once["tied gradients over pp"] += tie.step_seconds
     return many, once
 
@@ -276,17 +260,17 @@ def _memory(
     stages: Sequence[StageCost],
     home: Sequence[int],
     states: Sequence[Holding],
-    position: int,
-    shared: Sequence[SharedCost],
+    rank: int,
+    shared: Sequence[TiedParameter],
 ) -> dict[str, float]:
-    """Bytes by kind of one rank of a position, at its peak."""
+    """Bytes by kind of one device of a pipeline rank, at its peak."""
     found: dict[str, float] = defaultdict(float)
-    own = [i for i, where in enumerate(home) if where == position]
+    own = [i for i, where in enumerate(home) if where == rank]
     for index in own:
         for kind, value in stages[index].fixed.items():
             found[kind] += value
     for tie in shared:
-        if home[tie.last] == position and home[tie.first] != position:
+        if home[tie.last] == rank and home[tie.first] != rank:
             for kind, value in tie.fixed.items():
                 found[kind] += value
     activations, peak = at_peak(states, {index: stages[index].peaks for index in own})

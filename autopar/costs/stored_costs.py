@@ -14,13 +14,13 @@ from functools import cached_property, partial
 
 import torch
 
-from autopar.chain import home_of_unread, homes_of, last_readers
 from autopar.costs.block_costs import ACCUMULATION, CODING, FIXED_KINDS, HIDDEN, ROUNDING, SYNCHRONISATION
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
-from autopar.graph import Graph, Ref, TensorMeta, unread
-from autopar.placement import Stored
-from autopar.sharding.strategies import Scope, scopes_of
+from autopar.ir.chain import home_of_unread, homes_of, last_readers
+from autopar.ir.graph import Graph, Ref, TensorMeta, unread
+from autopar.ir.placement import Stored
+from autopar.options.strategies import Scope, scopes_of
 
 
 @dataclass

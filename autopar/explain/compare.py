@@ -9,7 +9,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.costs.block_costs import HIDDEN
-from autopar.plan import Plan, StagePlan, labels_text, placements_text, stored_text
+from autopar.ir.plan_data import StagePlan, labels_text, placements_text, stored_text
+from autopar.plan import Plan
 from autopar.report.costs import kind_words
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.report.tables import plain_text, table_of
@@ -54,14 +55,14 @@ class Comparison:
 def compare(first: Plan, second: Plan) -> Comparison:
     """What differs between two plans, as their files say it."""
     return Comparison(
-        first,
-        second,
-        tuple(_decisions(first, second)),
-        tuple(_stages(first, second)),
-        tuple(_placements(first, second)),
-        tuple(_amounts(first.prediction.seconds, second.prediction.seconds)),
-        tuple(_amounts(first.prediction.num_bytes, second.prediction.num_bytes)),
-        tuple(_positions(first, second)),
+        first=first,
+        second=second,
+        decisions=tuple(_decisions(first, second)),
+        stages=tuple(_stages(first, second)),
+        placements=tuple(_placements(first, second)),
+        seconds=tuple(_amounts(first.prediction.seconds, second.prediction.seconds)),
+        num_bytes=tuple(_amounts(first.prediction.num_bytes, second.prediction.num_bytes)),
+        positions=tuple(_positions(first, second)),
     )
 
 

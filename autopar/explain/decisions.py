@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.constraints import Constraints
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.plan import OFFLOADS, RECOMPUTE_MODES, Plan
+from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES
+from autopar.plan import Plan
 from autopar.planning.equal_configs import micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
+from autopar.settings.constraints import Constraints
 from cost_models.schedule import SCHEDULES
 
 PINS = ("pp", "ddp", "dp", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from autopar.chain import chain
-from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import TIE, time_words, verdict_words
+from autopar.ir.chain import chain
+from autopar.options.choices import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
+from autopar.program import GeneratedProgram
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
-from autopar.sharding.choices import Candidate
 from autopar.units import bytes_text, seconds_text
 
 POLISH_ONLY = 0
@@ -28,13 +28,13 @@ POLISH_ONLY = 0
 the time."""
 
 
-def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Explanation:
+def explain(source: GeneratedProgram | Request, *, seconds: float = 60.0) -> Explanation:
     """Why the plan of a compiled program, or the one that would be chosen for a request.
 
     seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
     is answered. Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
     """
-    if isinstance(source, CompiledProgram) and source.request is None:
+    if isinstance(source, GeneratedProgram) and source.request is None:
         raise PlanError("the program came from another process, without what it was planned for")
     request = source if isinstance(source, Request) else source.request
     assert request is not None
@@ -43,7 +43,7 @@ def explain(source: CompiledProgram | Request, *, seconds: float = 60.0) -> Expl
     searched = search_plans(
         request, bases, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the bases
-    explained = source.best if isinstance(source, CompiledProgram) else searched
+    explained = source.best if isinstance(source, GeneratedProgram) else searched
     return _Questions(request, bases, searched, limit).answer(explained)
 
 
@@ -65,14 +65,14 @@ class _Questions:
         alternatives = [a for d in asked if (a := self.alternative(plan, d)) is not None]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
         return Explanation(
-            plan,
-            capacity,
-            self.searched.plan,
-            tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
-            tuple(time_words(plan)),
-            tuple(what_ifs),
-            tuple(alternatives),
-            tuple(self.not_tried),
+            plan=plan,
+            capacity_bytes=capacity,
+            searched=self.searched.plan,
+            verdict=tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
+            time=tuple(time_words(plan)),
+            what_ifs=tuple(what_ifs),
+            alternatives=tuple(alternatives),
+            not_tried=tuple(self.not_tried),
         )
 
     def what_if(self, best: Candidate, condition: Condition) -> WhatIf | None:
@@ -100,12 +100,21 @@ class _Questions:
         try:
             found = search_plans(request, self.bases, POLISH_ONLY).best.plan
         except AutoparError as error:
-            return Alternative(name, value, "", None, None, self._refusal(error))
+            return Alternative(
+                dimension=name, value=value, plan="", seconds=None, peak_bytes=None, why=self._refusal(error)
+            )
         if not is_made(found, decision):
             return None
         prediction = found.prediction
         words = full_words(found)
-        return Alternative(name, value, words, prediction.step_seconds, prediction.peak_bytes, _difference(found, plan))
+        return Alternative(
+            dimension=name,
+            value=value,
+            plan=words,
+            seconds=prediction.step_seconds,
+            peak_bytes=prediction.peak_bytes,
+            why=_difference(found, plan),
+        )
 
     def _refusal(self, error: AutoparError) -> str:
         capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))

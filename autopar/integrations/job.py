@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from autopar.arguments import whole
 from autopar.errors import ConstraintError, ModelError
+from autopar.files.text_files import parse_yaml, read_mapping, shown
+from autopar.frontend.inputs import name_inputs
 from autopar.integrations.batches import random_batch
 from autopar.integrations.byte_text import ByteText
 from autopar.integrations.loading import LoadedModel, load_model
-from autopar.text_files import parse_yaml, read_mapping, shown
+from autopar.settings.arguments import whole
 
 ROWS_PER_DEVICE = 8
 DEFAULT_SEQ_LEN = 128
@@ -74,8 +75,6 @@ def named(job: Job) -> Mapping[str, Any]:
     """The batch by input names."""
     if isinstance(job.inputs, Mapping):
         return job.inputs
-    from autopar.tracing.inputs import name_inputs
-
     return name_inputs(job.model, job.inputs, job.loss_fn)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError
-from autopar.text_files import shown
+from autopar.files.text_files import shown
 
 _FORMS = (
     "module:factory, for example examples.models:gpt2",
@@ -131,7 +131,7 @@ def _from_config(path: Path, options: Mapping[str, Any], meta: bool) -> LoadedMo
     path = path / "config.json" if path.is_dir() else path
     architectures = _read_architectures(path)
     try:
-        import transformers
+        import transformers  # optional, and heavy
     except ImportError as error:
         raise ModelError("hf: needs transformers", alternatives="pip install 'autopar[hf]'") from error
     try:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import InternalError
+from autopar.ir.plan_data import Pipeline
+from autopar.ir.seats import first_ranks
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
-from autopar.plan import Pipeline
-from autopar.seats import first_ranks
-from autopar.sharding.choices import Candidate
+from autopar.options.choices import Candidate
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.evaluation import follows_training

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.chain import chain, home_of_unread
-from autopar.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
+from autopar.ir.chain import chain, home_of_unread
+from autopar.ir.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, Stored
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, placement_pairs, without_waiting
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
-from autopar.mesh import Mesh
-from autopar.placement import Placements, R, Stored
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator, Scope, num_local, scopes_of
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, Scope, num_local, scopes_of
 from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Var
 from codegen.runtime.names import argument
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, base_name
-from autopar.placement import Placement, R, S
+from autopar.ir.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.ir.placement import Placement, R, S
+from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
-from autopar.sharding.strategies import Operator, Option
 from codegen.expressions import given
 from codegen.program import Call, Raw, Statement, TensorType, Var
 

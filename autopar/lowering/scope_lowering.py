@@ -13,15 +13,15 @@ from fractions import Fraction
 
 import torch
 
-from autopar.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Placements, R
 from autopar.lowering.lowerings import lower_call
-from autopar.mesh import Mesh
-from autopar.names import readable_names
-from autopar.placement import Placement, Placements, R
+from autopar.lowering.names import readable_names
+from autopar.options.choices import Choices
+from autopar.options.reshard import Step, steps
+from autopar.options.strategies import Operator, Scope
 from autopar.rules.localize import local_call
-from autopar.sharding.choices import Choices
-from autopar.sharding.reshard import Step, steps
-from autopar.sharding.strategies import Operator, Scope
 from codegen.names import attribute_path
 from codegen.program import UNREAD, Call, LayerLoop, LayerRunSpec, Layout, Reshard, Statement, TensorType, Var
 from codegen.reshards import METHODS, axis_kwargs

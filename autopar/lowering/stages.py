@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
-from autopar.names import RESERVED, readable_names
-from autopar.placement import Placements, R
-from autopar.sharding.strategies import scopes_of
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
+from autopar.ir.placement import Placements, R
+from autopar.lowering.names import RESERVED, readable_names
+from autopar.options.strategies import scopes_of
 
 Cut = tuple[int, ...]
 """The index of each stage's first block: (0, 3, 5) are three stages."""

@@ -19,16 +19,16 @@ from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.borders import border_bytes
 from autopar.costs.passed import Known
 from autopar.costs.price import Pricer
-from autopar.graph import Graph
-from autopar.mesh import Mesh
-from autopar.placement import Rp, Stored
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Rp, Stored
+from autopar.ir.seats import Seat
+from autopar.options.carried import carried, covers
+from autopar.options.choices import Choices, axis_sources, on_axes
+from autopar.options.strategies import Operator, operators_of
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.space import Space, build_space
-from autopar.seats import Seat
-from autopar.sharding.carried import carried, covers
-from autopar.sharding.choices import Choices, axis_sources, on_axes
-from autopar.sharding.strategies import Operator, operators_of
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
@@ -43,7 +43,7 @@ TYPICAL_MICRO_BATCHES = 4
 class Activity:
     """What decisions do on a mesh per micro-batch, parameters left out; found when it is asked for.
 
-    known: programs of the model that were lowered already. Bounds ask for seconds only, and most layouts get no further
+    known: programs of the model that were lowered already. Bounds ask for seconds only, and most configs get no further
     than their bound.
     """
 

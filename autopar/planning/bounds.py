@@ -26,11 +26,11 @@ from operator import mul
 
 from autopar.costs.block_costs import Mode
 from autopar.costs.borders import hop_seconds
+from autopar.ir.seats import Seat
 from autopar.planning.config_costs import ClassSeconds, ConfigCosts
 from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.stage_points import HOLDING, stretched
-from autopar.seats import Seat
 
 
 def bound(costs: ConfigCosts, config: ParallelConfig, recompute_seconds: float = 0.0) -> float:
@@ -86,14 +86,14 @@ def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
         memory = sum(costs.usable_bytes[g] * (groups[g].num_devices // n) for g, n in devices.items())
     blocks, fixed = _kept_of_blocks(costs, config)
     holding = HOLDING[config.schedule](config.num_micro_batches)
-    return least_recompute(blocks, holding, _places(config), memory, fixed)
+    return least_recompute(blocks, holding, _ranks(config), memory, fixed)
 
 
 def bytes_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Of the fullest rank: no cut needs less, with every block as in `recompute_bound`."""
     blocks, fixed = _kept_of_blocks(costs, config)
     holding = HOLDING[config.schedule](config.num_micro_batches)
-    return (fixed + least_kept(blocks, holding, _places(config))) / config.pp
+    return (fixed + least_kept(blocks, holding, _ranks(config))) / config.pp
 
 
 def stored_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
@@ -103,7 +103,7 @@ def stored_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     return sum(count * min(each.get(name, 0.0) for each in own) for name, count in costs.counts.items())
 
 
-def _places(config: ParallelConfig) -> list[tuple[int, int]]:
+def _ranks(config: ParallelConfig) -> list[tuple[int, int]]:
     """Every (number of pipeline ranks, one of them)."""
     return [(p, i) for p in config.pipeline_ranks for i in range(p)]
 

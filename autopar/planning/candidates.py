@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.ir.seats import Seat, envelope
+from autopar.options.carried import suits
+from autopar.options.choices import Candidate, compress
 from autopar.plan import Plan
 from autopar.planning.bases import decided_anew, stored_parameters
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request, operators_at
 from autopar.planning.stage_problem import Found
-from autopar.seats import Seat, envelope
-from autopar.sharding.carried import suits
-from autopar.sharding.choices import Candidate, compress
 
 
 def candidate_of(found: Found, request: Request) -> Candidate:

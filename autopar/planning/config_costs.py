@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from operator import add
 
-from autopar.chain import chain, homes_of
 from autopar.costs.block_costs import BlockCost, Mode, exposed
 from autopar.costs.borders import shared_parameters
 from autopar.costs.cost_table import combined
@@ -15,13 +14,14 @@ from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stored_costs import StoredCost, stored_costs
+from autopar.ir.chain import chain, homes_of
+from autopar.ir.seats import Seat
+from autopar.options.strategies import scopes_of
 from autopar.planning.bases import Base, Bases
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.shared_decisions import SharedDecisions
 from autopar.planning.stage_points import modes_of
-from autopar.seats import Seat
-from autopar.sharding.strategies import scopes_of
 
 Solved = Bases | SharedDecisions
 """Decisions, by themselves for equal stage meshes and shared by unlike ones; those of another request may serve, if it

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.seats import Seat
 from autopar.planning.bases import PRICES, named_mesh
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
-from autopar.seats import Seat
 from cost_models.machine import Cluster
 
 GROUP_NODES = (1, 2, 4)

@@ -52,28 +52,28 @@ class Fitting:
 def least_recompute(
     blocks: Iterable[tuple[int, Iterable[Mode]]],
     holding: Holding,
-    positions: Sequence[tuple[int, int]],
+    ranks: Sequence[tuple[int, int]],
     memory_bytes: float,
     fixed_bytes: float,
 ) -> float:
-    """Seconds per micro-batch that recomputation takes at least, if the memory of all positions were one and every
-    block kept what it keeps on the position where that is least; inf where even so nothing fits.
+    """Seconds per micro-batch that recomputation takes at least, if the memory of all pipeline ranks were one and every
+    block kept what it keeps on the rank where that is least; inf where even so nothing fits.
 
-    blocks: how many there are of a kind, and all modes that they may take. positions: (p, i), as in `Holding`.
-    memory_bytes: of one rank of every position, added up; fixed_bytes: what of it is taken whatever is recomputed.
+    blocks: how many there are of a kind, and all modes that they may take. ranks: (p, i), as in `Holding`.
+    memory_bytes: of one device of every rank, added up; fixed_bytes: what of it is taken whatever is recomputed.
     """
     room_bytes = memory_bytes * (1 + ROUNDING) - fixed_bytes
     if room_bytes < 0:
         return math.inf
-    classes = [(count, [(mode.seconds, holding.least(positions, mode)) for mode in modes]) for count, modes in blocks]
+    classes = [(count, [(mode.seconds, holding.least(ranks, mode)) for mode in modes]) for count, modes in blocks]
     return least_seconds(classes, room_bytes)
 
 
 def least_kept(
-    blocks: Iterable[tuple[int, Iterable[Mode]]], holding: Holding, positions: Sequence[tuple[int, int]]
+    blocks: Iterable[tuple[int, Iterable[Mode]]], holding: Holding, ranks: Sequence[tuple[int, int]]
 ) -> float:
-    """Bytes that all blocks keep at least, each in the mode and on the position where that is least."""
-    return sum(count * min(holding.least(positions, mode) for mode in modes) for count, modes in blocks)
+    """Bytes that all blocks keep at least, each in the mode and on the rank where that is least."""
+    return sum(count * min(holding.least(ranks, mode) for mode in modes) for count, modes in blocks)
 
 
 def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution:

@@ -16,15 +16,15 @@ from autopar.costs.cost_table import block_costs
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import unread_bytes
 from autopar.errors import ConstraintError
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.options.choices import Candidate, Choices, compress
+from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
 from autopar.planning.bases import named_mesh
 from autopar.planning.predict import predict, transient_bytes
 from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
 from autopar.planning.space import build_space
-from autopar.sharding.choices import Candidate, Choices, compress
-from autopar.sharding.strategies import Operator, operators_of
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits
 from search.problem import Solution

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.seats import Seat
+from autopar.ir.seats import Seat
 
 
 @dataclass(frozen=True, slots=True)

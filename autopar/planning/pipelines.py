@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from autopar.chain import chain
-from autopar.mesh import Mesh
+from autopar.ir.chain import chain
+from autopar.ir.mesh import Mesh
 from autopar.planning.bases import Bases
 from autopar.planning.bounds import bound, bound_without_parameters, tightened
 from autopar.planning.config_costs import ConfigCosts, Solved

@@ -14,8 +14,12 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.graph import Graph
-from autopar.plan import Plan, layout_text
+from autopar.frontend.uncollected import uncollected
+from autopar.ir.graph import Graph
+from autopar.ir.plan_data import layout_text
+from autopar.options.choices import Candidate, Choices
+from autopar.options.strategies import Operator
+from autopar.plan import Plan
 from autopar.planning.bases import Bases
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
@@ -28,21 +32,18 @@ from autopar.planning.shared_decisions import SharedDecisions
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.stage_points import HOLDING
 from autopar.planning.stage_problem import Found
-from autopar.sharding.choices import Candidate, Choices
-from autopar.sharding.strategies import Operator
-from autopar.tracing.uncollected import uncollected
 from autopar.units import bytes_text
 
 ONE_STAGE_DEVICES = 8
 """On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
 UNEQUAL_DEVICES = 16
-"""On more devices, and on a power of two of them, all positions of a pipeline over equal nodes have equal meshes."""
+"""On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
 UNEQUAL_GAIN = 0.01
-"""Share of the step by which positions with meshes of several sizes have to be faster than equal ones."""
+"""Share of the step by which unlike stage meshes have to be faster than equal ones."""
 MOST_CANDIDATES = 4
 """Layouts, best first by the closed form of `search.inter_op`, whose step is simulated and told of as runners-up."""
 MOST_CHUNKED = 2
-"""The same under schedules with several stages per position."""
+"""The same under schedules with several stages per pipeline rank."""
 TIE = 1e-9
 """Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
 
@@ -71,7 +72,7 @@ def search_plans(
     """The best plan of each layout that can still win, fastest first.
 
     shared: decisions of another request that differs only in what they do not depend on (see bases.py). exact_devices:
-    on larger clusters the exact search only polishes; with 0 all positions of a pipeline have equal meshes too.
+    on larger clusters the exact search only polishes; with 0 all pipeline ranks have equal stage meshes too.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
@@ -80,7 +81,7 @@ def search_plans(
     try:
         search = EqualSearch(request, shared if isinstance(shared, Bases) else None)
     except ConstraintError:
-        # No equal positions make the cluster's number of devices.
+        # No equal stage meshes make the cluster's number of devices.
         unlike = _unequal(request) if exact_devices else None
         uneven = unlike.run().best if unlike is not None else None
         if uneven is None:
@@ -115,7 +116,7 @@ def search_plans(
 
 
 def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
-    """The plans of solved layouts, but for those that need more on the graph of their micro-batch than on the one that
+    """The plans of solved configs, but for those that need more on the graph of their micro-batch than on the one that
     they were priced on."""
     candidates = (candidate_of(each, request) for each in solved)
     return (c for c in candidates if c.plan.prediction.peak_bytes <= request.capacity_bytes())
@@ -145,7 +146,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
 
 
 def _unequal(request: Request) -> UnequalSearch | None:
-    """The search over positions with meshes of several sizes, where there may be such; on few GPUs only."""
+    """The search over unlike stage meshes, where there may be such; on few GPUs only."""
     limits = request.constraints
     is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
     devices = request.cluster.num_devices

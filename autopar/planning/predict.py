@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.chain import chain
 from autopar.costs.block_costs import BlockCost
 from autopar.costs.borders import border_bytes
 from autopar.costs.cost_table import block_costs
@@ -18,12 +17,13 @@ from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Simulated
-from autopar.graph import Graph, layer_names
-from autopar.plan import Prediction
+from autopar.ir.chain import chain
+from autopar.ir.graph import Graph, layer_names
+from autopar.ir.plan_data import Prediction
+from autopar.ir.seats import Seat
+from autopar.options.choices import Candidate, Choices, on_axes
+from autopar.options.strategies import Operator
 from autopar.planning.request import Request, pricer_for
-from autopar.seats import Seat
-from autopar.sharding.choices import Candidate, Choices, on_axes
-from autopar.sharding.strategies import Operator
 from cost_models.memory import workspace_bytes
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.compression import Compression
-from autopar.constraints import Constraints
 from autopar.costs.block_costs import puts_off
 from autopar.costs.fp8 import Fp8KernelPricer, Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
-from autopar.graph import Graph, Ref
-from autopar.mesh import Mesh
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.ir.compression import Compression
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.mesh import Mesh
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, operators_of
 from autopar.planning.space import Space
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator, operators_of
-from autopar.tracing.rebatch import BatchedTrace
+from autopar.settings.constraints import Constraints
 from codegen.runtime.optimizer_probe import Needs
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION, workspace_bytes
@@ -75,7 +75,7 @@ class Request:
         return not is_cpu(self.whole.groups[0])
 
     def splits(self, count: int) -> bool:
-        """Whether the batch may be cut into `count` micro-batches (sharding/micro_batches.py)."""
+        """Whether the batch may be cut into `count` micro-batches (options/micro_batches.py)."""
         return self.trace.whole_batch_reason(count) is None
 
     def of_group(self, group: int) -> Request:

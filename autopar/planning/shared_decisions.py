@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.seats import Seat
+from autopar.options.carried import carried
+from autopar.options.choices import Choices, on_axes
 from autopar.planning.bases import PRICES, Activity, Base, Bases, Key, decided_on, named_mesh
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for
-from autopar.seats import Seat
-from autopar.sharding.carried import carried
-from autopar.sharding.choices import Choices, on_axes
 from cost_models.machine import Cluster
 
 TYPICAL_ROWS = 2

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.planning.bounds import bytes_bound, stored_bound
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import CHUNKED, chunks_of, cuts_by_mode

@@ -21,16 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from autopar.constraints import Constraints
 from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.saved import saved_tensors
-from autopar.graph import Graph, LayerRun, Ref, TensorMeta
-from autopar.mesh import Mesh
-from autopar.placement import Placements, R, Stored
-from autopar.sharding.offers import Offers
-from autopar.sharding.reshard import steps
-from autopar.sharding.strategies import Operator, Option, Scope, options_of
+from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, Stored
+from autopar.options.offers import Offers
+from autopar.options.reshard import steps
+from autopar.options.strategies import Operator, Option, Scope, options_of
+from autopar.settings.constraints import Constraints
 from search.problem import Budget, Edge, Problem, Variable
 
 Key = tuple[str, str, str, int]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.costs.block_costs import BlockCost, Mode, puts_off
-from autopar.plan import RECOMPUTE_MODES, Pipeline, StagePlan
+from autopar.ir.plan_data import RECOMPUTE_MODES, Pipeline, StagePlan
 from search.pipeline_problem import (
     InFlight,
     PipelineSolution,
@@ -18,19 +18,19 @@ from search.pipeline_problem import (
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Micro-batches that position i of p holds when it is fullest: in flight, and with weight gradients put off."""
+    """Micro-batches that rank i of p holds at its fullest: in flight, and with deferred weight gradients."""
 
     in_flight: InFlight
     put_off: InFlight | None = None
 
-    def least(self, positions: Iterable[tuple[int, int]], mode: Mode) -> float:
-        """Bytes of a layer on the one of `positions` (p, i) where it keeps least."""
-        held = {(self.in_flight(p, i), self.put_off(p, i) if self.put_off else 0.0) for p, i in positions}
+    def least(self, ranks: Iterable[tuple[int, int]], mode: Mode) -> float:
+        """Bytes of a layer on the one of `ranks` (p, i) where it keeps least."""
+        held = {(self.in_flight(p, i), self.put_off(p, i) if self.put_off else 0.0) for p, i in ranks}
         return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in held)
 
 
 def _zero_bubble(count: int) -> Holding:
-    """Position i of p has put off i of the min(m, p) micro-batches that it holds while the next one runs backward."""
+    """Pipeline rank i of p has deferred i of the min(m, p) micro-batches that it holds while the next runs backward."""
 
     def put_off(p: int, i: int) -> float:
         return min(i, min(count, p) - 1)
@@ -43,7 +43,7 @@ HOLDING: Mapping[str, Callable[[int], Holding]] = {
     "1f1b": lambda count: Holding(one_forward_one_backward(count)),
     "zero-bubble": _zero_bubble,
 }
-"""What the positions of a schedule hold, by its number of micro-batches; never more than `costs/peak.py` counts."""
+"""What a schedule's pipeline ranks hold, by its number of micro-batches; never more than `costs/peak.py` counts."""
 
 
 SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
@@ -101,7 +101,7 @@ def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float
     )
 
 
-def pipeline_of(solution: PipelineSolution, num_positions: int, schedule: str, offload: str) -> Pipeline:
+def pipeline_of(solution: PipelineSolution, num_ranks: int, schedule: str, offload: str) -> Pipeline:
     """Stages with the layers that recompute most first (their memory does not depend on the order)."""
     stages = []
     for choice in solution.stages:
@@ -111,6 +111,6 @@ def pipeline_of(solution: PipelineSolution, num_positions: int, schedule: str, o
             if any(mode != "none" for mode, _ in ordered):
                 modes[block] = tuple(ordered)
         stages.append(StagePlan(choice.first, choice.last + 1, modes))
-    if num_positions == 1 and not offload and not any(stage.recompute for stage in stages):
+    if num_ranks == 1 and not offload and not any(stage.recompute for stage in stages):
         return Pipeline()
-    return Pipeline(num_positions, schedule if num_positions > 1 else "", tuple(stages), offload)
+    return Pipeline(num_ranks, schedule if num_ranks > 1 else "", tuple(stages), offload)

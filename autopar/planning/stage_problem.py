@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
-from autopar.plan import Pipeline
+from autopar.ir.plan_data import Pipeline
+from autopar.ir.seats import Seat
 from autopar.planning.bases import Base
 from autopar.planning.bounds import byte_seconds
 from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.stage_points import HOLDING, pipeline_of, point, stretch_of
-from autopar.seats import Seat
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
 
 

@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autopar.ir.seats import Seat
 from autopar.planning.bases import PRICES, named_mesh
 from autopar.planning.equal_configs import micro_batch_counts, offloads
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.shared_decisions import SharedDecisions
 from autopar.planning.stage_points import HOLDING, SEARCHED_SCHEDULES
-from autopar.seats import Seat
 from cost_models.machine import Cluster
 
 MANY_DEVICES = 8

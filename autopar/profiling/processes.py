@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autopar.errors import ClusterError
+from autopar.files.scratch import temporary_folder
 from autopar.profiling.cases import Level
-from autopar.scratch import temporary_folder
 
 START = """
 import resource, sys

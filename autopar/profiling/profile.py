@@ -19,10 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autopar.errors import ClusterError, OutputError
-from autopar.outputs import require_writable, write_output
+from autopar.files.outputs import require_writable, write_output
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
 from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share
+from autopar.profiling.gpus import detect_gpus
 from autopar.profiling.processes import LIMIT_SECONDS, OutOfTime, run_processes
 from autopar.profiling.samples import Measurements, Provenance, Samples
 from autopar.profiling.worker import failures_path, under_torchrun
@@ -86,7 +87,7 @@ def profile(
     is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if fresh and os.environ.get("RANK", "0") == "0":
         raw.unlink(missing_ok=True)
-    base = like or (_named_gpus(processes) if on_gpu else None)
+    base = like or (detect_gpus(processes) if on_gpu else None)
     if is_launched:
         with _bar(console, quiet=os.environ["RANK"] != "0") as update:
             samples = under_torchrun(raw, level, update)
@@ -203,12 +204,6 @@ def summary_table(found: Profile) -> Table:
         sizes = [abs(error) for error in errors]
         table.add_row(name, str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.0%}")
     return table
-
-
-def _named_gpus(processes: int | None) -> Cluster:
-    from autopar.detect import detect
-
-    return detect(processes)
 
 
 @contextmanager

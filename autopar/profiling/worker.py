@@ -197,7 +197,7 @@ def under_torchrun(out: Path, level: Level, progress: Progress | None) -> Sample
 def resident_bytes() -> int:
     """Peak resident memory of this process so far; 0 where the system does not tell."""
     try:
-        import resource
+        import resource  # optional: not on every system
     except ImportError:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.graph import Graph, LayerRun, Ref, base_name
-from autopar.placement import Placement, S
+from autopar.ir.graph import Graph, LayerRun, Ref, base_name
+from autopar.ir.placement import Placement, S
+from autopar.options.strategies import Operator, Scope, scopes_of
 from autopar.rules.rule import Rule, find_factor
-from autopar.sharding.strategies import Operator, Scope, scopes_of
 
 Key = tuple[str, Ref, Placement]
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.costs.block_costs import FIXED_KINDS
 from autopar.costs.stage_costs import Simulated
+from autopar.program import GeneratedProgram
 from autopar.report.stages import picture, stage_rows
 from autopar.report.tables import table_of
 from autopar.report.timeline import simulation_of
 from autopar.units import bytes_text, seconds_text
 
-if TYPE_CHECKING:
-    from autopar.compiled import CompiledProgram
 
-
-def pipeline_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
+def pipeline_panels(compiled: GeneratedProgram) -> Iterator[RenderableType]:
     """Nothing for a plan of one position that keeps all activations and everything on the device."""
     plan = compiled.plan
     if plan.pipeline.is_plain or compiled.request is None:
@@ -35,7 +32,7 @@ def pipeline_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
         yield _memory(simulated)
 
 
-def _schedule_text(compiled: CompiledProgram, simulated: Simulated) -> str:
+def _schedule_text(compiled: GeneratedProgram, simulated: Simulated) -> str:
     plan, timeline = compiled.plan, simulated.timeline
     chunks = plan.pipeline.num_chunks
     idle = timeline.bubble_fractions
@@ -58,7 +55,7 @@ def _picture(simulated: Simulated) -> Iterator[RenderableType]:
         yield Text(f"  (0 1 2: forward of a micro-batch, a b c: its backward{split}, · idle)\n")
 
 
-def _stages(compiled: CompiledProgram, simulated: Simulated) -> RenderableType:
+def _stages(compiled: GeneratedProgram, simulated: Simulated) -> RenderableType:
     table = table_of(
         "Stages",
         ("stage", 5, "right"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.plan import Plan, StagePlan
+from autopar.ir.plan_data import StagePlan
+from autopar.plan import Plan
 
 
 def plan_words(plan: Plan) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compile import NOTHING_COMPRESSED
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import training_of
-from autopar.graph import Graph
+from autopar.ir.compression import NOTHING_COMPRESSED
+from autopar.ir.graph import Graph
+from autopar.options.strategies import Scope, scopes_of
+from autopar.program import GeneratedProgram
 from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
 from autopar.report.pipeline import pipeline_panels
@@ -22,24 +23,20 @@ from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.tables import plain_text, table_of
 from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
-from autopar.sharding.strategies import Scope, scopes_of
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
 from codegen.runtime.optimizers import parameters_of
-
-if TYPE_CHECKING:
-    from autopar.compiled import CompiledProgram
 
 WIDTH = 110
 BAR_WIDTH = 30
 
 
-def render_report(compiled: CompiledProgram, width: int = WIDTH) -> str:
+def render_report(compiled: GeneratedProgram, width: int = WIDTH) -> str:
     """The whole report as plain text of at most `width` columns."""
     return plain_text(report_panels(compiled), width)
 
 
-def report_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
+def report_panels(compiled: GeneratedProgram) -> Iterator[RenderableType]:
     """The report's parts in order, for `rich.console.Console.print`."""
     graph = compiled.best.graph
     names = name_dims(graph, compiled.best.operators)
@@ -55,7 +52,7 @@ def report_panels(compiled: CompiledProgram) -> Iterator[RenderableType]:
     yield from _notes(compiled, graph)
 
 
-def _header(compiled: CompiledProgram) -> RenderableType:
+def _header(compiled: GeneratedProgram) -> RenderableType:
     plan = compiled.plan
     lines = [
         ("cluster", str(compiled.cluster)),
@@ -76,7 +73,7 @@ def _header(compiled: CompiledProgram) -> RenderableType:
     return table
 
 
-def _axes_text(compiled: CompiledProgram) -> str:
+def _axes_text(compiled: GeneratedProgram) -> str:
     if compiled.plan.pipeline.seats:
         return _seats_text(compiled)
     mesh, positions = compiled.plan.mesh, compiled.plan.pipeline.num_positions
@@ -90,7 +87,7 @@ def _axes_text(compiled: CompiledProgram) -> str:
     return ", ".join(parts) or "one rank"
 
 
-def _seats_text(compiled: CompiledProgram) -> str:
+def _seats_text(compiled: GeneratedProgram) -> str:
     """`positions 0-1: dp2 x tp4 of 8 a100-80g; position 2: dp4 of 4 l4`."""
     parts, first = [], 0
     for seat, run in itertools.groupby(compiled.plan.seats):
@@ -101,7 +98,7 @@ def _seats_text(compiled: CompiledProgram) -> str:
     return "; ".join(parts)
 
 
-def _batch_text(compiled: CompiledProgram) -> str:
+def _batch_text(compiled: GeneratedProgram) -> str:
     plan = compiled.plan
     whole, count = plan.global_batch_size // plan.num_micro_batches, plan.num_micro_batches
     rows = sorted({whole // seat.mesh.num_data_ranks for seat in plan.seats})
@@ -109,20 +106,20 @@ def _batch_text(compiled: CompiledProgram) -> str:
     return f"{plan.global_batch_size} rows a step: {count} {noun} of {' or '.join(map(str, rows))} rows per dp rank"
 
 
-def _prediction_text(compiled: CompiledProgram) -> str:
+def _prediction_text(compiled: GeneratedProgram) -> str:
     plan, capacity = compiled.plan, capacity_bytes(compiled)
     seconds, peak = plan.prediction.step_seconds, plan.prediction.peak_bytes
     rate = f", {count_text(plan.global_batch_size / seconds)} rows/s" if seconds else ""
     return f"{seconds_text(seconds)} a step{rate}; {bytes_text(peak)} of {bytes_text(capacity)} per rank"
 
 
-def capacity_bytes(compiled: CompiledProgram) -> int:
+def capacity_bytes(compiled: GeneratedProgram) -> int:
     """What a rank may use: the user's budget, or the device's memory."""
     budget = compiled.request.constraints.memory_bytes if compiled.request else None
     return budget or compiled.cluster.groups[compiled.plan.fullest_group].device.memory_bytes
 
 
-def _sharding(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:
+def _sharding(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> RenderableType:
     mesh, choices = compiled.plan.mesh, compiled.best.choices
     title = _scope_title(scope)
     table = table_of(title, ("", 12), ("what", 40), ("how it lies", 0))
@@ -149,7 +146,7 @@ def _modules(program: Program | PipelineProgram, scope: Scope) -> list[ModuleCla
     return [p.root for p in programs]
 
 
-def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> RenderableType:
+def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> RenderableType:
     program, plan = compiled.program, compiled.plan
     rows: list[Transfer] = []
     for module in _modules(program, scope):
@@ -169,7 +166,7 @@ def _transfers(compiled: CompiledProgram, scope: Scope, names: DimNames) -> Rend
     return table
 
 
-def _time(compiled: CompiledProgram) -> RenderableType:
+def _time(compiled: GeneratedProgram) -> RenderableType:
     prediction = compiled.plan.prediction
     table = table_of("Predicted time of one step", ("", 42), ("exposed", 10, "right"), ("hidden", 10, "right"), ("", 0))
     total = prediction.step_seconds
@@ -181,7 +178,7 @@ def _time(compiled: CompiledProgram) -> RenderableType:
     return table
 
 
-def _memory(compiled: CompiledProgram) -> RenderableType:
+def _memory(compiled: GeneratedProgram) -> RenderableType:
     prediction, capacity = compiled.plan.prediction, capacity_bytes(compiled)
     table = table_of(
         "Predicted memory of the fullest rank", ("", 42), ("bytes", 10, "right"), ("of capacity", 12, "right"), ("", 0)
@@ -200,7 +197,7 @@ def _memory(compiled: CompiledProgram) -> RenderableType:
     return table
 
 
-def _runner_ups(compiled: CompiledProgram) -> RenderableType:
+def _runner_ups(compiled: GeneratedProgram) -> RenderableType:
     rows = runner_ups(compiled.result)
     if not rows:
         given = "the plan was given" if compiled.result.is_given else "the constraints leave one layout"
@@ -215,7 +212,7 @@ def _runner_ups(compiled: CompiledProgram) -> RenderableType:
     return table
 
 
-def _notes(compiled: CompiledProgram, graph: Graph) -> Iterator[RenderableType]:
+def _notes(compiled: GeneratedProgram, graph: Graph) -> Iterator[RenderableType]:
     notes = list(graph.notes)
     unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.known})
     if unknown:
@@ -232,7 +229,7 @@ def _notes(compiled: CompiledProgram, graph: Graph) -> Iterator[RenderableType]:
             yield Text(f"  - {note}")
 
 
-def _idle_axes(compiled: CompiledProgram) -> list[str]:
+def _idle_axes(compiled: GeneratedProgram) -> list[str]:
     """Axes that no call makes use of."""
     mesh, options = compiled.plan.mesh, compiled.best.choices.operators.values()
     return [

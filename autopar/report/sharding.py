@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.graph import Node, Ref
-from autopar.mesh import Mesh
-from autopar.placement import Placements, Stored
+from autopar.ir.graph import Node, Ref
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, Stored
+from autopar.options.choices import Choices
+from autopar.options.strategies import Scope
 from autopar.report.dims import DimNames
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Scope
 
 SHOWN_MODULES = 4
 

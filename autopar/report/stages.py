@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.chain import chain, nodes_of
 from autopar.costs.stage_costs import Simulated
-from autopar.graph import Graph, layer_names
-from autopar.plan import Plan, StagePlan
+from autopar.ir.chain import chain, nodes_of
+from autopar.ir.graph import Graph, layer_names
+from autopar.ir.plan_data import StagePlan
+from autopar.plan import Plan
 from autopar.report.plan_words import recompute_words
 
 PICTURE_POSITIONS = 8

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from autopar.costs.coding import wire_of
 from autopar.costs.context import context_call
 from autopar.costs.rates import Training
-from autopar.graph import Ref
-from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.ir.graph import Ref
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, Scope, num_local
 from autopar.report.dims import DimNames
 from autopar.report.sharding import relative
-from autopar.sharding.choices import Choices
-from autopar.sharding.strategies import Operator, Scope, num_local
 from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard, TensorType
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Node, TensorMeta, map_refs
+from autopar.ir.graph import Node, TensorMeta, map_refs
 from autopar.rules.rule import Dims, Joint, Lowering, Rule
 
 

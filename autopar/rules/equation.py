@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.graph import TensorMeta
+from autopar.ir.graph import TensorMeta
 from autopar.rules.rule import Dims, Lowering, Rule
 
 

@@ -11,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Node, map_refs
+from autopar.ir.graph import Node, map_refs
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand, find_op
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.simulate import SimulatedMesh, meshes
+from codegen.runtime.attention import attention
+from codegen.runtime.context_attention import context_attention
+from codegen.runtime.cross_entropy import cross_entropy
+from codegen.runtime.dropout import dropout
+from codegen.runtime.embedding import vocab_embedding
+from codegen.runtime.layout import Layout
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
@@ -71,8 +77,6 @@ def count_targets(call: Call, inputs: Sequence[Tensor]) -> Tensor | None:
 
 
 def _layout(lowering: LoweringCall, mesh: SimulatedMesh) -> Any:
-    from codegen.runtime.layout import Layout
-
     named = {axis.name: str(p) for axis, p in zip(mesh.axes, lowering.layout, strict=True) if p.is_shard}
     return Layout(lowering.layout_shape, **named)
 
@@ -89,8 +93,6 @@ def _lowered(
         values = call["start"] + call.get("step", 1) * position if "start" in call.arguments else position
         return (values.to(call.outputs[0].dtype),)
     if lowering.name == "vocab_embedding":
-        from codegen.runtime.embedding import vocab_embedding
-
         weight, ids = (inputs[call.tensor(name).index] for name in ("weight", "indices"))
         padding = call["padding_idx"]
         axis = mesh.axes[lowering.axes[0]]
@@ -98,8 +100,6 @@ def _lowered(
     if lowering.name == "cross_entropy":
         return (_cross_entropy(lowering, call, inputs, mesh, num_targets),)
     if lowering.name == "dropout":
-        from codegen.runtime.dropout import dropout
-
         layout = _layout(lowering, mesh)
         return (dropout(inputs[0].clone(), call["p"], key=DROPOUT_KEY, layout=layout, mesh=mesh),)
     if lowering.name == "attention":
@@ -112,8 +112,6 @@ def _lowered(
 def _cross_entropy(
     lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh, num_targets: Tensor | None
 ) -> Tensor:
-    from codegen.runtime.cross_entropy import cross_entropy
-
     x, target = (inputs[call.tensor(name).index] for name in ("self", "target"))
     assert num_targets is not None
     x_NC = x.movedim(1, -1).reshape(-1, x.shape[1]) if x.dim() > 1 else x.unsqueeze(0)
@@ -128,8 +126,6 @@ def _cross_entropy(
 
 
 def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
-    from codegen.runtime.attention import attention
-
     q, k, v = (inputs[call.tensor(name).index] for name in ("query", "key", "value"))
     mask = call.get("attn_mask")
     return attention(
@@ -148,8 +144,6 @@ def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mes
 
 
 def _context_attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
-    from codegen.runtime.context_attention import context_attention
-
     q, k, v = (inputs[call.tensor(name).index] for name in ("query", "key", "value"))
     mask = call.get("attn_mask")
     return context_attention(

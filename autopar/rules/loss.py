@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.graph import Node, TensorMeta, base_name
-from autopar.placement import R
+from autopar.ir.graph import Node, TensorMeta, base_name
+from autopar.ir.placement import R
 from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Lowering, Rule
 

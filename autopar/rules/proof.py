@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autopar.graph import Node, TensorMeta
-from autopar.placement import P, Placement, Placements, Rp, S, divides
+from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.placement import P, Placement, Placements, Rp, S, divides
 from autopar.rules.call import Call
 from autopar.rules.execute import COMMUNICATING, Tensors, call_op, count_targets, run_local, run_whole
 from autopar.rules.localize import REWRITES, LoweringCall, combines, local_call, tensor_placements

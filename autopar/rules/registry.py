@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 
-from autopar.graph import Node, TensorMeta
+from autopar.ir.graph import Node, TensorMeta
 from autopar.rules import (
     attention,
     contraction,

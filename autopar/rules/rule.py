@@ -27,8 +27,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.graph import TensorMeta
-from autopar.placement import P, Placement, R, Rp, S
+from autopar.ir.graph import TensorMeta
+from autopar.ir.placement import P, Placement, R, Rp, S
 
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]

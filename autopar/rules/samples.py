@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.graph import Node, TensorMeta
+from autopar.ir.graph import Node, TensorMeta
 from autopar.rules.call import Call, Operand
 
 POSITIVE = frozenset({"log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "reciprocal", "div", "xlogy", "kl_div"})

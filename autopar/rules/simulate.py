@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.placement import P, Placement, Placements, R, Rp
+from autopar.ir.placement import P, Placement, Placements, R, Rp
 
 Coordinate = tuple[int, ...]
 Sizes = tuple[int, ...]

@@ -1,8 +1,7 @@
 """Predictions of strategies that a person wrote, under the profile of a training framework."""
 
-from autopar.simulate.prediction import StrategyPrediction
+from autopar.simulate.prediction import StrategyPrediction, WhatIf
 from autopar.simulate.predictor import Predictor, predict
 from autopar.simulate.timeline import StepEvent
-from autopar.simulate.what_if import WhatIf
 
 __all__ = ["Predictor", "StepEvent", "StrategyPrediction", "WhatIf", "predict"]

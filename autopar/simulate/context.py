@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from autopar.chain import segments
 from autopar.costs.block_costs import HIDDEN
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.graph import ATTENTION, Graph, TensorMeta, base_name
+from autopar.ir.chain import segments
+from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name
+from autopar.options.strategies import Operator, num_local, scopes_of
 from autopar.planning.bases import Base
-from autopar.sharding.strategies import Operator, num_local, scopes_of
 from autopar.simulate.exchange import Exchange, again
 from cost_models import collective
 

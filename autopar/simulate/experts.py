@@ -28,14 +28,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar.chain import segments
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.graph import MATMULS, VIEWS, Graph, Node, Ref, base_name
-from autopar.mesh import Mesh
-from autopar.placement import Placements, R, Stored
+from autopar.ir.chain import segments
+from autopar.ir.graph import MATMULS, VIEWS, Graph, Node, Ref, base_name
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, Stored
+from autopar.options.strategies import Operator, Option, num_local, scopes_of
 from autopar.planning.bases import Base
-from autopar.sharding.strategies import Operator, Option, num_local, scopes_of
 from autopar.simulate.exchange import Exchange, again
 from autopar.simulate.pricing import ProfiledPricer
 from cost_models import collective, compute, routing

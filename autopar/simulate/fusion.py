@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.price import FREE
-from autopar.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name
-from autopar.sharding.strategies import Scope, scopes_of
+from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name
+from autopar.options.strategies import Scope, scopes_of
 
 ALONE = MATMULS | ATTENTION | {"embedding", "cross_entropy_loss", "layer_norm", "rms_norm"}
 """Calls that are kernels of their own however much is fused."""

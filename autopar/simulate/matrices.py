@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.chain import homes_of, segments
 from autopar.costs.price import FREE
-from autopar.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name
-from autopar.sharding.strategies import scopes_of
+from autopar.ir.chain import homes_of, segments
+from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name
+from autopar.options.strategies import scopes_of
 from autopar.simulate.experts import Experts
 
 

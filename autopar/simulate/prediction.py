@@ -1,44 +1,36 @@
-"""What was predicted of a strategy, with what it was predicted of: its timeline, and what-if questions."""
+"""What was predicted of a strategy, with what it was predicted of: its timeline, and one step beside a changed one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autopar.costs.stage_costs import Simulated
-from autopar.plan import Prediction
+from autopar.costs.block_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
+from autopar.costs.stage_costs import BUBBLE, Simulated
+from autopar.ir.plan_data import Prediction
+from autopar.simulate.scenario import Scenario
+from autopar.simulate.stages import HOST
 from autopar.simulate.timeline import StepEvent, events_of
+from autopar.simulate.trace_file import write_trace
+from autopar.simulate.what_if import changed
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device, Link
 from cost_models.mixed import AnyCluster
 
-if TYPE_CHECKING:
-    from autopar.simulate.predictor import Predictor
-    from autopar.simulate.what_if import WhatIf
+GROUPS = ("compute", "exposed communication", "hidden communication", "idle", "optimizer", "memory")
+COMPUTE = frozenset({RECOMPUTATION, ACCUMULATION, "local resharding"})
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """All that a prediction depends on. strategy: as the user wrote it."""
+class Part:
+    """One kind of seconds or (group "memory") bytes before and after. group: of GROUPS."""
 
-    predictor: Predictor
-    cluster: AnyCluster
-    strategy: Mapping[str, Any]
-    global_batch_size: int
-    framework: Framework
-    precision: str
-
-    def predict(self) -> StrategyPrediction:
-        """Raises ConstraintError where a strategy does not suit the rest."""
-        return self.predictor.predict(
-            self.cluster,
-            self.strategy,
-            global_batch_size=self.global_batch_size,
-            framework=self.framework,
-            precision=self.precision,
-        )
+    group: str
+    kind: str
+    before: float
+    after: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +60,6 @@ class StrategyPrediction(Prediction):
 
         Raises OutputError where it cannot be written.
         """
-        from autopar.report.timeline import write_trace
-
         return write_trace(self.simulated, path, force)
 
     def what_if(
@@ -91,8 +81,54 @@ class StrategyPrediction(Prediction):
         change; None takes one away. The model is not traced again, unless cp or ep have a value for the first time.
         Raises ConstraintError for what cannot be.
         """
-        from autopar.simulate.what_if import WhatIf, changed
-
         parts = {"device": device, "intra_node": intra_node, "inter_node": inter_node}
         other = changed(self.scenario, cluster, parts, global_batch_size, strategy or {}, framework, precision)
         return WhatIf(self, other.predict())
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Two predictions of one model."""
+
+    before: StrategyPrediction
+    after: StrategyPrediction
+
+    @property
+    def speedup(self) -> float:
+        """How many times as many rows a second the changed step trains."""
+        rows = self.after.scenario.global_batch_size / self.before.scenario.global_batch_size
+        return rows * self.before.step_seconds / self.after.step_seconds
+
+    def parts(self) -> tuple[Part, ...]:
+        """All kinds that either has, by group, largest first. Seconds of all but hidden communication add up to each
+        step, bytes to the fullest rank."""
+        first, second = _kinds(self.before), _kinds(self.after)
+        found = [Part(*key, first.get(key, 0.0), second.get(key, 0.0)) for key in first | second]
+        return tuple(sorted(found, key=lambda part: (GROUPS.index(part.group), -max(part.before, part.after))))
+
+
+def _kinds(prediction: Prediction) -> dict[tuple[str, str], float]:
+    found = {(_group(kind), kind): value for kind, value in prediction.seconds.items() if value}
+    return found | {("memory", kind): value for kind, value in prediction.num_bytes.items() if value}
+
+
+def _group(kind: str) -> str:
+    if kind == HIDDEN:
+        return "hidden communication"
+    if kind in (BUBBLE, HOST):
+        return "idle"
+    if kind == "optimizer":
+        return "optimizer"
+    return "compute" if kind in COMPUTE or kind.startswith(("forward ", "backward ")) else "exposed communication"
+
+
+def comparison_rows(found: WhatIf) -> Iterator[Part]:
+    """A sum per group above its kinds, whose names are indented; kinds that matter in neither step are left out."""
+    least = 0.0005
+    for group in GROUPS:
+        own = [part for part in found.parts() if part.group == group]
+        whole = found.before.peak_bytes if group == "memory" else found.before.step_seconds
+        if own:
+            yield Part(group, group, sum(p.before for p in own), sum(p.after for p in own))
+            shown = [p for p in own if max(p.before, p.after) > least * whole and p.kind != group]
+            yield from (replace(p, kind=f"  {p.kind}") for p in shown)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autopar.cluster import as_cluster
-from autopar.constraints import Constraints
 from autopar.costs.block_costs import BlockCost
 from autopar.costs.cost_table import combined
 from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
@@ -20,25 +19,27 @@ from autopar.costs.rates import Training, is_cpu
 from autopar.costs.stage_costs import Simulated
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
-from autopar.placement import R, S
-from autopar.plan import Pipeline, StagePlan
+from autopar.frontend.inputs import common_batch, name_inputs
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.ir.placement import R, S
+from autopar.ir.plan_data import Pipeline, StagePlan
+from autopar.ir.seats import Seat
 from autopar.planning.bases import Base
 from autopar.planning.request import Request, pricer_for
-from autopar.seats import Seat
+from autopar.settings.constraints import Constraints
 from autopar.simulate.context import context_exchanges
 from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer, expert_exchanges
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import Matrices
-from autopar.simulate.places import places_of
-from autopar.simulate.prediction import Scenario, StrategyPrediction
+from autopar.simulate.prediction import StrategyPrediction
 from autopar.simulate.pricing import PRECISIONS, ProfiledPricer
+from autopar.simulate.scenario import Scenario
 from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
+from autopar.simulate.stage_meshes import stage_meshes_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
 from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
-from autopar.tracing.inputs import common_batch, name_inputs
-from autopar.tracing.rebatch import BatchedTrace
 from cost_models.frameworks import Framework, framework
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
@@ -73,7 +74,7 @@ def predict(
         "ep": 8                 expert parallelism among the ranks of dp x cp (simulate/experts.py)
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
         "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
-        "groups": [1, 0]        of unlike nodes, the group of every position of the pipeline (simulate/places.py)
+        "groups": [1, 0]        of unlike nodes, the group of every position of the pipeline (simulate/stage_meshes.py)
 
     framework: a profile of cost_models/machines/frameworks.toml, or one of your own; "autopar" is what generated
     programs do, and gives a searched plan's strategy the plan's prediction. precision: fp32, tf32, bf16, fp16 or fp8.
@@ -169,7 +170,7 @@ class Predictor:
         profile = profile_of(framework)
         rows = global_batch_size or self.rows
         wanted = parse_strategy(strategy, cluster, rows)
-        seats = places_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
+        seats = stage_meshes_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
         precision = precision or self.precision
         if _traced_as(precision) != self.traced_as:
             raise ConstraintError(

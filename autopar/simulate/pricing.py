@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
 from autopar.costs.saved import extra_saved_bytes
-from autopar.graph import ATTENTION, MATMULS, Node, TensorMeta, base_name
-from autopar.placement import Placements, Stored
-from autopar.sharding.strategies import Operator, Option, num_local
+from autopar.ir.graph import ATTENTION, MATMULS, Node, TensorMeta, base_name
+from autopar.ir.placement import Placements, Stored
+from autopar.options.strategies import Operator, Option, num_local
 from autopar.simulate.fusion import Part
 from cost_models import compute
 from cost_models.frameworks import Framework

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.chain import chain, homes_of
 from autopar.costs.block_costs import BlockCost
 from autopar.costs.price import Pricer
-from autopar.graph import layer_names
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.chain import chain, homes_of
+from autopar.ir.graph import layer_names
+from autopar.options.strategies import Operator, scopes_of
 from autopar.planning.bases import Bases
 from autopar.planning.request import Request
-from autopar.sharding.strategies import Operator, scopes_of
 from autopar.simulate.context import check_context, shortened, with_whole_keys
 from autopar.simulate.experts import experts_of, share_of_experts
 from autopar.simulate.fusion import Key, Part, fused_parts
 from autopar.simulate.matrices import matrices_of
-from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import find_cuts, trace
 
 ShareTrace = Callable[[int, int], BatchedTrace]
 """(cp, ep) -> the model with the cp-th part of a row's tokens and the ep-th part of its experts, for any number of

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, stored_costs
-from autopar.placement import Stored
+from autopar.ir.placement import Stored
 from autopar.simulate.experts import Key, expert_mesh, expert_stored
 from autopar.simulate.share import Share
 from autopar.simulate.strategy import Strategy

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.costs.block_costs import HIDDEN
-from autopar.plan import Prediction
-from autopar.simulate.prediction import StrategyPrediction
-from autopar.simulate.what_if import WhatIf, comparison_rows
+from autopar.ir.plan_data import Prediction
+from autopar.simulate.prediction import StrategyPrediction, WhatIf, comparison_rows
 from autopar.units import bytes_text
 
 LEAST_SHARE = 0.0005

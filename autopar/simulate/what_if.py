@@ -1,19 +1,15 @@
-"""One step beside another: a changed link, device, batch or strategy, and which parts of the step that moves."""
+"""A scenario with something changed: a link, a device, the batch or the strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from autopar.cluster import as_cluster
-from autopar.constraints import parse_bytes
-from autopar.costs.block_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
-from autopar.costs.stage_costs import BUBBLE
 from autopar.errors import ConstraintError
-from autopar.plan import Prediction
-from autopar.simulate.prediction import Scenario, StrategyPrediction
-from autopar.simulate.stages import HOST
+from autopar.settings.constraints import parse_bytes
+from autopar.simulate.scenario import Scenario
 from autopar.simulate.strategy import profile_of
 from cost_models import catalog
 from cost_models.frameworks import Framework
@@ -34,55 +30,6 @@ SHORT: Mapping[str, str] = {
     "link.latency": "latency_seconds",
 }
 """Words of the command line for fields of a device or link."""
-
-GROUPS = ("compute", "exposed communication", "hidden communication", "idle", "optimizer", "memory")
-COMPUTE = frozenset({RECOMPUTATION, ACCUMULATION, "local resharding"})
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of seconds or (group "memory") bytes before and after. group: of GROUPS."""
-
-    group: str
-    kind: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """Two predictions of one model."""
-
-    before: StrategyPrediction
-    after: StrategyPrediction
-
-    @property
-    def speedup(self) -> float:
-        """How many times as many rows a second the changed step trains."""
-        rows = self.after.scenario.global_batch_size / self.before.scenario.global_batch_size
-        return rows * self.before.step_seconds / self.after.step_seconds
-
-    def parts(self) -> tuple[Part, ...]:
-        """All kinds that either has, by group, largest first. Seconds of all but hidden communication add up to each
-        step, bytes to the fullest rank."""
-        first, second = _kinds(self.before), _kinds(self.after)
-        found = [Part(*key, first.get(key, 0.0), second.get(key, 0.0)) for key in first | second]
-        return tuple(sorted(found, key=lambda part: (GROUPS.index(part.group), -max(part.before, part.after))))
-
-
-def _kinds(prediction: Prediction) -> dict[tuple[str, str], float]:
-    found = {(_group(kind), kind): value for kind, value in prediction.seconds.items() if value}
-    return found | {("memory", kind): value for kind, value in prediction.num_bytes.items() if value}
-
-
-def _group(kind: str) -> str:
-    if kind == HIDDEN:
-        return "hidden communication"
-    if kind in (BUBBLE, HOST):
-        return "idle"
-    if kind == "optimizer":
-        return "optimizer"
-    return "compute" if kind in COMPUTE or kind.startswith(("forward ", "backward ")) else "exposed communication"
 
 
 def changed(
@@ -191,15 +138,3 @@ def parse_changes(given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             strategy[key] = value
     return found | ({"strategy": strategy} if strategy else {})
-
-
-def comparison_rows(found: WhatIf) -> Iterator[Part]:
-    """A sum per group above its kinds, whose names are indented; kinds that matter in neither step are left out."""
-    least = 0.0005
-    for group in GROUPS:
-        own = [part for part in found.parts() if part.group == group]
-        whole = found.before.peak_bytes if group == "memory" else found.before.step_seconds
-        if own:
-            yield Part(group, group, sum(p.before for p in own), sum(p.after for p in own))
-            shown = [p for p in own if max(p.before, p.after) > least * whole and p.kind != group]
-            yield from (replace(p, kind=f"  {p.kind}") for p in shown)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import checkpoints
 from autopar.errors import AutoparError
+from autopar.training import checkpoints
 from benchmarks.faults.case import Case, Result
 from codegen.runtime import checkpoint_files as files
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import checkpoints
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError
-from autopar.folder_swap import MARK
-from autopar.outputs import write_output
+from autopar.files.folder_swap import MARK
+from autopar.files.outputs import write_output
+from autopar.training import checkpoints
 from benchmarks.faults.case import Case, Result
 from examples.models import gpt2
 

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli import app
 from autopar.cluster import ClusterSpec
-from autopar.compile import reprice
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError
-from autopar.folder import write_folder
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
 from autopar.plan import Plan
-from autopar.trainer import TrainerConfig
+from autopar.planning.given import reprice
+from autopar.running.folder import write_folder
+from autopar.training.config import TrainerConfig
 from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.verify_pipelines import cluster_of
 from examples.models import EXAMPLES

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.cluster import ClusterSpec, as_cluster
-from autopar.constraints import Constraints
 from autopar.errors import AutoparError
 from autopar.integrations.job import constraints_of, load_job
 from autopar.integrations.loading import load_model
 from autopar.plan import Plan
-from autopar.trainer import TrainerConfig
+from autopar.settings.constraints import Constraints
+from autopar.training.config import TrainerConfig
 from benchmarks.faults.case import Case, Result, drawn
 from examples.models import EXAMPLES
 

@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 
 import autopar
-from autopar.compile import reprice
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
+from autopar.options.choices import Candidate
 from autopar.plan import Plan
-from autopar.sharding.choices import Candidate
+from autopar.planning.given import reprice
 from autopar.verify import sgd_with_momentum
 from benchmarks.faults.case import Case, Result
 from benchmarks.rank_pool import RankPool

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import find_cuts, trace
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.graph import Graph
 from benchmarks.published_runs.machines import precision_of
 from benchmarks.published_runs.rows import Row, SkippedError, has_dropout, is_flash
 

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.plan import Prediction
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.ir.plan_data import Prediction
 from autopar.simulate import Predictor
-from autopar.tracing.rebatch import BatchedTrace
 from benchmarks.published_runs.machines import cluster_of, device_of, precision_of
 from benchmarks.published_runs.models import graph_of, model_key, share_of
 from benchmarks.published_runs.rows import NEEDED, Row, SkippedError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import Graph, LayerRun, Node, Ref, map_refs
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, map_refs
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import Graph, LayerRun, Node, Ref, ancestors, base_name, map_refs
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, ancestors, base_name, map_refs
+from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.rules.loss import MEAN, SUM, cross_entropy_arguments
-from autopar.sharding.accumulating_trace import AccumulatingTrace
-from autopar.tracing.trace import trace
 from tests.autopar.interpret import run_layers, run_node, tensors_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.backend import NOTHING_ASYNCHRONOUS
+from autopar.settings.backend import NOTHING_ASYNCHRONOUS
 from autopar.verify import sgd_with_momentum, verify_program
 from codegen.program_source import emit_program
 from examples.models import EXAMPLES

@@ -11,18 +11,18 @@ import pytest
 import autopar
 from autopar.costs.context import ContextCall, context_call
 from autopar.errors import ConstraintError
-from autopar.mesh import Mesh
-from autopar.placement import S
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import S
+from autopar.options.strategies import is_joint, scopes_of
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
 from autopar.report.traffic import context_rows
 from autopar.rules import combines, prove_rule, rule_for
 from autopar.rules.rule import Joint, Rule, axis_options, joint_option, shard_option
-from autopar.sharding.strategies import is_joint, scopes_of
 from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from examples.models import EXAMPLES
-from tests.autopar.planning import graph_of, request_for
+from tests.autopar.requests import graph_of, request_for
 from tests.autopar.rules.handmade_calls import T, bools, f, make_node
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")

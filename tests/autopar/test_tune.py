@@ -14,8 +14,9 @@ import autopar
 from autopar import tune as tuning_of_programs
 from autopar.cli import app
 from autopar.errors import AutoparError
-from autopar.folder import TUNING_FILE
 from autopar.launch import RankError, launch_main
+from autopar.running.build import share_choices
+from autopar.running.folder import TUNING_FILE
 from codegen.kernels import tuning
 from codegen.kernels.tile import Tile
 from codegen.kernels.tuning import Case, Tuner
@@ -147,7 +148,7 @@ def test_programs_share_the_users_file(tmp_path, cache, monkeypatch):
     one_node = autopar.ClusterSpec.parse("8 h100-sxm")
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        tuning_of_programs.share_choices(tmp_path / name, one_node)
+        share_choices(tmp_path / name, one_node)
         assert file_of(tmp_path / name, monkeypatch) == cache
         # A file that is replaced must not take the place of the link.
         assert choose_in(tuning.program_file()) == Tile(1024)
@@ -158,11 +159,11 @@ def test_programs_share_the_users_file(tmp_path, cache, monkeypatch):
 
 
 def test_nodes_and_places_that_cannot_share_keep_the_heuristics(tmp_path, cache, monkeypatch):
-    tuning_of_programs.share_choices(tmp_path, autopar.ClusterSpec.parse("2x8 h100-sxm"))
+    share_choices(tmp_path, autopar.ClusterSpec.parse("2x8 h100-sxm"))
     assert file_of(tmp_path, monkeypatch) is None and not cache.exists()
     cache.parent.parent.mkdir()
     cache.parent.write_text("no folder")
-    tuning_of_programs.share_choices(tmp_path, autopar.ClusterSpec.parse("8 h100-sxm"))
+    share_choices(tmp_path, autopar.ClusterSpec.parse("8 h100-sxm"))
     assert file_of(tmp_path, monkeypatch) is None
 
 

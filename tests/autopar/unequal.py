@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from autopar.constraints import Constraints
 from autopar.costs.rates import Training
-from autopar.graph import Graph
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Graph
 from autopar.planning.request import Request
-from autopar.tracing.rebatch import BatchedTrace
-from autopar.tracing.trace import trace
+from autopar.settings.constraints import Constraints
 from cost_models import mixed
 from cost_models.mixed import AnyCluster, MixedCluster
 from examples.models import EXAMPLES

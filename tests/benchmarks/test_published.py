@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.plan import Prediction
-from autopar.tracing.trace import trace
+from autopar.frontend.trace import trace
+from autopar.ir.plan_data import Prediction
 from benchmarks import published as command
 from benchmarks.published_runs import models, tables
 from benchmarks.published_runs.accuracy import measured_bytes, predicted_bytes, tau

@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import autopar
-from autopar.batch import local_batch
+from autopar.frontend.inputs import name_inputs
+from autopar.ir.mesh import Mesh
 from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
-from autopar.mesh import Mesh
-from autopar.sharding.choices import Candidate
-from autopar.tracing.inputs import name_inputs
+from autopar.options.choices import Candidate
+from autopar.running.batch import local_batch
 from codegen.emit import emit_model
 from codegen.folder_modules import imported_modules
 from codegen.main import emit_main

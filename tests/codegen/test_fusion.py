@@ -22,7 +22,7 @@ from torch import nn
 import autopar
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.folder import TUNING_FILE
+from autopar.running.folder import TUNING_FILE
 from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.program import Call, LayerLoop, Raw
@@ -280,7 +280,7 @@ def test_when_kernels_are_used():
 
     assert not fused("2 cpu") and fused("2 h100-sxm")
     assert fused("2 cpu", kernels="on") and not fused("2 h100-sxm", kernels="off")
-    with pytest.raises(ConstraintError, match=r"(?s)'sometimes'.*auto or on or off"):
+    with pytest.raises(ConstraintError, match=r"(?s)'sometimes'.*auto, on, off"):
         fused("2 cpu", kernels="sometimes")
 
 

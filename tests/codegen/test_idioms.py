@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.tracing.inputs import name_inputs
-from autopar.weights import value_source
+from autopar.frontend.inputs import name_inputs
+from autopar.running.weights import value_source
 from codegen.emit import Words, emit_classes, emit_model
 from codegen.folder_modules import imported_modules
 from codegen.idioms import with_idioms

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import autopar
 from autopar.errors import ConstraintError
-from autopar.trainer import TrainerConfig
+from autopar.training.config import TrainerConfig
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime import options
 from codegen.runtime.checkpoint_folder import latest

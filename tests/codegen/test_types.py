@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.ir.placement import Placement, local_shape
 from autopar.lowering.lower import lower
-from autopar.placement import Placement, local_shape
+from autopar.options.reshard import steps
 from autopar.plan import Plan
-from autopar.sharding.reshard import steps
 from codegen.async_tp import has_async_tp, with_async_tp
 from codegen.evaluation import follows_training
 from codegen.fp8 import count_calls, in_fp8
@@ -27,7 +27,7 @@ from codegen.program import UNREAD, Call, LayerLoop, Program, Reshard, Statement
 from codegen.reshards import METHODS
 from codegen.schemas import EmissionError
 from codegen.verify import check_types
-from tests.autopar.planning import BATCH, setting
+from tests.autopar.requests import BATCH, setting
 
 MODELS = ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)]
 MESHES = ["dp2 x tp2", "tp4"]

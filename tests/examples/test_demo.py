@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autopar.trainer import Trainer, TrainerConfig
+from autopar.trainer import Trainer
+from autopar.training.config import TrainerConfig
 from examples import demo
 
 pytestmark = pytest.mark.distributed

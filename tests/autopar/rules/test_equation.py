@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.graph import TensorMeta
-from autopar.placement import P, Rp, S
+from autopar.ir.graph import TensorMeta
+from autopar.ir.placement import P, Rp, S
 from autopar.rules.equation import Equation
 from autopar.rules.rule import axis_options
 

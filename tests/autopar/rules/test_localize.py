@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autopar.placement import P, R, S
+from autopar.ir.placement import P, R, S
 from autopar.rules import AxisOption, LocalCall, LoweringCall, combines, local_call, rule_for
 from autopar.rules.rule import axis_options, shard_option
 from tests.autopar.rules.handmade_calls import T, f, ints, make_node

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from autopar.graph import Node, TensorMeta, map_refs
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Node, TensorMeta, map_refs
+from autopar.options.strategies import scopes_of
 from autopar.rules import ProofReport, prove_rule, rule_for
-from autopar.sharding.strategies import scopes_of
-from autopar.tracing.trace import trace
 from examples.models import EXAMPLES
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.placement import P, R, Rp, S
+from autopar.ir.placement import P, R, Rp, S
 from autopar.rules import Lowering, Rule, prove_rule, rule_for
 from autopar.rules.simulate import assembled, conjugate, coordinates, cut, distribute
 from tests.autopar.rules.handmade_calls import f, ints, make_node

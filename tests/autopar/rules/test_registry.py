@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autopar.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.rules import Call, Registry, Rule, known_ops, prove_rule, register_rule, rule_for
 from autopar.rules.call import find_op, make_rule
 from autopar.rules.registry import builtin_table

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.folder import TUNING_FILE
+from autopar.running.folder import TUNING_FILE
 from codegen.kernels import tuning
 from codegen.kernels.tile import Tile
 from codegen.kernels.tuning import Case, Tuner

@@ -1,0 +1,272 @@
+"""What the commands share: their options, and what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from autopar.compile import compile_with
+from autopar.compiled import CompiledProgram
+from autopar.costs.updates import OptimizerFactory
+from autopar.errors import AutoparError, OutputError, PlanError
+from autopar.files.folder_swap import require_replaceable
+from autopar.files.outputs import require_writable
+from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
+from autopar.launch import RankError
+from autopar.plan import Plan
+from autopar.report.render import WIDTH
+from autopar.settings.compile_options import CompileOptions
+from autopar.training.loop import resolve_cluster
+from cost_models.mixed import AnyCluster
+
+USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141
+"""Exit codes; those above 128 as a shell gives them for the signals SIGINT and SIGPIPE."""
+shows_traceback: ContextVar[bool] = ContextVar("shows_traceback", default=False)
+"""Whether the command line has --traceback."""
+
+Model = Annotated[str, typer.Argument(help="module:factory, or hf:path/to/config.json", show_default=False)]
+ClusterText = Annotated[
+    str, typer.Option(help='"4x8 h100-sxm", a TOML file, or "detect": what this machine has, measured')
+]
+Processes = Annotated[int | None, typer.Option(help="processes that share this machine, with --cluster detect")]
+Batch = Annotated[
+    int | None,
+    typer.Option(help="rows of one optimiser step over all ranks \\[default: the factory's, or 8 per device]"),
+]
+Seq = Annotated[int | None, typer.Option(help="tokens per row \\[default: the factory's, or at most 128]")]
+Precision = Annotated[str | None, typer.Option(help="fp32 or bf16 \\[default: a plan file's own, or fp32]")]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        help="eager, inductor, which compiles the layers with torch.compile, or async-tp: products beside their "
+        "transfers, where GPUs share memory \\[default: eager]"
+    ),
+]
+Compress = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compress",
+        help="round what ZeRO sends (lossy); may be repeated. gather=int8 or fp8: parameters; reduce=int8: gradients",
+        metavar="NAME=VALUE",
+    ),
+]
+Fp8 = Annotated[
+    bool | None,
+    typer.Option("--fp8/--no-fp8", help="linear layers multiply in 8 bits, e4m3 (lossy)", show_default=False),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="a constraint; may be repeated. pp=2, ddp=2, dp=4, tp=2: degrees; micro_batches=8; zero=3; "
+        "schedule=gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; chunks=2: stages per position, interleaved; "
+        "recompute=none, offload, selective or full; offload=none, optimizer or parameters; memory=20GiB",
+        metavar="NAME=VALUE",
+    ),
+]
+Memory = Annotated[str | None, typer.Option(help='bytes that a rank may use, such as "20GiB"')]
+ConstraintFile = Annotated[
+    str | None, typer.Option("--constraints", help="a YAML or TOML file of constraints", metavar="FILE")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", help="an argument of the factory or field of the configuration", metavar="NAME=VALUE"
+    ),
+]
+
+Source = Annotated[str, typer.Argument(help="a plan file, or a model", show_default=False)]
+GivenCluster = Annotated[str | None, typer.Option("--cluster", help="as in plan; the plan file's own by default")]
+GivenModel = Annotated[str | None, typer.Option("--model", help="the model of the plan file, which is priced anew")]
+Timeline = Annotated[
+    str | None,
+    typer.Option(help="write the simulated step to this file, for Perfetto or chrome://tracing", metavar="FILE"),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="write over files that autopar did not write, or that were edited since")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of every command that takes a model and plans, as typer reads them."""
+
+    processes: Processes = None
+    batch: Batch = None
+    seq: Seq = None
+    precision: Precision = None
+    compress: Compress = None
+    settings: Settings = None
+    memory: Memory = None
+    constraints: ConstraintFile = None
+    option: Options = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The constraints of the file, with those of --set and --memory over them."""
+        return constraints_of(self.settings or (), self.memory, self.constraints)
+
+    def plan_options(self, **more: Any) -> dict[str, Any]:
+        """Fields of PlanOptions by name: what the flags say, and `more` that is not None."""
+        fields = {
+            "global_batch_size": self.batch,
+            "precision": self.precision,
+            "compression": parse_settings(self.compress, "--compress") if self.compress else None,
+            "constraints": self.limits or None,
+        }
+        return {name: value for name, value in (fields | more).items() if value is not None}
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """What typer is given for a command: its `flags` as one option each, its errors in words with their exit code."""
+    signature = inspect.signature(function, eval_str=True)
+    parts = {field.name: field for field in dataclasses.fields(Flags)}
+    hints = get_type_hints(Flags, include_extras=True)
+    taken: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.annotation is Flags:
+            taken += [
+                parameter.replace(name=name, default=part.default, annotation=hints[name])
+                for name, part in parts.items()
+            ]
+        else:
+            taken.append(parameter)
+
+    @functools.wraps(function)
+    def called(**given: Any) -> None:
+        if "flags" in signature.parameters:
+            given["flags"] = Flags(**{name: given.pop(name) for name in parts})
+        try:
+            function(**given)
+            sys.stdout.flush()
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # nobody reads on: what is still to be flushed at exit goes nowhere, too
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+        except Exception as error:
+            raise typer.Exit(_tell(error)) from None
+
+    called.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in taken}
+    return called
+
+
+def _tell(error: Exception) -> int:
+    """Print an error, with its traceback where that is asked for; the exit code."""
+    with_traceback = shows_traceback.get()
+    if with_traceback:
+        traceback.print_exception(error)
+    if isinstance(error, AutoparError):
+        kind, text, code = "error", str(error), USER_ERROR
+    elif isinstance(error, RankError):
+        first, *others = str(error).splitlines()
+        last = f" {others[-1]}" if others else ""
+        kind, text, code = (
+            "error",
+            first.removesuffix("Traceback (most recent call last):").rstrip() + last,
+            RANK_FAILED,
+        )
+    elif isinstance(error, OSError) and error.filename is not None:
+        kind, text, code = "error", f"{error.filename}: {error.strerror}", USER_ERROR
+    else:
+        advice = "" if with_traceback else "; please report it with the output of --traceback"
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        kind, code = "internal error", INTERNAL_ERROR
+        text = f"this is a defect of autopar, not of what it was given: {what} ({_place(error)}){advice}"
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text.assemble((kind, "bold red"), ": ", text))
+    return code
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, as the innermost of our own lines: `autopar/plan.py, line 12`."""
+    home = Path(__file__).resolve().parents[2]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(home)]
+    own = [frame for frame in frames if "site-packages" not in Path(frame.filename).relative_to(home).parts]
+    return f"{Path(own[-1].filename).relative_to(home)}, line {own[-1].lineno}" if own else "outside of autopar"
+
+
+def read_cluster(text: str, processes: int | None) -> AnyCluster:
+    """The cluster that --cluster names; what was noted while measuring one goes to stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec = resolve_cluster(text, processes)
+    for warning in caught:
+        print(f"note: {warning.message}", file=sys.stderr)
+    return spec
+
+
+def read_job(model: str, num_devices: int, flags: Flags, meta: bool) -> Job:
+    """The model with a batch; meta: without memory, where it comes from a configuration."""
+    options = parse_settings(flags.option or (), "--option")
+    return load_job(model, num_devices=num_devices, batch=flags.batch, seq=flags.seq, options=options, meta=meta)
+
+
+def compile_job(
+    job: Job, cluster: AnyCluster, options: dict[str, Any], optimizer: OptimizerFactory | None = None
+) -> CompiledProgram:
+    """autopar.compile of a job. options: fields of PlanOptions by name."""
+    asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, optimizer=optimizer, **options)
+    return compile_with(job.model, cluster, asked)
+
+
+def program_of_source(source: str, model: str | None, cluster: str | None, flags: Flags) -> CompiledProgram:
+    """The program of a plan file and its model, or of the plan that is chosen for a model."""
+    options = flags.plan_options()
+    if not is_plan_file(source):
+        spec = read_cluster(cluster or "detect", flags.processes)
+        return compile_job(read_job(source, spec.num_devices, flags, meta=True), spec, options)
+    given = Plan.from_file(source)
+    if model is None:
+        raise PlanError("a plan file alone cannot be priced", alternatives="--model with the model that it is for")
+    name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
+    spec = read_cluster(name, flags.processes or given.num_ranks)
+    job = read_job(model, spec.num_devices, replace(flags, batch=flags.batch or given.global_batch_size), meta=True)
+    of_plan = {"plan": given, "global_batch_size": None}
+    return compile_job(job, spec, {"precision": given.precision} | options | of_plan)
+
+
+def require_outputs(code: str | None, files: list[str | None], force: bool) -> None:
+    """Raises OutputError, before any work, where a command's folder or one of its files cannot be written."""
+    named = [Path(file).absolute() for file in files if file is not None]
+    if len(set(named)) < len(named):
+        raise OutputError("two outputs have one name", values=str(named[0]), alternatives="a file for each")
+    for file in named:
+        require_writable(file, force)
+        if code is not None and Path(code).absolute() in (file, *file.parents):
+            raise OutputError(
+                "an output lies in the program's folder, which autopar replaces whole",
+                values=str(file),
+                alternatives=f"a file outside of {code}, which gets a plan.yaml of its own",
+            )
+    if code is not None:
+        require_replaceable(Path(code))
+
+
+def is_plan_file(source: str) -> bool:
+    """Whether an argument is a plan and not a model."""
+    return source.endswith((".yaml", ".yml"))
+
+
+def console() -> Console:
+    """As wide as the terminal up to the report's width, which is also what a file gets."""
+    made = Console(highlight=False)
+    return Console(highlight=False, markup=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)

@@ -1,0 +1,196 @@
+"""Commands that plan, predict and explain: `autopar plan | report | simulate | explain | compare`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli.options import (
+    Backend,
+    Batch,
+    ClusterText,
+    ConstraintFile,
+    Flags,
+    Force,
+    Fp8,
+    GivenCluster,
+    GivenModel,
+    Memory,
+    Model,
+    Options,
+    Processes,
+    Seq,
+    Settings,
+    Source,
+    Timeline,
+    compile_job,
+    console,
+    is_plan_file,
+    program_of_source,
+    read_cluster,
+    read_job,
+    require_outputs,
+)
+from autopar.compiled import CompiledProgram
+from autopar.explain.compare import compare as compare_plans
+from autopar.explain.compare import comparison_panels
+from autopar.explain.questions import explain as ask
+from autopar.explain.render import explanation_panels
+from autopar.files.outputs import write_output
+from autopar.integrations.job import parse_settings
+from autopar.plan import Plan
+from autopar.report import report_panels
+from autopar.report.summary import plan_summary
+from autopar.report.timeline import write_timeline
+from autopar.simulate import predict
+from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
+from autopar.simulate.what_if import parse_changes
+
+
+def plan(
+    model: Model,
+    flags: Flags,
+    cluster: ClusterText = "detect",
+    backend: Backend = None,
+    fp8: Fp8 = None,
+    out: Annotated[str | None, typer.Option(help="write the plan to this YAML file", metavar="FILE")] = None,
+    code: Annotated[
+        str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
+    ] = None,
+    timeline: Timeline = None,
+    force: Force = False,
+) -> None:
+    """Choose the fastest plan that fits, and report what it does."""
+    require_outputs(code, [out, timeline], force)
+    spec = read_cluster(cluster, flags.processes)
+    job = read_job(model, spec.num_devices, flags, meta=code is None)
+    compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
+    _print_report(compiled)
+    if out:
+        print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
+    if code:
+        print(f"program written to {compiled.save(code)}")
+    _write_timeline(compiled, timeline, force)
+
+
+def report(
+    source: Source,
+    flags: Flags,
+    model: GivenModel = None,
+    cluster: GivenCluster = None,
+    timeline: Timeline = None,
+    force: Force = False,
+) -> None:
+    """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
+    require_outputs(None, [timeline], force)
+    flags.plan_options()  # what is wrong in a flag is said also where the flag changes nothing
+    if is_plan_file(source) and model is None and timeline is None:
+        for panel in plan_summary(Plan.from_file(source)):
+            console().print(panel)
+        print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
+        return
+    compiled = program_of_source(source, model, cluster, flags)
+    _print_report(compiled)
+    _write_timeline(compiled, timeline, force)
+
+
+def simulate(
+    model: Model,
+    cluster: ClusterText = "detect",
+    processes: Processes = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
+    framework: Annotated[str, typer.Option(help="autopar, megatron-2021, fsdp, deepspeed-zero3, ...")] = "autopar",
+    settings: Settings = None,
+    memory: Memory = None,
+    constraints: ConstraintFile = None,
+    option: Options = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="show the step beside one with this changed; may be repeated. batch=64; tp=4, recompute=full, ...: of "
+            "the strategy; device=h100-sxm, inter_node=ib-200g; device.peak=x2, device.bandwidth=2e12, "
+            "device.memory=96GiB, intra_node.bandwidth=x0.5, inter_node.latency=1e-5; cluster=..., framework=..., "
+            "precision=...",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="fail where it does not fit the memory")] = False,
+    timeline: Timeline = None,
+    force: Force = False,
+) -> None:
+    """Predict a strategy given with --set (dp, tp, pp, cp, ep, zero, micro_batches, ...), without searching."""
+    require_outputs(None, [timeline], force)
+    changes = parse_changes(parse_settings(what_if or (), "--what-if"))
+    spec = read_cluster(cluster, processes)
+    flags = Flags(batch=batch, seq=seq, option=option, settings=settings, memory=memory, constraints=constraints)
+    job = read_job(model, spec.num_devices, flags, meta=True)
+    found = predict(
+        job.model,
+        spec,
+        flags.limits,
+        example_inputs=job.inputs,
+        loss_fn=job.loss_fn,
+        global_batch_size=batch,
+        precision=precision,
+        framework=framework,
+        check=check,
+    )
+    for line in (*prediction_lines(found), *warning_lines(found)):
+        print(line)
+    if changes:
+        for line in ("", *comparison_lines(found.what_if(**changes))):
+            print(line)
+    if timeline is not None:
+        print(f"timeline written to {found.write_timeline(timeline, force)}")
+
+
+def explain(
+    source: Source,
+    flags: Flags,
+    model: GivenModel = None,
+    cluster: GivenCluster = None,
+    timeline: Timeline = None,
+    seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
+    force: Force = False,
+) -> None:
+    """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
+    require_outputs(None, [timeline], force)
+    compiled = program_of_source(source, model, cluster, flags)
+    for panel in explanation_panels(ask(compiled, seconds=seconds)):
+        console().print(panel)
+    _write_timeline(compiled, timeline, force)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="a plan file", show_default=False)],
+    second: Annotated[str, typer.Argument(help="another plan file", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="the model of both, which are then priced anew")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="as in plan, to price both on; by default each on its own")
+    ] = None,
+    processes: Processes = None,
+    seq: Seq = None,
+    option: Options = None,
+) -> None:
+    """Two plans side by side: decisions, stages, placements, time and memory."""
+    plans = [Plan.from_file(path) for path in (first, second)]
+    if model is not None:
+        flags = Flags(processes=processes, seq=seq, option=option)
+        programs = (program_of_source(path, model, cluster, flags) for path in (first, second))
+        plans = [program.plan for program in programs]
+    for panel in comparison_panels(compare_plans(*plans), (first, second)):
+        console().print(panel)
+
+
+def _print_report(compiled: CompiledProgram) -> None:
+    for panel in report_panels(compiled):
+        console().print(panel)
+
+
+def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:
+    if path is not None:
+        print(f"timeline written to {write_timeline(compiled, path, force)}")

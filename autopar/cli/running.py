@@ -1,0 +1,191 @@
+"""Commands that run something on this machine: `autopar verify | profile | tune | train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.options import (
+    Backend,
+    ClusterText,
+    Flags,
+    Force,
+    Fp8,
+    Model,
+    Processes,
+    compile_job,
+    console,
+    read_cluster,
+    read_job,
+)
+from autopar.cluster import as_cluster
+from autopar.errors import ConstraintError
+from autopar.files.text_files import read_mapping
+from autopar.integrations.job import Job, batches_of
+from autopar.launch import RankError
+from autopar.profiling.cases import Level
+from autopar.profiling.profile import profile as measure
+from autopar.profiling.profile import summary_table
+from autopar.settings.arguments import check_numbers
+from autopar.settings.compile_options import check_verify
+from autopar.trainer import Trainer
+from autopar.training.config import TrainerConfig, TrainResult
+from autopar.training.loop import under_launcher
+from autopar.training.progress import train_summary
+from autopar.tune import tune as fill
+from autopar.verify import sgd_with_momentum, verify_program
+
+
+def verify(
+    model: Model,
+    flags: Flags,
+    cluster: ClusterText = "detect",
+    backend: Backend = None,
+    fp8: Fp8 = None,
+    plan: Annotated[str | None, typer.Option(help="a plan file to verify instead of searching", metavar="FILE")] = None,
+    steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
+    max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="largest relative error that passes \\[default: 1e-5; of fp8, its rounding]")
+    ] = None,
+) -> None:
+    """Run the generated program beside the single-process model on this machine, and compare."""
+    check_verify(steps, max_grad_norm, 0)
+    check_numbers({"tolerance": tolerance})
+    spec = read_cluster(cluster, flags.processes)
+    job = read_job(model, spec.num_devices, flags, meta=False)
+    options = flags.plan_options(backend=backend, fp8=fp8, plan=plan)
+    compiled = compile_job(job, spec, options, sgd_with_momentum)
+    found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
+    print(found)
+    tolerance = found.tolerance if tolerance is None else tolerance
+    is_ok = found.ok(tolerance)
+    print(f"{'equal' if is_ok else 'DIFFERENT'} within {tolerance:g}")
+    if is_ok and found.explained(tolerance):
+        print(f"(or as near to it as the model's own training is to fp64: {', '.join(found.explained(tolerance))})")
+    if not is_ok:
+        raise typer.Exit(1)
+
+
+def profile(
+    processes: Processes = None,
+    out: Annotated[str, typer.Option(help="the cluster's TOML file; samples go beside it", metavar="FILE")] = (
+        "profile.toml"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="fewer shapes and rounds")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="do not go on with an earlier run's samples")] = False,
+    like: Annotated[
+        str | None, typer.Option(help='for GPUs not known by name, a cluster like theirs: "8 h100-sxm"')
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Measure this machine (under torchrun: all of them) and write it down for --cluster."""
+    given = read_cluster(like, None).groups[0] if like else None
+    level: Level = "quick" if quick else "full"
+    found = measure(processes, out=out, level=level, fresh=fresh, like=given, console=console(), force=force)
+    if found is not None:
+        console().print(summary_table(found))
+        print(f"profile written to {out}")
+
+
+def tune(
+    folder: Annotated[str, typer.Argument(help="of a program that `plan --code` wrote", show_default=False)],
+    steps: Annotated[int, typer.Option(help="training steps to run", min=1)] = 1,
+) -> None:
+    """Choose the launch parameters of a saved program's kernels, on this machine's GPUs, into its tuning.json."""
+    try:
+        found = fill(folder, steps)
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if found is None:
+        print("there is no GPU here, so there is nothing to tune: on a CPU the kernels' torch formulas run")
+        return
+    chosen, before = found
+    for choice in chosen:
+        print(choice)
+    print(f"{len(chosen)} cases tuned, {len(before)} were known before: {Path(folder) / 'tuning.json'}")
+
+
+def train(
+    source: Annotated[str, typer.Argument(help="a YAML or TOML configuration, or a model", show_default=False)],
+    flags: Flags,
+    cluster: Annotated[str | None, typer.Option(help="as in plan \\[default: detect]")] = None,
+    backend: Backend = None,
+    fp8: Fp8 = None,
+    plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="optimiser steps \\[default: 100]")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--lr", help="AdamW's learning rate \\[default: 0.001]")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="folder to write checkpoints to and to resume from", metavar="FOLDER")
+    ] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
+    single: Annotated[bool, typer.Option("--single", help="train the plain model on this process")] = False,
+) -> None:
+    """Plan, start the processes, and train. Under torchrun every process calls this."""
+    given = flags.plan_options(
+        cluster=cluster,
+        num_processes=flags.processes,
+        backend=backend,
+        fp8=fp8,
+        plan=plan,
+        steps=steps,
+        learning_rate=learning_rate,
+        checkpoint_directory=checkpoint,
+        checkpoint_every=checkpoint_every,
+        auto_parallel=False if single else None,
+    )
+    config, name, text, length = _configuration(source, given)
+    job, config = _training_job(name, config, replace(flags, seq=flags.seq or length))
+    trainer = Trainer(job.model, config, batches_of(job, data or text, config.seed), job.loss_fn)
+    _train(trainer, config)
+
+
+def _train(trainer: Any, config: TrainerConfig) -> None:
+    """Fit with a word before and after, on the first rank only."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and config.auto_parallel and not under_launcher():
+        print(f"{trainer.compile()!r}")
+    try:
+        result: TrainResult = trainer.fit()
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if config.checkpoint_directory:
+            print("the same command continues from the last checkpoint", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if is_first:
+        console().print(train_summary(result))
+
+
+def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, str, str | None, int | None]:
+    """(trainer configuration, model, data, sequence length) of a file or a model's name, flags over it."""
+    if not source.endswith((".yaml", ".yml", ".toml")):
+        return TrainerConfig.from_mapping(flags), source, None, None
+    fields = read_mapping(source)
+    if "model" not in fields:
+        raise ConstraintError(
+            f"{source} names no model", alternatives="model: module:factory or hf:path/to/config.json"
+        )
+    name, data, length = (fields.pop(key, None) for key in ("model", "data", "sequence_length"))
+    return TrainerConfig.from_mapping(fields | flags, source), str(name), data, length
+
+
+def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, TrainerConfig]:
+    """The job, and the configuration with its cluster resolved (measured once, unless ranks must agree on it)."""
+    num_devices = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.auto_parallel and not under_launcher():
+        spec = (
+            as_cluster(config.cluster) if config.cluster != "detect" else read_cluster("detect", config.num_processes)
+        )
+        config, num_devices = replace(config, cluster=spec), spec.num_devices
+    return read_job(name, num_devices, replace(flags, batch=config.global_batch_size), meta=False), config

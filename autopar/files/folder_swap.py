@@ -1,0 +1,178 @@
+"""Putting a finished folder in the place of an older one without losing anything that is not autopar's."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+from autopar.errors import OutputError
+from autopar.files.outputs import require_folder
+
+MARK = ".autopar.json"
+"""The list of a folder's files, relative paths with their sha256, which makes the folder autopar's."""
+
+TUNING_FILE = "tuning.json"
+"""Where kernels of a saved program keep their launch parameters (codegen/kernels/tuning.py), if it is there."""
+
+_ALTERNATIVES = ["another folder", "an empty one", "moving what is in it elsewhere"]
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def write_mark(folder: Path) -> None:
+    """List the folder's files in its mark."""
+    files = {path.relative_to(folder).as_posix(): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    text = json.dumps({"written by": "autopar", "files": files}, indent=1)
+    (folder / MARK).write_text(text + "\n", encoding="utf-8")
+
+
+def require_replaceable(directory: Path) -> Path:
+    """The folder's real path, if it is absent, empty, or autopar's with nothing else in it. Raises OutputError."""
+    if directory.is_symlink():
+        raise OutputError(
+            "the output folder is a symbolic link, which is not followed",
+            values=f"{directory} -> {os.readlink(directory)}",
+            alternatives=f"{directory.resolve()}, to write where it leads",
+        )
+    directory = directory.resolve()
+    if directory.exists() and not directory.is_dir():
+        raise OutputError("the output must be a folder", values=f"{directory} is a file", alternatives=_ALTERNATIVES)
+    if directory.exists() and any(directory.iterdir()):
+        _require_ours(directory)
+    require_folder(directory.parent)
+    return directory
+
+
+def _require_ours(directory: Path) -> None:
+    cwd, home = Path.cwd().resolve(), Path(os.path.expanduser("~")).resolve()
+    for place, name in ((cwd, "the working directory"), (home, "the home directory")):
+        if directory == place or directory in place.parents:
+            relation = "is" if directory == place else "contains"
+            raise OutputError(
+                "a folder that is in use is not replaced",
+                values=f"{directory} {relation} {name}, and is not empty",
+                alternatives=_ALTERNATIVES,
+            )
+    listed = read_mark(directory)
+    if listed is None:
+        raise OutputError(
+            f"the output folder is not empty, and autopar did not write it (it has no {MARK})",
+            values=f"{directory} with {_some([path.name for path in directory.iterdir()])}",
+            alternatives=_ALTERNATIVES,
+        )
+    strange = strangers(directory, listed)
+    if strange:
+        raise OutputError(
+            "the output folder holds files that autopar did not write, or that were edited since",
+            values=f"{directory} with {_some(strange)}",
+            alternatives=_ALTERNATIVES,
+        )
+
+
+def read_mark(directory: Path) -> dict[str, str] | None:
+    """The files of a folder of ours with their checksums; None for another's."""
+    try:
+        found = json.loads((directory / MARK).read_text(encoding="utf-8"))
+        files = found["files"]
+        is_ours = found["written by"] == "autopar" and all(isinstance(v, str) for v in files.values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return files if is_ours else None
+
+
+def strangers(directory: Path, listed: dict[str, str]) -> list[str]:
+    """What lies in the folder and is not as the mark says; links count, and are not followed.
+
+    What Python compiled of our files, and launch parameters that our kernels measured, are ours.
+    """
+    found = []
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            is_known = path.name == "__pycache__" or any(file.startswith(name + "/") for file in listed)
+        elif path.is_symlink() or not path.is_file():
+            is_known = False
+        elif name == MARK or _is_compiled(path, directory, listed):
+            is_known = True
+        else:
+            is_known = name in listed and (name == TUNING_FILE or _sha256(path) == listed[name])
+        if not is_known:
+            found.append(name)
+    return found
+
+
+def replace_folder(fresh: Path, directory: Path) -> None:
+    """Put `fresh` in the place of `directory`, which `require_replaceable` has passed.
+
+    In one step where the system can exchange two names, so that a crash leaves the one or the other.
+    """
+    if not directory.exists():
+        fresh.rename(directory)
+    elif not any(directory.iterdir()):
+        _fill(fresh, directory)
+    else:
+        aside = fresh
+        if not _exchange(fresh, directory):
+            aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}_old_", dir=directory.parent))
+            directory.rename(aside)
+            fresh.rename(directory)
+        _remove(aside, directory)
+
+
+def _fill(fresh: Path, directory: Path) -> None:
+    """An empty folder stays the one that it is: a shell may be in it, or another file system begin there."""
+    # The mark first: what an interrupted run leaves can then be replaced.
+    for path in sorted(fresh.iterdir(), key=lambda path: path.name != MARK):
+        shutil.move(path, directory / path.name)
+    fresh.rmdir()
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names at once; False where the system or the file system cannot."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    if exchange is None:
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    done: int = exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    return done == 0
+
+
+def _remove(aside: Path, directory: Path) -> None:
+    """Delete what the older folder's mark lists; what has come into it meanwhile stays."""
+    listed = read_mark(aside) or {}
+    kept = strangers(aside, listed)
+    if kept:
+        rescued = Path(tempfile.mkdtemp(prefix=f"{directory.name}_old_", dir=directory.parent))
+        aside.rename(rescued)
+        warnings.warn(f"{_some(kept)} came into {directory} meanwhile, which is now {rescued}", stacklevel=2)
+        return
+    # What is found, and not what the mark names: its text may be anyone's.
+    found = [path for path in aside.rglob("*") if path.is_file() and not path.is_symlink()]
+    for path in found:
+        path.unlink()
+    for folder in sorted((path for path in aside.rglob("*") if path.is_dir()), reverse=True):
+        folder.rmdir()
+    aside.rmdir()
+
+
+def _is_compiled(path: Path, directory: Path, listed: dict[str, str]) -> bool:
+    """Whether it is Python's cache of a file of ours: `__pycache__/model.cpython-311.pyc` of `model.py`."""
+    if path.parent.name != "__pycache__" or path.suffix != ".pyc":
+        return False
+    source = path.parent.parent / f"{path.name.partition('.')[0]}.py"
+    return source.relative_to(directory).as_posix() in listed
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _some(names: list[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,244 @@
+"""What a model may not have, since a traced graph shows nothing of it: looked for before anything is traced.
+
+A graph holds the operators of one forward. Hooks of backward, state dicts that hooks rewrite, and tensors that share
+memory act beside it: a program made from the graph would train on without them and nobody would know.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
+
+from autopar.errors import ModelError, TraceError
+
+_BACKWARD_HOOKS = {"_backward_hooks": "backward", "_backward_pre_hooks": "backward pre"}
+_GLOBAL_HOOKS = (
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+)
+_REMOVE_HOOK = (
+    "remove it (the handle that registering it returned has remove()) before compiling",
+    "compute what it does in forward or in the loss, where it is traced",
+)
+
+
+def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
+    """Raises ModelError or TraceError, naming the module, parameter or buffer, for what a trace would lose.
+
+    param_dtype: what parameters are cast to before tracing (bf16 training), if anything.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "the model is not a torch.nn.Module",
+            values=f"{type(model).__name__}: {str(model)[:80]}",
+            alternatives="an instance of a class derived from torch.nn.Module",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is a TorchScript module, which cannot be traced",
+            values=type(model).__name__,
+            alternatives="the Python module that it was scripted from",
+        )
+    _check_materialised(model)
+    _check_module_hooks(model)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_inference():
+            raise ModelError(
+                "a tensor that was made under torch.inference_mode cannot be trained",
+                values=name,
+                alternatives="the model made, or loaded, outside of it",
+            )
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter, param_dtype)
+    _check_memory(model)
+    _check_state_dict(model)
+
+
+def check_loss(model: nn.Module, loss_fn: Any) -> None:
+    """Raises ModelError for a loss whose parameters would not be trained, or whose names are the model's."""
+    if not isinstance(loss_fn, nn.Module):
+        return
+    trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+    if trained:
+        raise ModelError(
+            "loss_fn has parameters of its own, and what is trained are the model's",
+            values=", ".join(trained),
+            alternatives=[
+                "a model that holds both and returns the loss",
+                "loss_fn.requires_grad_(False), if they are constants",
+            ],
+        )
+    if isinstance(getattr(model, "loss_fn", None), nn.Module) and loss_fn.state_dict():
+        raise ModelError(
+            "the model has a module called loss_fn, beside the loss_fn that is given",
+            values=", ".join(loss_fn.state_dict()),
+            alternatives="another name for the model's own",
+        )
+
+
+def warn_of_gradients(model: nn.Module) -> None:
+    """Warns where parameters hold gradients already: a training step begins with zero_grad()."""
+    held = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    if held:
+        warnings.warn(
+            f"{len(held)} parameters hold gradients ({held[0]}, ...): they are not used, since every step of the "
+            f"program begins without gradients",
+            stacklevel=6,
+        )
+
+
+def traits_of(model: nn.Module) -> dict[str, str]:
+    """What, beside values and forward's code, a program is made for: by name, of every parameter and module.
+
+    One parameter with several names has them all; modes are told apart where a part of the model is in training.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kind = f"{parameter.dtype} {list(parameter.shape)}".removeprefix("torch.")
+        owner = first.setdefault(id(parameter), name)
+        tie = f", tied to {owner}" if owner != name else ""
+        found[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
+    is_mixed = any(module.training for module in model.modules())
+    for path, module in model.named_modules():
+        mode = " in evaluation mode" if is_mixed and not module.training else ""
+        found[where(path)] = f"{type(module).__name__}{mode}"
+    return found
+
+
+def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
+    """Raises ModelError where the model is no longer what it was when `traits_of` was asked."""
+    now = traits_of(model)
+    changed = [name for name in traits | now if traits.get(name) != now.get(name)]
+    if changed:
+        some = [f"{name}: {traits.get(name, 'not there')} then, {now.get(name, 'not there')} now" for name in changed]
+        some = some[:5] + ([f"and {len(some) - 5} more"] if len(some) > 5 else [])
+        raise ModelError(
+            "the model is no longer as it was compiled, and the program would train it as it was",
+            values="\n".join(some),
+            alternatives="compile it again, as it is to be trained",
+        )
+
+
+def where(path: str) -> str:
+    """A module's path as messages have it."""
+    return path or "the model itself"
+
+
+def _check_materialised(model: nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ModelError(
+            "a lazy module has no shapes yet",
+            values=lazy,
+            alternatives="run the model once on example inputs, so that its parameters are made, then compile it",
+        )
+
+
+def _check_module_hooks(model: nn.Module) -> None:
+    for table in _GLOBAL_HOOKS:
+        if getattr(torch_module, table, None):
+            raise TraceError(
+                "a hook for all modules is registered, which the generated program does not run",
+                values=table.removeprefix("_").replace("_", " "),
+                alternatives=_REMOVE_HOOK,
+            )
+    for path, module in model.named_modules():
+        for table, kind in _BACKWARD_HOOKS.items():
+            if getattr(module, table, None):
+                raise TraceError(
+                    f"a module has a {kind} hook, which the generated program would not run",
+                    values=f"{where(path)}: {_names(getattr(module, table))}",
+                    alternatives=_REMOVE_HOOK,
+                )
+
+
+def _names(hooks: Any) -> str:
+    found = hooks.values() if isinstance(hooks, dict) else hooks
+    return ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in found)
+
+
+def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | None) -> None:
+    hooks = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        raise TraceError(
+            "a parameter has a gradient hook, which the generated program would not run",
+            values=f"{name}: {_names(hooks)}",
+            alternatives=_REMOVE_HOOK,
+        )
+    if not parameter.requires_grad:
+        return
+    if parameter.is_complex():
+        raise ModelError(
+            "complex parameters cannot be trained",
+            values=f"{name}: {parameter.dtype}",
+            alternatives="real parameters, and torch.view_as_complex in forward",
+        )
+    is_half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
+    if is_half and param_dtype is None:
+        raise ModelError(
+            "parameters in half precision would be trained with fp32 masters, unlike in one process",
+            values=f"{name}: {str(parameter.dtype).removeprefix('torch.')}",
+            alternatives=[
+                'precision="bf16": the model computes in bf16, with fp32 masters and fp32 gradient sums',
+                "model.float(), which trains in fp32",
+            ],
+        )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Tensors that overlap in memory: an optimiser's update of one changes the other, which no graph shows."""
+    held: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, tensor in _tensors(model):
+        if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel() or tensor.layout is not torch.strided:
+            continue
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        span = 1 + sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.requires_grad and span < tensor.numel():
+            raise ModelError(
+                "elements of a trained parameter share memory",
+                values=f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                alternatives="nn.Parameter(tensor.contiguous()), or expand it in forward",
+            )
+        known = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        stop = start + span * tensor.itemsize
+        for other_start, other_stop, other, is_trained in known:
+            if start < other_stop and other_start < stop and (tensor.requires_grad or is_trained):
+                raise ModelError(
+                    "two tensors of the model share memory, and training one changes the other",
+                    values=f"{other} and {name}",
+                    alternatives=[
+                        "one nn.Parameter that both modules hold (tied weights), or views taken in forward",
+                        "a copy: nn.Parameter(tensor.clone())",
+                    ],
+                )
+        known.append((start, stop, name, tensor.requires_grad))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _check_state_dict(model: nn.Module) -> None:
+    """Hooks and extra state that make the state dict another than parameters and buffers by their names."""
+    keys = set(model.state_dict(keep_vars=True))
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    unlike = sorted(keys - parameters - buffers) + sorted(parameters - keys)
+    if unlike:
+        raise TraceError(
+            "the model's state dict is not its parameters and buffers by their names, as the program's is",
+            values=", ".join(unlike[:5]),
+            alternatives="remove the state-dict hooks, get_extra_state or state_dict() that change it",
+        )

@@ -1,0 +1,83 @@
+"""Which runs of blocks that look equal also behave equally, so that two of them may be traced for all.
+
+Blocks of equal classes and shapes may still act by their index, or forward may use one of them in its own way (a
+skip from the third block on). Therefore forward runs once at full depth, on fake tensors, and every operator is
+written down as (operator, scalars, where each tensor comes from, shapes and dtypes of the results). A run may be cut if
+
+- its blocks are called once each, in order, with no operator between them;
+- nobody but the next block uses what a block computes, and nobody but the block its own parameters (`Origin`);
+- the blocks from the second on have equal records: equal operators on the same outside tensors and on the same
+  results of their predecessor. (The trace itself compares the first two.)
+
+A second forward, of the cut model, must then leave the same records: operators outside of the runs and the blocks that
+were kept must not depend on how many blocks there are. Grad mode is part of the record. Nothing is computed, and
+it is a copy of the model that runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.frontend.depth import KEPT_BLOCKS, Dropped, Truncation, dropped_blocks, shorten
+from autopar.frontend.fakes import Results
+from autopar.frontend.recorder import Forward, Record, record
+
+
+def verified(
+    skeletons: Iterator[nn.Module],
+    cuts: tuple[Truncation, ...],
+    batch: Mapping[str, Any],
+    forward: Forward,
+    fake: FakeTensorMode,
+) -> tuple[Truncation, ...]:
+    """The cuts among `cuts` that do not change what `forward` computes; none if forward cannot run on fake tensors.
+
+    skeletons: equal ones of the model, with fake parameters; up to two are used up. batch: the fake inputs by name.
+    forward: what will be exported, on that batch.
+    """
+    results = Results(fake)
+    try:
+        model = next(skeletons)
+        short = _copy(model, cuts)
+        whole = record(model, cuts, batch, forward, results)
+        sound = tuple(cut for cut in cuts if _repeats(whole, cut))
+        if not sound:
+            return ()
+        if sound != cuts:  # blocks of the other lists are outside operators now
+            model = next(skeletons)
+            short = _copy(model, sound)
+            whole = record(model, sound, batch, forward, results)
+        shorten(short, sound)
+        kept = tuple(Truncation(cut.path, cut.first + KEPT_BLOCKS, cut.first) for cut in sound)
+        return sound if _extends(whole, record(short, kept, batch, forward, results)) else ()
+    except Exception:  # whatever forward cannot do on fake tensors: the full trace will say it, or do it
+        return ()
+
+
+def _copy(model: nn.Module, cuts: tuple[Truncation, ...]) -> nn.Module:
+    """A copy whose state is its own, except for parameters and buffers: those are fake, and shared. The blocks that
+    `cuts` delete are left out of it."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(block): Dropped() for block in dropped_blocks(model, cuts)[0]}
+    return copy.deepcopy(model, memo)
+
+
+def _repeats(whole: Record, cut: Truncation) -> bool:
+    """Whether the run's blocks from the second on did the same."""
+    run = whole.runs[cut.path]
+    second, *others = run.records[1:] or [[]]
+    complete = run.entered == cut.num_blocks - cut.first
+    return complete and not run.refused and all(other == second for other in others)
+
+
+def _extends(whole: Record, short: Record) -> bool:
+    """Whether `whole` is `short` with some of its blocks repeated."""
+    if not all(_repeats(one, run.cut) for one in (whole, short) for run in one.runs.values()):
+        return False
+    kept = {path: run.records[:KEPT_BLOCKS] for path, run in whole.runs.items()}
+    return whole.outside == short.outside and kept == {path: run.records for path, run in short.runs.items()}

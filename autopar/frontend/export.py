@@ -1,0 +1,133 @@
+"""torch.export of a model with its loss, what holds while forward is traced, and its errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from autopar.errors import TraceError
+from autopar.frontend.fakes import in_this_thread
+from autopar.frontend.inputs import Batch
+from autopar.frontend.loss_module import LossModule
+from autopar.frontend.masks import plain_masks
+from autopar.frontend.user_line import raised_at
+
+
+def export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+    clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+    try:
+        # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
+        # The many graph modules that export makes on its way are read, never called: they need no code.
+        with traceable(batch), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+            return torch.export.export(module, (), clones, strict=False)
+    except TraceError:
+        raise
+    except Exception as error:  # torch.export raises many kinds; each becomes one readable error
+        raise _untraceable(error) from error
+
+
+_BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
+
+
+def _untraceable(error: Exception) -> TraceError:
+    """Forward's own error, or why torch could not trace it, with the user's line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = raised_at(error.__traceback__)
+    what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
+    if any(word in type(error).__name__ for word in _BY_VALUE):
+        return TraceError(
+            "torch.export could not trace the model",
+            values=what,
+            alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
+            "or wrap it in torch.library.custom_op",
+        )
+    return TraceError(
+        "the model or its loss fails on the example inputs",
+        values=what,
+        alternatives=[
+            "what runs in one process: try loss_fn(model(*inputs), *targets) on the same example inputs",
+            "for what only tracing cannot do (numpy, Python's control of values): torch operators, or "
+            "torch.library.custom_op",
+        ],
+    )
+
+
+def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> torch.Tensor:
+    """Forward and loss as they are exported."""
+    with traceable(batch):
+        loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
+        return loss
+
+
+@contextlib.contextmanager
+def traceable(batch: Batch) -> Iterator[None]:
+    """What holds while forward is traced."""
+    packed = any("position_ids" in name for name in batch)
+    with refuse_custom_backward(), plain_masks(packed_positions=packed):
+        yield
+
+
+@contextlib.contextmanager
+def refuse_custom_backward() -> Iterator[None]:
+    """What a trace of forward drops silently is refused: backward of a custom autograd.Function, hooks, gradients."""
+
+    # A classmethod of Python until torch 2.14, of C since.
+    registered = torch.autograd.Function.__dict__["apply"]
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return registered.__get__(None, cls)(*args, **kwargs)
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
+            return applied(cls, *args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise TraceError(
+                "the model uses reentrant activation checkpointing, whose backward a traced graph does not have",
+                values="torch.utils.checkpoint.checkpoint with use_reentrant=True",
+                alternatives=[
+                    "use_reentrant=False, which is traced through (transformers: gradient_checkpointing_enable("
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}))',
+                    'none in the model: plans choose what to recompute, and {"recompute": "full"} asks for all layers',
+                ],
+            )
+        raise TraceError(
+            "the model calls a custom autograd.Function, whose backward torch.export would drop",
+            values=f"{cls.__module__}.{cls.__qualname__}",
+            alternatives="register it with torch.library.custom_op and register_autograd",
+        )
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise TraceError(
+                f"forward calls {name}, of which a traced graph shows nothing",
+                alternatives=[
+                    "call it in the training loop",
+                    "compute what it does with torch operators, or in a torch.library.custom_op with register_autograd",
+                ],
+            )
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        apply_here = classmethod(in_this_thread(apply, applied))
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply_here))
+        for owner, name, label in _DROPPED_CALLS:
+            call = in_this_thread(refused(label), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, call))
+        yield
+
+
+_DROPPED_CALLS = (
+    (torch.Tensor, "register_hook", "Tensor.register_hook"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "Tensor.register_post_accumulate_grad_hook"),
+    (torch.Tensor, "backward", "Tensor.backward"),
+    (torch.autograd, "backward", "torch.autograd.backward"),
+    (torch.autograd, "grad", "torch.autograd.grad"),
+)

@@ -1,0 +1,225 @@
+"""Running a model on fake tensors: one thread at a time, without torch's own words about it, and cheaply.
+
+Torch propagates shapes through its own dispatcher in about 200 microseconds a call, an empty tensor included. A model
+of a hundred equal blocks makes thousands of calls that differ in nothing that shapes depend on, and as many parameters:
+they are made without a dispatch, and from the shapes of an equal call seen before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.frontend.uncollected import uncollected
+
+CPU = torch.device("cpu")
+
+_BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+"""Operators that choose a kernel by device, and lay their results out as it does."""
+
+_alone = threading.RLock()
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """What holds while a model is traced or its optimiser tried; it may be nested.
+
+    No other thread does so: torch.export, and what records a forward, replace functions of torch for the whole process,
+    and all threads share random numbers. Torch logs nothing of this thread: it writes a traceback for a call on fake
+    tensors that fails, which here is an answer (a model that cannot do with fewer rows), or becomes an error of ours.
+    """
+    with _alone, uncollected(), contextlib.ExitStack() as stack:
+        quiet = _Quiet()
+        for handler in _handlers():
+            handler.addFilter(quiet)
+            stack.callback(handler.removeFilter, quiet)
+        yield
+
+
+class _Quiet(logging.Filter):
+    """Holds back warnings and errors of the thread that made it; what a user asks for (TORCH_LOGS) is below them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self.thread or record.levelno < logging.WARNING
+
+
+def _handlers() -> set[logging.Handler]:
+    """The handlers that torch's loggers write through."""
+    loggers = list(logging.Logger.manager.loggerDict.items())
+    own = [each for name, each in loggers if name.partition(".")[0] == "torch" and isinstance(each, logging.Logger)]
+    return {handler for logger in own for handler in logger.handlers}
+
+
+def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `replacement` for this thread, and for others, which may be training, what it stands in for."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return call
+
+
+def mode() -> FakeTensorMode:
+    """A mode in which tensors are fake, and the model's own may be read."""
+    count_devices()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@cache
+def count_devices() -> None:
+    """Have autograd count the devices of this machine, so that ranks can be forked after a trace.
+
+    It counts in the first backward, and starts a thread for each, after which a forked process has no backward. Where
+    torch is built for GPUs and there is none, the mode of fake tensors lets one appear to be there from then on.
+    """
+    if not torch.accelerator.is_available():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward(torch.ones((), requires_grad=True, device=CPU))
+
+
+def empty(fake: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous fake tensor on the CPU. Not to be called within a dispatch mode."""
+    return FakeTensor(fake, torch.empty(shape, dtype=dtype, device="meta"), CPU)
+
+
+def parameter(fake: FakeTensorMode, like: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """A fake one of the shape of `like`: what `nn.Parameter` makes of a tensor subclass, without its `detach`."""
+    made: Any = empty(fake, tuple(like.shape), dtype)
+    made._is_param = True
+    return made.requires_grad_(like.requires_grad)  # type: ignore[no-any-return]
+
+
+class _NotPlainError(Exception):
+    """The shapes of a call's results depend on more than the shapes of its operands."""
+
+
+class Results:
+    """Calls operators on fake tensors; how results lie in memory is worked out once for equal layouts of operands.
+
+    It is worked out on meta tensors, or by torch's own propagation for operators that have no operands or whose kernel
+    is the device's choice, and where meta tensors have none. Never remembered are operators that write, those of other
+    namespaces than aten, operands that are real or hold a number (`torch.tensor(0.5)`), since what they return
+    may depend on it, and other devices than the CPU.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self.fake = fake
+        self._known: dict[Any, _Answer] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns under the fake mode."""
+        operands: list[Tensor] = []
+        try:
+            if func.namespace != "aten" or func._schema.is_mutable:
+                raise _NotPlainError
+            given = _key(args, operands), _key(tuple(kwargs.items()), operands)
+        except _NotPlainError:
+            return func(*args, **kwargs)
+        key = func, given, torch.get_default_dtype()
+        answer = self._known.get(key)
+        if answer is None and operands and func not in _BY_DEVICE:
+            answer = _on_meta(func, args, kwargs, operands)
+        if answer is None:
+            result = func(*args, **kwargs)
+            answer = _Answer.of(result, operands)
+            if answer is not None:
+                self._known[key] = answer
+            return result
+        self._known[key] = answer
+        return answer.on(operands, self.fake)
+
+
+def _key(value: Any, operands: list[Tensor]) -> Any:
+    """What shapes of results depend on: of a tensor its layout, of all else the value and its type."""
+    if isinstance(value, Tensor):
+        if not isinstance(value, FakeTensor) or value.constant is not None or not _is_plain(value):
+            raise _NotPlainError
+        operands.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.is_inference()
+    if isinstance(value, (tuple, list)):
+        return tuple([_key(item, operands) for item in value])
+    if isinstance(value, torch.device) and value != CPU:
+        raise _NotPlainError
+    return type(value), value
+
+
+def _is_plain(value: Tensor) -> bool:
+    on_cpu = value.device == CPU and value.layout is torch.strided
+    return on_cpu and not value.is_conj() and not value.is_neg()
+
+
+class _Answer:
+    """The results of a call: for each either which operand it is, or a meta tensor that a new one is made of."""
+
+    def __init__(self, kind: type | None, parts: list[int | Tensor]) -> None:
+        self.kind = kind
+        self.parts = parts
+
+    @classmethod
+    def of(cls, result: Any, operands: list[Tensor]) -> _Answer | None:
+        """The answer, or None where `result` holds something else than tensors that their layout describes."""
+        kind = type(result) if type(result) in (tuple, list) else None
+        parts: list[int | Tensor] = []
+        for value in result if kind else (result,):
+            index = next((i for i, operand in enumerate(operands) if operand is value), None)
+            if index is not None:
+                parts.append(index)
+            elif isinstance(value, FakeTensor) and value.constant is None and _is_plain(value):
+                with _disable_current_modes():
+                    parts.append(_meta_like(value))
+            elif isinstance(value, Tensor) and value.is_meta:
+                parts.append(value)
+            else:
+                return None
+        return cls(kind, parts)
+
+    def on(self, operands: list[Tensor], fake: FakeTensorMode) -> Any:
+        made = [operands[part] if isinstance(part, int) else FakeTensor(fake, part, CPU) for part in self.parts]
+        return made[0] if self.kind is None else self.kind(made)
+
+
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> _Answer | None:
+    """The answer that meta tensors of the operands' layouts give, or None."""
+    with _disable_current_modes():
+        metas = [_meta_like(operand) for operand in operands]
+        stand_ins = iter(metas)
+        try:
+            result = func(*_moved(args, stand_ins), **_moved(kwargs, stand_ins))
+        except Exception:  # no kernel, or a value is asked for: torch's propagation knows, or refuses
+            return None
+    return _Answer.of(result, metas)
+
+
+def _moved(value: Any, stand_ins: Iterator[Tensor]) -> Any:
+    """`value` with its tensors replaced in order, and the CPU by meta."""
+    if isinstance(value, Tensor):
+        return next(stand_ins)
+    if isinstance(value, (tuple, list)):
+        return [_moved(item, stand_ins) for item in value]
+    if isinstance(value, dict):
+        return {name: _moved(item, stand_ins) for name, item in value.items()}
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _meta_like(value: Tensor) -> Tensor:
+    """A meta tensor of the layout of `value`, made in inference mode if that was."""
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    length = value.storage_offset() + (span if math.prod(value.shape) else 0)
+    with torch.inference_mode(value.is_inference()):
+        storage = torch.empty(length, dtype=value.dtype, device="meta")
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())

@@ -1,0 +1,331 @@
+"""ExportedProgram -> flat nodes of our own.
+
+Devices, layouts and pinning are left out (the emitted program sets its own device), submodules that export makes
+for `no_grad` regions are inlined with their outputs detached, and tied parameters get one name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.errors import TraceError
+from autopar.frontend.user_line import user_line
+from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
+
+DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
+_DETACHED_OPS = ("aten.detach.default",)
+_ROOT = "model."
+
+
+@dataclass(slots=True)
+class FlatGraph:
+    """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
+
+    lines: node -> the stack of the user's code that called it, as Python prints one.
+    """
+
+    parameters: dict[str, Parameter]
+    inputs: dict[str, TensorMeta]
+    nodes: list[Node]
+    loss: Ref
+    classes: dict[str, str]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
+
+    def copy(self) -> FlatGraph:
+        """A copy that passes may rewrite while this stays."""
+        return FlatGraph(
+            dict(self.parameters),
+            dict(self.inputs),
+            list(self.nodes),
+            self.loss,
+            dict(self.classes),
+            dict(self.constants),
+            list(self.notes),
+            dict(self.lines),
+        )
+
+    def meta(self, ref: Ref) -> TensorMeta:
+        """Meta of what `ref` points to. Linear in the graph; passes that need many build `metas()` once."""
+        return self.metas()[ref]
+
+    def metas(self) -> dict[Ref, TensorMeta]:
+        found = {Ref(name): parameter.meta for name, parameter in self.parameters.items()}
+        found |= {Ref(name): meta for name, meta in self.inputs.items()}
+        for node in self.nodes:
+            found |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
+        return found
+
+
+def import_program(
+    program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str], model: nn.Module
+) -> FlatGraph:
+    """Convert the exported graph of `module`, a loss_module.LossModule of a copy of `model`.
+
+    names: of the batch, in its order. Raises TraceError for what a graph would hold otherwise than forward means it.
+    """
+    return _Importer(program, module, names, model).run()
+
+
+class _Importer:
+    def __init__(
+        self, program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str], model: nn.Module
+    ) -> None:
+        self.model = model
+        self.program = program
+        self.module = module
+        self.flat = FlatGraph(_parameters(module), {}, [], Ref(""), _class_names(module))
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.names: set[str] = set()
+        self.batch = iter(names)
+        self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
+
+    def run(self) -> FlatGraph:
+        signature = self.program.graph_signature
+        stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        first_name = _first_names(self.module)
+        for node in self.program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            if node.name in stored:
+                self.values[node] = Ref(first_name[stored[node.name]])
+            elif node.name in signature.inputs_to_lifted_tensor_constants:
+                self.values[node] = self._constant(node, signature.inputs_to_lifted_tensor_constants[node.name])
+            else:
+                self.values[node] = self._input(node)
+        output = self._import_nodes(self.program.graph_module, no_grad=False)
+        self.flat.loss = next(refs_in(output))
+        return self.flat
+
+    def _input(self, node: torch.fx.Node) -> Any:
+        """The batch's own name for it: torch.export changes names that are no plain identifiers."""
+        value = node.meta.get("val")
+        name = next(self.batch)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name in self.flat.parameters:
+            raise TraceError(
+                "an input of the batch has the name of one of the model's own parameters or buffers",
+                values=name,
+                alternatives="another name for the argument of forward, or for the parameter",
+            )
+        self.flat.inputs[name] = _meta(value)
+        self.names.add(name)
+        return Ref(name)
+
+    def _constant(self, node: torch.fx.Node, target: str) -> Ref:
+        value = self.program.constants[target]
+        if isinstance(value, FakeTensor) and node.users:
+            line = user_line(next(iter(node.users)).meta.get("stack_trace"))
+            raise TraceError(
+                "forward uses the .data of a tensor, which a traced graph takes for a constant",
+                values=line or f"a tensor of shape {tuple(value.shape)}",
+                alternatives="detach() to read it; change parameters and buffers in the training loop",
+            )
+        if node.users and (value.is_meta or (own := _name_of_memory(value, self.model))):
+            line = user_line(next(iter(node.users)).meta.get("stack_trace"))
+            raise TraceError(
+                "forward or the loss reaches the model itself, past the copy that is traced, and would take its "
+                "parameters and buffers for constants",
+                values=("a tensor on meta" if value.is_meta else own) + f" at {line}" * bool(line),
+                alternatives=[
+                    "for a forward that is set on an instance: types.MethodType(function, module), where the function "
+                    "has its module from its first argument",
+                    "for a loss_fn: outputs of forward as its arguments, or a model that computes the loss itself",
+                ],
+            )
+        name = _root(target)
+        self.flat.constants[name] = value.detach().clone()
+        self.flat.parameters[name] = Parameter(name, _meta(value), is_buffer=True, persistent=False)
+        return Ref(name)
+
+    def _import_nodes(self, graph_module: torch.fx.GraphModule, no_grad: bool) -> Any:
+        """Append the calls of `graph_module`; returns its output with fx nodes replaced by Refs."""
+        for node in graph_module.graph.nodes:
+            if node.op == "output":
+                return self._argument(node.args[0])
+            if node.op == "call_function":
+                self.values[node] = self._call(graph_module, node, no_grad)
+            elif node.op == "get_attr":
+                self.values[node] = getattr(graph_module, str(node.target))
+            elif node.op != "placeholder":
+                raise TraceError("an fx node that autopar does not know", values=f"{node.op} {node.target}")
+        return ()
+
+    def _call(self, owner: torch.fx.GraphModule, node: torch.fx.Node, no_grad: bool) -> Any:
+        target = node.target
+        if target is operator.getitem:
+            return self._argument(node.args[0])[node.args[1]]
+        name = getattr(target, "__name__", str(target))
+        if name.startswith("wrap_with_set_grad_enabled"):
+            enabled, body, *args = node.args
+            return self._inline(body, args, no_grad or not enabled)
+        if name.startswith("wrap_with_autocast"):
+            _, _, enabled, _, body, *args = node.args
+            if enabled:
+                raise TraceError(
+                    "the model switches autocast on inside forward",
+                    values=_module_path(node),
+                    alternatives='remove it and pass precision="bf16" to autopar.compile',
+                )
+            return self._inline(body, args, no_grad)
+        if name.startswith("_has_compatible_shallow_copy_type"):
+            raise TraceError(
+                "forward assigns to the .data of a tensor, which the program would not keep",
+                values=user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward",
+                alternatives="change parameters and buffers in the training loop",
+            )
+        if not isinstance(target, torch._ops.OpOverload):
+            raise TraceError(
+                "an operator that autopar cannot carry over",
+                values=f"{name} at {_module_path(node)}",
+                alternatives="a torch.library.custom_op, or an aten operator",
+            )
+        return self._append(node, target, no_grad)
+
+    def _inline(self, body: Any, args: list[Any], no_grad: bool) -> Any:
+        body_module = self.values[body] if isinstance(body, torch.fx.Node) else body
+        placeholders = [n for n in body_module.graph.nodes if n.op == "placeholder"]
+        for placeholder, arg in zip(placeholders, args, strict=True):
+            self.values[placeholder] = self._argument(arg)
+        return self._import_nodes(body_module, no_grad)
+
+    def _append(self, node: torch.fx.Node, target: torch._ops.OpOverload, no_grad: bool) -> Any:
+        args = tuple(self._argument(a) for a in node.args)
+        kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
+        op = str(target)
+        metas = self._metas
+        is_differentiable = not no_grad and op not in _DETACHED_OPS
+        grads = is_differentiable and any(
+            metas[ref].requires_grad for ref in refs_in((args, tuple(v for _, v in kwargs)))
+        )
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        outputs = tuple(_static(v, grads and has_gradients(v.dtype), node) for v in tensors)
+        name = self._unique(node.name)
+        self.flat.lines[name] = node.meta.get("stack_trace") or ""
+        self.flat.nodes.append(Node(name, op, args, kwargs, outputs, _module_path(node)))
+        self._known |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
+        self._follow_memory(name, op, args, outputs)
+        refs = tuple(Ref(name, i) for i in range(len(outputs)))
+        return refs if isinstance(value, (tuple, list)) else Ref(name)
+
+    def _follow_memory(self, name: str, op: str, args: tuple[Any, ...], outputs: tuple[TensorMeta, ...]) -> None:
+        """What a differentiable write reaches is differentiated through from then on, views and bases included."""
+        is_write = op.split(".")[1].endswith("_")
+        is_view = base_name(op) in VIEWS and op not in _DETACHED_OPS
+        if not (is_write or is_view) or not args or not isinstance(args[0], Ref):
+            return
+        root = self.roots.get(args[0], args[0])
+        self.roots |= {Ref(name, i): root for i in range(len(outputs))}
+        if is_write and any(meta.requires_grad for meta in outputs):
+            for ref in (root, *(ref for ref, base in self.roots.items() if base == root)):
+                self._known[ref] = replace(self._known[ref], requires_grad=True)
+
+    @property
+    def _metas(self) -> dict[Ref, TensorMeta]:
+        if not hasattr(self, "_known"):
+            self._known = self.flat.metas()
+        return self._known
+
+    def _unique(self, name: str) -> str:
+        candidate, count = name, 1
+        while candidate in self.names or candidate in self.flat.parameters:
+            candidate, count = f"{name}_{count}", count + 1
+        self.names.add(candidate)
+        return candidate
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return self.values[value]
+        if isinstance(value, (tuple, list)):
+            return tuple(self._argument(item) for item in value)
+        return value
+
+
+def _meta(value: torch.Tensor, requires_grad: bool | None = None) -> TensorMeta:
+    needs = value.requires_grad if requires_grad is None else requires_grad
+    return TensorMeta(tuple(int(s) for s in value.shape), value.dtype, needs)
+
+
+def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> TensorMeta:
+    """Raises TraceError, naming the user's line, for a shape that depends on values."""
+    if any(not isinstance(size, int) and not size.node.is_constant() for size in value.shape):
+        line = user_line(node.meta.get("stack_trace"))
+        raise TraceError(
+            "the shape of a result depends on values",
+            values=f"{node.target}" + (f" at {line}" if line else ""),
+            alternatives="torch.where, or a product with the mask, in place of indexing by one (nonzero, unique and "
+            "masked_select too)",
+        )
+    return _meta(value, requires_grad)
+
+
+def _root(name: str) -> str:
+    """Name as the user's model has it, without our wrapper's prefix."""
+    return name.removeprefix(_ROOT)
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return _root(path) if path != "model" else ""
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer name of the wrapper -> the first name of that tensor in the user's model."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            names[name] = first.setdefault(id(tensor), _root(name))
+    return names
+
+
+def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
+    """The parameter or buffer of the user's own model that a tensor shares its memory with, or ""."""
+    address = value.untyped_storage().data_ptr()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        has_memory = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if address and has_memory and tensor.untyped_storage().data_ptr() == address:
+            return name
+    return ""
+
+
+def _parameters(module: nn.Module) -> dict[str, Parameter]:
+    """The user's parameters and buffers by first name, with tied names as aliases.
+
+    What a loss holds is constant, and no part of the model's state.
+    """
+    names = _first_names(module)
+    aliases: dict[str, list[str]] = {}
+    for name, first in names.items():
+        aliases.setdefault(first, [])
+        if _root(name) != first:
+            aliases[first].append(_root(name))
+    persistent = {_root(name) for name in module.state_dict(keep_vars=True) if name.startswith(_ROOT)}
+    tensors: Mapping[str, torch.Tensor] = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        root = _root(name)
+        is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
+        found[root] = Parameter(root, _meta(tensor), tuple(aliases[root]), is_buffer, root in persistent)
+    return found
+
+
+def _class_names(module: nn.Module) -> dict[str, str]:
+    return {
+        _root(path): type(child).__name__ for path, child in module.named_modules() if path not in ("", "model")
+    } | {"": type(module.model).__name__}

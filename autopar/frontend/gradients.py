@@ -1,0 +1,84 @@
+"""Where gradients flow: `no_grad` regions end in a detach, and parameters that get no gradient are not trained.
+
+An exported graph says of a call in a `no_grad` region that its result needs no gradient. A generated program has no
+such regions: what crosses from one into the rest is detached there. A parameter that the loss is not differentiated
+by has `grad is None` in one process, and optimisers pass it over, weight decay included; so it counts as frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.frontend.fx_import import FlatGraph
+from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients, map_refs
+
+_DETACH = "aten.detach.default"
+
+
+def settle_gradients(flat: FlatGraph) -> None:
+    """Settles detached regions and frozen parameters, and every tensor's `requires_grad` anew."""
+    detach_regions(flat)
+    frozen = set(flat.parameters) - _reached(flat)
+    for name in frozen:
+        parameter = flat.parameters[name]
+        flat.parameters[name] = replace(parameter, meta=replace(parameter.meta, requires_grad=False))
+    metas = flat.metas()
+    for position, node in enumerate(flat.nodes):
+        needs = any(metas[ref].requires_grad for ref in node.inputs)
+        outputs = tuple(replace(meta, requires_grad=meta.requires_grad and needs) for meta in node.outputs)
+        if outputs != node.outputs:
+            flat.nodes[position] = replace(node, outputs=outputs)
+            metas |= {Ref(node.name, index): meta for index, meta in enumerate(outputs)}
+
+
+def detach_regions(flat: FlatGraph) -> None:
+    """A detach after every call whose results need no gradient although its operands do, for uses from there on."""
+    metas = flat.metas()
+    taken = {ref.node for ref in metas}
+    detached: dict[Ref, Ref] = {}
+    nodes: list[Node] = []
+    for node in flat.nodes:
+        node = _with_inputs(node, detached)
+        crosses = node.op != _DETACH and any(metas[ref].requires_grad for ref in node.inputs)
+        cut = [i for i, meta in enumerate(node.outputs) if crosses and has_gradients(meta.dtype)]
+        cut = [i for i in cut if not node.outputs[i].requires_grad]
+        if not cut:
+            nodes.append(node)
+            continue
+        opened = tuple(replace(m, requires_grad=True) if i in cut else m for i, m in enumerate(node.outputs))
+        nodes.append(replace(node, outputs=opened))
+        for index in cut:
+            name = _fresh(f"{node.name}_detached", taken)
+            nodes.append(Node(name, _DETACH, (Ref(node.name, index),), (), (node.outputs[index],), node.module))
+            detached[Ref(node.name, index)] = Ref(name)
+            metas[Ref(name)] = node.outputs[index]
+    flat.nodes = nodes
+    flat.loss = detached.get(flat.loss, flat.loss)
+
+
+def _with_inputs(node: Node, renamed: dict[Ref, Ref]) -> Node:
+    if not any(ref in renamed for ref in node.inputs):
+        return node
+
+    def now(ref: Ref) -> Ref:
+        return renamed.get(ref, ref)
+
+    return replace(node, args=map_refs(node.args, now), kwargs=map_refs(node.kwargs, now))
+
+
+def _fresh(wish: str, taken: set[str]) -> str:
+    name, count = wish, 1
+    while name in taken:
+        name, count = f"{wish}_{count}", count + 1
+    taken.add(name)
+    return name
+
+
+def _reached(flat: FlatGraph) -> set[str]:
+    """Nodes, parameters and inputs that the loss is differentiated through."""
+    metas: dict[Ref, TensorMeta] = flat.metas()
+    found = {flat.loss.node} if metas[flat.loss].requires_grad else set()
+    for node in reversed(flat.nodes):
+        if node.name in found and node.op != _DETACH:
+            found |= {ref.node for ref in node.inputs if metas[ref].requires_grad}
+    return found

@@ -1,0 +1,308 @@
+"""Find repeated layers in the flat graph, verify that they are equal, and fold them into LayerRuns.
+
+A node belongs to the layer named by the first `<list>.<index>` of its module path. Consecutive layers of one list
+are folded when their subgraphs are isomorphic: same operators, constants, shapes, dtypes, gradient flow, parameter
+names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import TraceError
+from autopar.frontend.depth import KEPT_BLOCKS, Truncation
+from autopar.frontend.fx_import import FlatGraph
+from autopar.ir.graph import Graph, Input, LayerClass, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs, refs_in
+from codegen.names import class_name
+
+_LAYER = re.compile(r"(.*?)\.(\d+)(?:\..*)?$")
+_NUMBER = re.compile(r"(?<=.)(_\d+)+$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A contiguous slice of nodes of one layer, in canonical form."""
+
+    path: str
+    prefix: str
+    index: int
+    nodes: tuple[Node, ...]
+    args: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    key: Any
+
+
+def fold_layers(flat: FlatGraph, inputs: tuple[Input, ...], cuts: tuple[Truncation, ...], batch_size: int) -> Graph:
+    """The Graph of `flat`, with lists that were traced at reduced depth extended to their full length.
+
+    Raises TraceError if a shortened list did not fold into one run (the caller then traces at full depth).
+    """
+    metas = flat.metas()
+    used_outside = _outside_uses(flat)
+    pieces: list[Node | _Segment] = []
+    for path, nodes in _split(flat.nodes):
+        pieces += [_segment(path, nodes, flat, metas, used_outside)] if path else nodes
+    body, renamed = _fold(pieces, flat, metas)
+    whole, parameters = _extend(body, flat, cuts)
+    loss = renamed.get(flat.loss, flat.loss)
+    return Graph(class_name(flat.classes[""]), inputs, parameters, whole, loss, batch_size, tuple(flat.notes))
+
+
+def layer_path(module: str) -> str:
+    """`model.layers.3.mlp` -> `model.layers.3`; "" outside of any list."""
+    match = _LAYER.match(module)
+    return f"{match.group(1)}.{match.group(2)}" if match and match.group(1) else ""
+
+
+def _split(nodes: list[Node]) -> Iterator[tuple[str, list[Node]]]:
+    """Maximal contiguous runs of nodes of one layer (or of none)."""
+    run: list[Node] = []
+    current = ""
+    for node in nodes:
+        path = layer_path(node.module)
+        if run and path != current:
+            yield current, run
+            run = []
+        current = path
+        run.append(node)
+    if run:
+        yield current, run
+
+
+def _outside_uses(flat: FlatGraph) -> set[Ref]:
+    """Refs that are used by a node of another layer, or as the loss."""
+    owner = {node.name: layer_path(node.module) for node in flat.nodes}
+    found = {flat.loss}
+    for node in flat.nodes:
+        found |= {ref for ref in node.inputs if owner.get(ref.node) != owner[node.name]}
+    return found
+
+
+def _segment(
+    path: str, nodes: list[Node], flat: FlatGraph, metas: dict[Ref, TensorMeta], outside: set[Ref]
+) -> _Segment:
+    """Canonical form: positions instead of names, so that equal layers have equal keys."""
+    position = {node.name: index for index, node in enumerate(nodes)}
+    args: dict[Ref, int] = {}
+
+    def canonical(ref: Ref) -> Any:
+        if ref.node in position:
+            return ("node", position[ref.node], ref.index)
+        relative = _relative(path, ref, flat)
+        if relative is not None:
+            return ("parameter", relative, metas[ref], flat.parameters[ref.node].increment)
+        return ("input", args.setdefault(ref, len(args)), metas[ref])
+
+    body = tuple((n.op, map_refs(n.args, canonical), map_refs(n.kwargs, canonical), n.outputs) for n in nodes)
+    produced = [Ref(n.name, i) for n in nodes for i in range(len(n.outputs))]
+    outputs = tuple(ref for ref in produced if ref in outside)
+    key = (body, tuple(canonical(ref) for ref in outputs), flat.classes.get(path, ""))
+    prefix, _, index = path.rpartition(".")
+    return _Segment(path, prefix, int(index), tuple(nodes), tuple(args), outputs, key)
+
+
+def _relative(path: str, ref: Ref, flat: FlatGraph) -> str | None:
+    """Name of a layer's own parameter relative to its path. Tied parameters stay outside: they have one home."""
+    parameter = flat.parameters.get(ref.node)
+    if parameter is None or parameter.aliases or not ref.node.startswith(path + "."):
+        return None
+    return ref.node.removeprefix(path + ".")
+
+
+def _fold(
+    pieces: list[Node | _Segment], flat: FlatGraph, metas: dict[Ref, TensorMeta]
+) -> tuple[list[Node | LayerRun], dict[Ref, Ref]]:
+    """Join neighbouring segments into runs; everything else goes back to plain nodes."""
+    body: list[Node | LayerRun] = []
+    renamed: dict[Ref, Ref] = {}
+    users = _users(flat)
+    classes: dict[Any, LayerClass] = {}
+    position = 0
+    while position < len(pieces):
+        first = pieces[position]
+        if isinstance(first, Node):
+            body.append(_rename(first, renamed))
+            position += 1
+            continue
+        run = [first]
+        while position + len(run) < len(pieces):
+            following = pieces[position + len(run)]
+            if not isinstance(following, _Segment) or not _continues(run, following, users):
+                break
+            run.append(following)
+        if len(run) == 1:
+            body += [_rename(node, renamed) for node in first.nodes]
+        else:
+            taken = {piece.name for piece in body} | {node.name for node in flat.nodes}
+            taken |= flat.inputs.keys() | flat.parameters.keys()
+            layer_run = _layer_run(run, flat, metas, classes, renamed, taken)
+            body.append(layer_run)
+            renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(run[-1].outputs)}
+        position += len(run)
+    return body, renamed
+
+
+def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
+    return replace(
+        node,
+        args=map_refs(node.args, lambda ref: renamed.get(ref, ref)),
+        kwargs=map_refs(node.kwargs, lambda ref: renamed.get(ref, ref)),
+    )
+
+
+def _users(flat: FlatGraph) -> dict[Ref, set[str]]:
+    """Layer paths that use each Ref ("" for uses outside of layers and for the loss)."""
+    found: dict[Ref, set[str]] = {flat.loss: {""}}
+    for node in flat.nodes:
+        for ref in refs_in((node.args, node.kwargs)):
+            found.setdefault(ref, set()).add(layer_path(node.module))
+    return found
+
+
+def _continues(run: list[_Segment], following: _Segment, users: dict[Ref, set[str]]) -> bool:
+    """Whether `following` is the next equal layer, wired to the last of `run` like that one to its predecessor."""
+    last = run[-1]
+    if following.prefix != last.prefix or following.index != last.index + 1 or following.key != last.key:
+        return False
+    if any(users.get(ref, set()) - {last.path, following.path} for ref in last.outputs):
+        return False
+    wiring = _wiring(last, following)
+    return wiring is not None and (len(run) == 1 or wiring == _wiring(run[-2], last))
+
+
+def _wiring(last: _Segment, following: _Segment) -> tuple[tuple[int, int], ...] | None:
+    """Pairs (input, output) carried from `last` to `following`; None unless every other input is shared."""
+    carried = []
+    for index, (before, now) in enumerate(zip(last.args, following.args, strict=True)):
+        if now in last.outputs:
+            carried.append((index, last.outputs.index(now)))
+        elif before != now:
+            return None
+    return tuple(carried) if carried else None
+
+
+def _layer_run(
+    run: list[_Segment],
+    flat: FlatGraph,
+    metas: dict[Ref, TensorMeta],
+    classes: dict[Any, LayerClass],
+    renamed: dict[Ref, Ref],
+    taken_names: set[str],
+) -> LayerRun:
+    first, second = run[0], run[1]
+    carried = _wiring(first, second) or ()
+    if first.key not in classes:
+        taken = {layer.name for layer in classes.values()} | {class_name(flat.classes[""])}
+        classes[first.key] = _layer_class(first, carried, flat, metas, taken)
+    args = tuple(renamed.get(ref, ref) for ref in first.args)
+    wish = "".join(char if f"_{char}".isidentifier() else "_" for char in first.prefix)
+    name, count = wish, 2
+    while name in taken_names:
+        name, count = f"{wish}_{count}", count + 1
+    return LayerRun(name, classes[first.key], tuple(s.path for s in run), args, carried)
+
+
+def _layer_class(
+    segment: _Segment,
+    carried: tuple[tuple[int, int], ...],
+    flat: FlatGraph,
+    metas: dict[Ref, TensorMeta],
+    taken: set[str],
+) -> LayerClass:
+    """Body with local names: formal inputs are called after their producers, carried ones `hidden`.
+
+    Torch's numbers (`cos_1`) are left out: they count calls of the whole model in the order of the trace, and a forward
+    that iterates over a set has another order in another process.
+    """
+    carried_inputs = {index for index, _ in carried}
+    own = {node.name for node in segment.nodes}
+    formal: dict[Ref, Ref] = {}
+    for index, ref in enumerate(segment.args):
+        wish = "hidden" if index in carried_inputs else _NUMBER.sub("", ref.node.rpartition(".")[2])
+        name, count = wish, 1
+        while name in own or Ref(name) in formal.values():
+            name, count = f"{wish}_{count}", count + 1
+        formal[ref] = Ref(name)
+    parameters = _layer_parameters(segment.path, segment.nodes, flat)
+
+    def local(ref: Ref) -> Ref:
+        if ref in formal:
+            return formal[ref]
+        relative = _relative(segment.path, ref, flat)
+        return Ref(relative) if relative is not None else ref
+
+    nodes = tuple(
+        replace(
+            node,
+            args=map_refs(node.args, local),
+            kwargs=map_refs(node.kwargs, local),
+            module=node.module.removeprefix(segment.path).removeprefix("."),
+        )
+        for node in segment.nodes
+    )
+    name = class_name(flat.classes.get(segment.path, "Layer"), taken)
+    inputs = tuple((formal[ref].node, metas[ref]) for ref in segment.args)
+    return LayerClass(name, inputs, parameters, nodes, segment.outputs)
+
+
+def _layer_parameters(path: str, nodes: tuple[Node, ...], flat: FlatGraph) -> tuple[Parameter, ...]:
+    used = {ref.node for node in nodes for ref in node.inputs}
+    return tuple(
+        replace(parameter, name=name.removeprefix(path + "."))
+        for name, parameter in flat.parameters.items()
+        if name.startswith(path + ".") and name in used and not parameter.aliases
+    )
+
+
+def _extend(
+    body: list[Node | LayerRun], flat: FlatGraph, cuts: tuple[Truncation, ...]
+) -> tuple[tuple[Node | LayerRun, ...], tuple[Parameter, ...]]:
+    """Runs of shortened lists get all their instances back, and the graph all its parameters."""
+    extended: list[Node | LayerRun] = []
+    for piece in body:
+        if isinstance(piece, LayerRun):
+            prefix, _, start = piece.instances[0].rpartition(".")
+            cut = next(
+                (c for c in cuts if c.path == prefix and c.first <= int(piece.instances[-1].rpartition(".")[2])), None
+            )
+            if cut:
+                paths = (f"{prefix}.{i}" for i in range(int(start), cut.num_blocks))
+                piece = replace(piece, instances=tuple(paths))
+        extended.append(piece)
+    runs = {p for piece in extended if isinstance(piece, LayerRun) for p in piece.instances}
+    for cut in cuts:
+        if f"{cut.path}.{cut.num_blocks - 1}" not in runs:
+            raise TraceError("blocks that look alike trace differently", values=cut.path)
+    return tuple(extended), _all_parameters(tuple(extended), flat, cuts)
+
+
+def _in_block(parameter: Parameter, own: str, other: str) -> Parameter | None:
+    """A block's parameter as another block has it; None for one that is tied to what lies elsewhere."""
+    if not all(alias.startswith(own) for alias in parameter.aliases):
+        return None
+    aliases = tuple(other + alias.removeprefix(own) for alias in parameter.aliases)
+    return replace(parameter, name=other + parameter.name.removeprefix(own), aliases=aliases)
+
+
+def _all_parameters(
+    body: tuple[Node | LayerRun, ...], flat: FlatGraph, cuts: tuple[Truncation, ...]
+) -> tuple[Parameter, ...]:
+    """Parameters of the traced model, used or not, and of the layers' instances that were cut from it."""
+    found = dict(flat.parameters)
+    for cut in cuts:
+        last = cut.first + KEPT_BLOCKS - 1
+        own = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{last}.")]
+        for parameter, index in itertools.product(own, range(last + 1, cut.num_blocks)):
+            moved = _in_block(parameter, f"{cut.path}.{last}.", f"{cut.path}.{index}.")
+            found |= {} if moved is None else {moved.name: moved}
+    for piece in body:
+        if isinstance(piece, LayerRun):
+            for path in piece.instances:
+                for parameter in piece.layer.parameters:
+                    full = f"{path}.{parameter.name}"
+                    found.setdefault(full, replace(parameter, name=full))
+    return tuple(found.values())

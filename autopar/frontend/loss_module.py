@@ -1,0 +1,58 @@
+"""Model and loss as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import TraceError
+from autopar.frontend.inputs import model_arguments, split_names
+
+
+class LossModule(nn.Module):
+    """Model and loss as one module that takes the batch by name and returns the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.names = names
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        model_names, loss_names = split_names(self.model, self.names, self.loss_fn)
+        positional, keyword = model_arguments(self.model, {name: batch[name] for name in model_names})
+        output = self.model(*positional, **keyword)
+        if self.loss_fn is None:
+            return _loss_of(output)
+        return _scalar(self.loss_fn(output, *(batch[name] for name in loss_names)), "loss_fn")
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)):
+        loss = next((item for item in output if isinstance(item, torch.Tensor) and item.dim() == 0), None)
+    if loss is None:
+        loss = output
+    return _scalar(loss, "the model")
+
+
+def _scalar(loss: Any, author: str) -> torch.Tensor:
+    """`loss` as a tensor of no dims. Raises TraceError unless it is one number that can be differentiated."""
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.numel() == 1:
+        return loss.reshape(())
+    what = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
+    raise TraceError(
+        f"{author} returns no scalar loss",
+        values=f"it returned {what}",
+        alternatives=[
+            "a floating-point tensor of one element, such as loss.mean()",
+            "labels in example_inputs so that the model computes its loss, or loss_fn=",
+        ],
+    )

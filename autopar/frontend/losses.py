@@ -1,0 +1,84 @@
+"""Losses whose mean divides by more than a number of rows, written as what they are: a sum over a sum.
+
+`nll_loss`, cross-entropy with class weights and cross-entropy over more than one position per row divide by the weights
+of the targets that count. As two sums they can be cut over ranks and over micro-batches, the divisor being known from
+the batch alone. Plain cross-entropy over [N, C] stays: the run time has one that takes the count from outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.frontend.fx_import import FlatGraph
+from autopar.ir.graph import Node, Ref, TensorMeta
+
+_MEAN, _SUM = 1, 2
+_NAMES = {
+    "aten.cross_entropy_loss.default": ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
+    "aten.nll_loss_nd.default": ("self", "target", "weight", "reduction", "ignore_index"),
+    "aten.nll_loss.default": ("self", "target", "weight", "reduction", "ignore_index"),
+    "aten.nll_loss2d.default": ("self", "target", "weight", "reduction", "ignore_index"),
+}
+
+
+def split_means(flat: FlatGraph) -> None:
+    """Every such mean becomes `sum / (sum of the weights of the targets)`, as torch defines it."""
+    if not any(node.op in _NAMES for node in flat.nodes):
+        return
+    metas = flat.metas()
+    taken = {ref.node for ref in metas}
+    nodes: list[Node] = []
+    for node in flat.nodes:
+        nodes += _Split(node, metas, taken).nodes() if node.op in _NAMES else [node]
+    flat.nodes = nodes
+
+
+class _Split:
+    """The calls in place of one loss."""
+
+    def __init__(self, node: Node, metas: dict[Ref, TensorMeta], taken: set[str]) -> None:
+        self.node, self.metas, self.taken = node, metas, taken
+        names = _NAMES[node.op]
+        defaults: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100}
+        self.arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        self.made: list[Node] = []
+
+    def nodes(self) -> list[Node]:
+        x, target, weight = (self.arguments[name] for name in ("self", "target", "weight"))
+        shape, targets = self.metas[x].shape, self.metas[target]
+        is_plain = "cross_entropy" in self.node.op and weight is None and len(shape) == 2
+        by_class = len(shape) > 1 and not targets.dtype.is_floating_point
+        if self.arguments["reduction"] != _MEAN or is_plain or not by_class:
+            return [self.node]
+        total = self.make("sum", self.node.op, *self.summed(), meta=self.node.meta)
+        count = self.weights_of_targets(target, targets, weight)
+        return [*self.made, replace(self.node, op="aten.div.Tensor", args=(total, count), kwargs=())]
+
+    def summed(self) -> tuple[Any, ...]:
+        """The loss' own arguments, for a sum."""
+        given = {**self.arguments, "reduction": _SUM}
+        return tuple(given[name] for name in _NAMES[self.node.op] if name in given)
+
+    def weights_of_targets(self, target: Ref, meta: TensorMeta, weight: Ref | None) -> Ref:
+        """The weights of all targets that are not ignored, added up; without weights, how many there are."""
+        mask = TensorMeta(meta.shape, torch.bool)
+        valid = self.make("valid", "aten.ne.Scalar", target, self.arguments["ignore_index"], meta=mask)
+        if weight is None:
+            return self.make("count", "aten.sum.default", valid, meta=TensorMeta((), torch.int64))
+        classes = self.make("classes", "aten.mul.Tensor", target, valid, meta=TensorMeta(meta.shape, meta.dtype))
+        own = self.metas[weight]
+        picked = TensorMeta(meta.shape, own.dtype, own.requires_grad)
+        weights = self.make("weights", "aten.index.Tensor", weight, (classes,), meta=picked)
+        kept = self.make("kept", "aten.mul.Tensor", weights, valid, meta=picked)
+        return self.make("weight", "aten.sum.default", kept, meta=TensorMeta((), own.dtype, own.requires_grad))
+
+    def make(self, word: str, op: str, *args: Any, meta: TensorMeta) -> Ref:
+        name, count = f"{self.node.name}_{word}", 2
+        while name in self.taken:
+            name, count = f"{self.node.name}_{word}_{count}", count + 1
+        self.taken.add(name)
+        self.made.append(Node(name, op, args, (), (meta,), self.node.module))
+        return Ref(name)

@@ -1,0 +1,154 @@
+"""The graph of another number of rows, from the one that was exported and two recorded forwards.
+
+An export costs a hundred times what a forward under `recorder.py` does, and a second one of the same model differs in
+numbers only: sizes that grow with the batch. Which numbers those are is read off two records. The record made with
+the exported number of rows must hold the exported operators, in their order, with their numbers and shapes, and wired
+in the same way; the record with the other number must be the same but for numbers and shapes, which are then put into
+the exported graph. Where either fails (an operator that depends on the batch, one that only an export sees) the answer
+is that a second export is needed.
+
+Differences between a record and an export of the same forward that mean nothing: assertions about metadata, which only
+the export has; detached copies (of what `arange` returns), which only the record has; trailing arguments that have
+their default value, which the record leaves out; and the name of the operator that takes a constant in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.frontend.fx_import import DROPPED_KWARGS, FlatGraph
+from autopar.frontend.recorder import Record, Source
+from autopar.frontend.simplify import drop_no_effect
+from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
+
+_LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}
+
+
+class UnlikeError(ValueError):
+    """The exported graph and the records do not tell what another number of rows gives."""
+
+
+def with_rows_of(flat: FlatGraph, exported: Record, other: Record, inputs: Mapping[str, Any]) -> FlatGraph:
+    """`flat` with the numbers of `other`.
+
+    flat: as imported, not simplified. exported: a record of the same forward on the same shapes. other: one on the
+    shapes of `inputs` (the batch by name). Raises UnlikeError where a second export is needed.
+    """
+    if not _alike(exported.outside, other.outside):
+        raise UnlikeError("another number of rows calls other operators")
+    plain = flat.copy()
+    drop_no_effect(plain)
+    places = _Places(plain, exported).find()
+    plain.nodes = [_renumbered(n, other.outside[i]) for n, i in zip(plain.nodes, places, strict=True)]
+    plain.inputs = {name: replace(meta, shape=tuple(inputs[name].shape)) for name, meta in flat.inputs.items()}
+    return plain
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Whether two records, or parts of them, differ in numbers and shapes only."""
+    if isinstance(one, Source) or isinstance(two, Source):
+        return type(one) is type(two) and bool(one == two)
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(two) and len(one) == len(two) and all(map(_alike, one, two))
+    is_number = isinstance(one, (int, float)) and not isinstance(one, bool)
+    return type(one) is type(two) and (is_number or bool(one == two))
+
+
+class _Places:
+    """Finds the record's entry of each exported node."""
+
+    def __init__(self, flat: FlatGraph, record: Record) -> None:
+        self.flat = flat
+        self.entries = record.outside
+        self.sources: dict[Ref, Any] = {Ref(name): ("tensor", name) for name in flat.parameters}
+        self.sources |= {Ref(name): ("input", name) for name in flat.inputs}
+        for name in flat.constants:  # bound where they are first used
+            del self.sources[Ref(name)]
+        self.undetached: dict[Any, Any] = {}  # result of a `detach` that the export left out -> what it was taken of
+
+    def find(self) -> list[int]:
+        """Raises UnlikeError unless every node has one, in order."""
+        found: list[int] = []
+        place = 0
+        for node in self.flat.nodes:
+            while not self.matches(node, place):
+                self.skip(place)
+                place += 1
+            for index, (_, _, *itself) in enumerate(self.entries[place][2:]):
+                origin = self.origin(itself[0]) if itself else ("result", place + 1, index)
+                self.sources[Ref(node.name, index)] = origin
+            found.append(place)
+            place += 1
+        for rest in range(place, len(self.entries) - 1):
+            self.skip(rest)
+        if not self.same(self.flat.loss, self.entries[-1][1]):
+            raise UnlikeError("the loss is another tensor")
+        return found
+
+    def skip(self, place: int) -> None:
+        """Entry `place` was not exported: a `detach`, a change of grad mode, or what nothing uses."""
+        if place >= len(self.entries) - 1:
+            raise UnlikeError("an exported operator is not recorded")
+        func, *rest = self.entries[place]
+        if str(func) == "aten.detach.default":
+            ((source,), _), *_ = rest
+            self.undetached["result", place + 1, 0] = self.origin(source)
+
+    def matches(self, node: Node, place: int) -> bool:
+        if place >= len(self.entries) - 1:
+            return False
+        func, *rest = self.entries[place]
+        name = str(func)
+        if _LIFTED.get(name, name) != node.op:
+            return False
+        (args, kwargs), *results = rest
+        named = tuple((key, value) for key, value in kwargs if key not in DROPPED_KWARGS)
+        have, want = [(shape, dtype) for shape, dtype, *_ in results], [(m.shape, m.dtype) for m in node.outputs]
+        if len(node.args) < len(args) or any(refs_in(node.args[len(args) :])):
+            return False
+        return have == want and self.same((node.args[: len(args)], node.kwargs), (args, named))
+
+    def same(self, exported: Any, recorded: Any) -> bool:
+        if isinstance(exported, Ref):
+            if not isinstance(recorded, Source):
+                return False
+            origin = self.origin(recorded)
+            if exported.node in self.flat.constants and origin[0] == "constant":
+                return bool(self.sources.setdefault(exported, origin) == origin)
+            return bool(self.sources.get(exported) == origin)
+        if isinstance(exported, tuple):
+            is_alike = isinstance(recorded, tuple) and len(exported) == len(recorded)
+            return is_alike and all(map(self.same, exported, recorded))
+        return type(exported) is type(recorded) and bool(exported == recorded)
+
+    def origin(self, source: Source) -> Any:
+        """The name of a source without a run that is watched, where every source is outside: ("outside", name)."""
+        name = source[1]
+        return self.undetached.get(name, name)
+
+
+def _renumbered(node: Node, entry: list[Any]) -> Node:
+    """`node` with the numbers and shapes of a record's entry."""
+    _, (args, kwargs), *results = entry
+    named = tuple((key, value) for key, value in kwargs if key not in DROPPED_KWARGS)
+    outputs = tuple(
+        TensorMeta(shape, dtype, meta.requires_grad)
+        for (shape, dtype, *_), meta in zip(results, node.outputs, strict=True)
+    )
+    defaults = node.args[len(args) :]
+    return replace(
+        node,
+        args=_numbers(node.args[: len(args)], args) + defaults,
+        kwargs=_numbers(node.kwargs, named),
+        outputs=outputs,
+    )
+
+
+def _numbers(exported: Any, recorded: Any) -> Any:
+    if isinstance(exported, Ref):
+        return exported
+    if isinstance(exported, tuple):
+        return tuple(map(_numbers, exported, recorded))
+    return recorded

@@ -1,0 +1,183 @@
+"""One graph for every batch size: sizes are affine in the number of rows, so two traces give all others.
+
+Between two graphs of the same model traced with different numbers of rows, every integer either is equal or grows
+linearly (a shape [B, S, H], a view to B*S). A number that arithmetic is done with has to be proportional to the rows (a
+mean's divisor B*S), which B*B or B*S - 1 are not: two sizes would not tell what they are. Anything else that differs
+(another operator, 1 / B) means that the model is not of that kind, and it is traced anew for each size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, base_name, map_refs
+
+LEAST_ROWS = 2
+"""A batch of one row is traced as it is: sizes of one may be left out or broadcast."""
+
+ARITHMETIC = (
+    *("add", "addcdiv", "addcmul", "div", "mul", "pow", "remainder", "rsub", "sub"),
+    *("eq", "floor_divide", "fmod", "ge", "gt", "le", "lt", "ne", "true_divide"),
+    *("clamp", "clamp_max", "clamp_min", "fill", "full", "full_like", "masked_fill", "new_full", "scalar_tensor"),
+    "where",
+)
+"""Operators that compute with the numbers among their arguments."""
+
+
+class NotAffineError(ValueError):
+    """Two traces differ in more than sizes that grow with the batch."""
+
+
+class BatchedTrace:
+    """`trace(rows) -> Graph`, traced at most twice where the graph is affine in the rows.
+
+    Further sizes are computed from those two; a batch of less than LEAST_ROWS, and any size of a model that is not
+    affine, is traced. `estimate` computes the first of these too, with the calls that larger batches have: good enough
+    for a price, not for a program.
+    """
+
+    def __init__(self, trace: Callable[[int], Graph]) -> None:
+        self._trace = trace
+        self._known: dict[int, Graph] = {}
+        self._estimates: dict[int, Graph] = {}
+        self._traced: list[int] = []
+        self._is_affine = True
+
+    def __call__(self, rows: int) -> Graph:
+        if rows not in self._known:
+            self._known[rows] = self._make(rows)
+        return self._known[rows]
+
+    def whole_batch_reason(self, count: int) -> str | None:
+        """Why the batch cannot be cut into `count` micro-batches; None where it can, or where nobody has looked."""
+        return None
+
+    def estimate(self, rows: int) -> Graph:
+        """The graph at any number of rows as if it were affine; where nothing but one row was ever asked for, traced.
+
+        It does not depend on what else was traced in between.
+        """
+        if rows >= LEAST_ROWS:
+            return BatchedTrace.__call__(self, rows)
+        if rows not in self._estimates:
+            try:
+                self._estimates[rows] = self._between(rows)
+            except NotAffineError:
+                self._estimates[rows] = BatchedTrace.__call__(self, rows)
+        return self._estimates[rows]
+
+    def _between(self, rows: int) -> Graph:
+        for more in (LEAST_ROWS, 2 * LEAST_ROWS):
+            if len(self._traced) == 1 and more not in self._known:
+                BatchedTrace.__call__(self, more)
+        if len(self._traced) < 2:
+            raise NotAffineError(f"{len(self._traced)} sizes were traced")
+        low, high = sorted(self._traced)
+        graph: Graph = at_rows(self._known[low], low, self._known[high], high, rows)
+        return graph
+
+    def _make(self, rows: int) -> Graph:
+        if len(self._traced) == 2 and self._is_affine and rows >= LEAST_ROWS:
+            try:
+                return self._between(rows)
+            except NotAffineError:
+                self._is_affine = False
+        graph = self._trace(rows)
+        if rows >= LEAST_ROWS and len(self._traced) < 2:
+            self._traced.append(rows)
+        return graph
+
+
+def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> Any:
+    """The structure between (or beyond) `low`, traced with `low_rows`, and `high`. Raises NotAffineError."""
+    if low is high or (type(low) is type(high) and low == high):
+        return low
+    if type(low) is not type(high):
+        raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
+    if isinstance(low, Node):
+        _check_numbers(low, low_rows, high, high_rows)
+    if dataclasses.is_dataclass(low) and not isinstance(low, type):
+        values = {
+            f.name: at_rows(getattr(low, f.name), low_rows, getattr(high, f.name), high_rows, rows)
+            for f in dataclasses.fields(low)
+            if f.init
+        }
+        return type(low)(**values)
+    if isinstance(low, tuple) and len(low) == len(high):
+        return tuple(at_rows(a, low_rows, b, high_rows, rows) for a, b in zip(low, high, strict=True))
+    if isinstance(low, int) and not isinstance(low, bool):
+        grown, remainder = divmod((high - low) * (rows - low_rows), high_rows - low_rows)
+        if not remainder:
+            return low + grown
+    if isinstance(low, float) and low * high_rows == high * low_rows:
+        return low / low_rows * rows
+    raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
+
+
+def _check_numbers(low: Node, low_rows: int, high: Node, high_rows: int) -> None:
+    """Raises NotAffineError for a number in arithmetic that differs and is not proportional to the rows."""
+    if base_name(low.op) not in ARITHMETIC:
+        return
+    ones, others = (*low.args, *dict(low.kwargs).values()), (*high.args, *dict(high.kwargs).values())
+    for one, other in zip(ones, others, strict=False):
+        are_numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+        if are_numbers and one != other and one * high_rows != other * low_rows:
+            raise NotAffineError(f"{low.name} has {one} with {low_rows} rows, {other} with {high_rows}")
+
+
+def shapes_hold(graph: Graph) -> bool:
+    """Whether every call makes the shapes that the graph says: at one row, `squeeze` would not."""
+    metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
+    seen: set[str] = set()
+    for piece in graph.body:
+        if isinstance(piece, Node):
+            if not _makes_its_shapes(piece, metas):
+                return False
+        elif piece.layer.name not in seen:
+            seen.add(piece.layer.name)
+            if not _layer_holds(piece):
+                return False
+        metas |= {Ref(piece.name, index): meta for index, meta in enumerate(piece.outputs)}
+    return True
+
+
+def _layer_holds(run: LayerRun) -> bool:
+    metas = {Ref(name): meta for name, meta in run.layer.inputs} | {Ref(p.name): p.meta for p in run.layer.parameters}
+    for node in run.layer.nodes:
+        if not _makes_its_shapes(node, metas):
+            return False
+        metas |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
+    return True
+
+
+def _makes_its_shapes(node: Node, metas: dict[Ref, TensorMeta]) -> bool:
+    """Found by calling it on tensors without memory; what is made from sizes alone has them."""
+    if not node.inputs:
+        return True
+
+    def empty(ref: Ref) -> torch.Tensor:
+        return torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta")
+
+    overload: Any = torch.ops
+    for part in node.op.split("."):
+        overload = getattr(overload, part)
+    keywords = {name: _on_meta(map_refs(value, empty)) for name, value in node.kwargs}
+    try:
+        made = overload(*(_on_meta(map_refs(value, empty)) for value in node.args), **keywords)
+    # Shapes that do not fit, a row that is not there, an operator that cannot do without memory, statistics of a single
+    # value (batch norm): torch raises many kinds.
+    except Exception:
+        return False
+    tensors = [x for x in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(x, torch.Tensor)]
+    return [tuple(x.shape) for x in tensors] == [meta.shape for meta in node.outputs]
+
+
+def _on_meta(value: Any) -> Any:
+    """Tuples as lists, which operators want, and every device as the one without memory."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return [_on_meta(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,275 @@
+"""Whether forward does the same each time it is called: a graph is one forward, and a program repeats it.
+
+Forward runs twice on fake tensors (nothing is computed) and is written down, operator by operator. Refused are: Python
+state that it changes (counters, lists, globals), buffers and parameters that it replaces, Python's and numpy's random
+numbers, hooks that only look on (a trace cannot see what they do), and records that differ, as they do where one
+forward reads what the one before has left. What forward computes once and keeps, as tables of positions, is allowed
+as long as it depends on constants alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.frontend.admission import where
+from autopar.frontend.recorder import Record, Source
+
+State = dict[tuple[str, str], Any]
+"""(module path or function, attribute) -> what it holds, comparable."""
+
+_PLAIN = (bool, int, float, str, bytes, complex, type(None))
+_INTERNAL = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_LIBRARIES = frozenset({"torch", "autopar", "transformers", "numpy", "contextlib", "functools", "warnings", "logging"})
+_MANY = 100  # items: longer lists hold data, not functions
+_TRUSTED = "torch."
+"""Hooks of torch's own (weight norm) change what forward computes; that is traced."""
+
+
+def check_repeats(model: nn.Module, functions: tuple[Any, ...], run: Callable[[nn.Module], Record]) -> None:
+    """Raises TraceError, naming the module and the attribute. Says nothing of a forward that cannot run so.
+
+    model: a copy that may be used up, with fake parameters. functions: what runs besides forward, such as the loss.
+    run: one forward of it, recorded.
+    """
+    silent = _watch_hooks(model)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    with _own_random_state() as drawn:
+        held = _tensors(model)
+        try:
+            first = run(model)
+        except TraceError:
+            raise
+        except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
+            return
+        once, kept = _state(model, functions), _tensors(model)
+        _refuse_replaced(held, kept, names)
+        second = run(model)
+        twice, kept_on = _state(model, functions), _tensors(model)
+        generator = drawn()
+    if generator:
+        raise TraceError(
+            "forward draws random numbers in Python, which a trace takes for constants",
+            values=f"the state of {generator} changes",
+            alternatives="dropout, or random tensors as inputs of the batch",
+        )
+    if silent:
+        raise TraceError(
+            "a forward hook returns nothing, so the generated program would not run it",
+            values=", ".join(silent),
+            alternatives=["remove it before compiling", "return the output that it is to have (a new tensor)"],
+        )
+    _refuse_state(once, twice)
+    stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
+    if stays:
+        _refuse_kept(stays, kept, first)
+        first, second = second, run(model)
+    if not _alike(first.outside, second.outside):
+        raise TraceError(
+            "forward computes something else when it is called again",
+            values=_difference(first, second),
+            alternatives="a forward that depends on its inputs, parameters and buffers alone",
+        )
+
+
+# --- what may have changed --------------------------------------------------------------------------------------------
+
+
+def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
+    """Plain values that modules and the globals of their functions hold, containers one level deep."""
+    found: State = {}
+    called: list[Any] = [*functions]
+    for path, module in model.named_modules():
+        called.append(type(module).forward)
+        for name, value in vars(module).items():
+            if name not in _INTERNAL:
+                found[where(path), name] = _comparable(value)
+                called.append(value)
+    seen: set[int] = set()
+    while called:
+        function = called.pop()
+        called += function if isinstance(function, (list, tuple)) and len(function) < _MANY else ()
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and id(function) not in seen and not _is_library(function):
+            seen.add(id(function))
+            used = _used(function)
+            called += used.values()
+            place = f"{function.__module__}.{function.__qualname__}"
+            found |= {(place, name): _comparable(value) for name, value in used.items()}
+    return found
+
+
+def _is_library(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] in _LIBRARIES
+
+
+def _used(function: types.FunctionType) -> dict[str, Any]:
+    """Globals and enclosing variables that a function names."""
+    used = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that holds nothing yet
+            used[name] = cell.cell_contents
+    return used
+
+
+def _comparable(value: Any, depth: int = 1) -> Any:
+    """`value` if it is plain; containers by their items; all else by its type."""
+    if isinstance(value, _PLAIN):
+        return (type(value), repr(value))
+    if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        return (type(value), tuple(_comparable(item, depth - 1) for item in value) if depth >= 0 else len(value))
+    if isinstance(value, Mapping) and depth >= 0:
+        return (type(value), tuple((repr(key), _comparable(item, depth - 1)) for key, item in value.items()))
+    return type(value)
+
+
+def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Tensors that modules hold, in attributes, in lists and in dicts."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for path, module in model.named_modules():
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in held.items():
+            items: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, (list, tuple)):
+                items = enumerate(value)
+            elif isinstance(value, Mapping) and not name.startswith("_"):
+                items = value.items()
+            found |= {(path, f"{name}[{key!r}]"): item for key, item in items if isinstance(item, Tensor)}
+            if isinstance(value, Tensor):
+                found[path, name] = value
+    return found
+
+
+def _refuse_replaced(held: Mapping[Any, Tensor], kept: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
+    """Registered tensors must stay the tensors that they are."""
+    for place, tensor in held.items():
+        name = names.get(id(tensor))
+        if name is not None and kept.get(place) is not tensor:
+            raise TraceError(
+                "forward replaces a buffer or parameter by another tensor, which the program would not keep",
+                values=name,
+                alternatives=[
+                    "a counter that is changed in place (self.count += 1), which is kept",
+                    "return the value and assign it in the training loop",
+                ],
+            )
+
+
+def _refuse_state(once: State, twice: State) -> None:
+    for (path, name), value in twice.items():
+        if once.get((path, name)) != value:
+            raise TraceError(
+                "forward changes Python state, which the generated program would not",
+                values=f"{name} of {path}",
+                alternatives=[
+                    "change it in the training loop",
+                    "for a counter, a buffer that is changed in place (self.count += 1), which is kept",
+                ],
+            )
+
+
+def _refuse_kept(places: set[tuple[str, str]], kept: Mapping[Any, Tensor], record: Record) -> None:
+    """What stays from the first forward must not come from its batch or from parameters."""
+    for place in sorted(places):
+        if not _is_constant(kept[place], record):
+            path, name = place
+            raise TraceError(
+                "forward keeps a tensor of its first batch and uses it later",
+                values=f"{name} of {where(path)}",
+                alternatives="compute it in every forward, or in the constructor as a buffer",
+            )
+
+
+def _is_constant(tensor: Tensor, record: Record) -> bool:
+    """Whether a record's tensor is computed from constants alone."""
+    waiting = [record.name_of(tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        name = waiting.pop()
+        if name is None or name[0] in ("input", "tensor"):
+            return name is None
+        if name[0] == "result" and name not in seen:
+            seen.add(name)
+            waiting += [source[1] for source in _sources(record.outside[name[1] - 1][1])]
+    return True
+
+
+def _sources(value: Any) -> Iterator[Source]:
+    if isinstance(value, Source):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _sources(item)
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Whether two values are equal; nan equals itself, and what cannot be compared is told by its type."""
+    if isinstance(one, (tuple, list)) and type(one) is type(two):
+        return len(one) == len(two) and all(map(_alike, one, two))
+    try:
+        return bool(one == two) or (isinstance(one, float) and isinstance(two, float) and one != one and two != two)
+    except NotImplementedError:
+        return type(one) is type(two)
+
+
+def _difference(first: Record, second: Record) -> str:
+    pairs = zip(first.outside, second.outside, strict=False)
+    entry = next((b for a, b in pairs if not _alike(a, b)), None)
+    number = f"{len(first.outside)} and then {len(second.outside)} operators"
+    return number if entry is None else f"{entry[0]} takes other operands ({number})"
+
+
+# --- hooks and generators ---------------------------------------------------------------------------------------------
+
+
+def _watch_hooks(model: nn.Module) -> list[str]:
+    """Wraps the forward hooks of `model`; the list fills with those that returned nothing."""
+    silent: list[str] = []
+
+    def watched(hook: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            if result is None and label not in silent:
+                silent.append(label)
+            return result
+
+        return call
+
+    for path, module in model.named_modules():
+        for table in _HOOKS:
+            hooks = getattr(module, table)
+            for key, hook in list(hooks.items()):
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not home.startswith(_TRUSTED) and not type(hook).__module__.startswith(_TRUSTED):
+                    name = getattr(hook, "__qualname__", type(hook).__name__)
+                    hooks[key] = watched(hook, f"{name} on {where(path)}")
+    return silent
+
+
+@contextlib.contextmanager
+def _own_random_state() -> Iterator[Callable[[], str]]:
+    """Generators are left as they were; the yielded function names one that was drawn from."""
+    python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def drawn() -> str:
+        if random.getstate() != python:
+            return "random"
+        now = np.random.get_state()
+        same = all(np.array_equal(a, b) for a, b in zip(numpys, now, strict=True))
+        return "" if same else "numpy.random"
+
+    try:
+        yield drawn
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)

@@ -1,0 +1,259 @@
+"""Passes over the flat graph that leave its numbers unchanged: each removes or rewrites what a trace left behind.
+
+Order matters and is `simplify`'s body. Every pass takes the FlatGraph and changes it in place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.errors import TraceError
+from autopar.frontend.effects import refuse_effects, refuse_untrained
+from autopar.frontend.functional import functionalise
+from autopar.frontend.fx_import import FlatGraph
+from autopar.frontend.gradients import settle_gradients
+from autopar.frontend.losses import split_means
+from autopar.ir.graph import Node, Ref, map_refs
+
+FOLD_LIMIT_ELEMENTS = 1 << 26
+_SDPA = "aten.scaled_dot_product_attention.default"
+_NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
+_IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
+_RANDOM = (
+    "aten.dropout.default",
+    "aten.rand.default",
+    "aten.randn.default",
+    "aten.bernoulli.p",
+    "aten.native_dropout.default",
+)
+
+
+def simplify(flat: FlatGraph) -> FlatGraph:
+    """All passes, then removal of what nothing uses."""
+    drop_no_effect(flat)
+    functionalise(flat)
+    drop_identities(flat)
+    eliminate_dead(flat)
+    refuse_effects(flat)
+    refuse_untrained(flat)
+    settle_gradients(flat)
+    eliminate_dead(flat)
+    split_means(flat)
+    constants = evaluate_constants(flat)
+    fold_iota_index(flat, constants)
+    fold_causal_masks(flat, constants)
+    unpack_attention_defaults(flat)
+    eliminate_dead(flat)
+    write_out_constants(flat)
+    return flat
+
+
+def substitute(flat: FlatGraph, renamed: dict[Ref, Ref]) -> None:
+    """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
+
+    def target(ref: Ref) -> Ref:
+        while ref in renamed:
+            ref = renamed[ref]
+        return ref
+
+    flat.nodes = [replace(n, args=map_refs(n.args, target), kwargs=map_refs(n.kwargs, target)) for n in flat.nodes]
+    flat.loss = target(flat.loss)
+
+
+def drop_no_effect(flat: FlatGraph) -> None:
+    """Assertions about metadata."""
+    flat.nodes = [node for node in flat.nodes if node.op not in _NO_EFFECT]
+
+
+def drop_identities(flat: FlatGraph) -> None:
+    """Calls that return their tensors unchanged."""
+    metas = flat.metas()
+    renamed: dict[Ref, Ref] = {}
+    for node in flat.nodes:
+        if node.op == "aten.broadcast_tensors.default":
+            if all(metas[ref].shape == meta.shape for ref, meta in zip(node.inputs, node.outputs, strict=True)):
+                renamed |= {Ref(node.name, i): ref for i, ref in enumerate(node.inputs)}
+        elif node.args and isinstance(node.args[0], Ref) and _is_identity(node, metas):
+            renamed[Ref(node.name)] = node.args[0]
+    flat.nodes = [n for n in flat.nodes if Ref(n.name) not in renamed]
+    substitute(flat, renamed)
+
+
+def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
+    if len(node.outputs) != 1:
+        return False
+    source, result = metas[node.args[0]], node.meta
+    same = bool(source.shape == result.shape and source.dtype == result.dtype)
+    name = node.op.split(".")[1]
+    if node.op in _IDENTITY:
+        return True
+    if name in ("to", "expand", "view", "reshape", "flatten", "type_as", "_to_copy"):
+        return same
+    if name == "detach":
+        return not bool(source.requires_grad)
+    if name == "dropout":
+        return node.args[1] == 0.0 or not node.args[2]
+    if name in ("add", "sub") and len(node.args) == 2:
+        return same and isinstance(node.args[1], int) and node.args[1] == 0
+    if name in ("mul", "div") and len(node.args) == 2:
+        return same and isinstance(node.args[1], (int, float)) and node.args[1] == 1
+    if name == "slice" and same:
+        return True
+    return name == "clone" and not source.requires_grad
+
+
+def eliminate_dead(flat: FlatGraph) -> None:
+    """Keep what the loss needs."""
+    live = {flat.loss.node}
+    kept: list[Node] = []
+    for node in reversed(flat.nodes):
+        if node.name in live:
+            kept.append(node)
+            live |= {ref.node for ref in node.inputs}
+    flat.nodes = kept[::-1]
+
+
+def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
+    """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
+    values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
+    for node in flat.nodes:
+        foldable = all(ref in values for ref in node.inputs) and node.op not in _RANDOM
+        if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
+            continue
+        args = map_refs(node.args, values.__getitem__)
+        kwargs = {name: map_refs(value, values.__getitem__) for name, value in node.kwargs}
+        result = call_op(node.op, args, kwargs)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        values |= {Ref(node.name, index): value for index, value in enumerate(results)}
+    return values
+
+
+def write_out_constants(flat: FlatGraph) -> None:
+    """Constant tensors of the trace become `full` calls, equal ones a single one.
+
+    Raises TraceError for one that holds different values: a generated program keeps parameters and buffers only.
+    """
+    used = {ref.node for node in flat.nodes for ref in node.inputs}
+    made: dict[Any, Ref] = {}
+    renamed: dict[Ref, Ref] = {}
+    nodes: list[Node] = []
+    for name, value in flat.constants.items():
+        meta = flat.parameters.pop(name).meta
+        if name not in used:
+            continue
+        if not bool((value == value.reshape(-1)[:1]).all()):
+            raise TraceError(
+                "forward uses a tensor that is neither a parameter nor a buffer",
+                values=f"{name} of shape {tuple(value.shape)}",
+                alternatives="self.register_buffer(name, tensor, persistent=False) in the module's constructor",
+            )
+        number = value.reshape(-1)[0].item() if value.numel() else 0
+        key = (type(number), number, meta)
+        if key not in made:
+            made[key] = Ref(f"constant_{len(made)}")
+            nodes.append(
+                Node(made[key].node, "aten.full.default", (meta.shape, number), (("dtype", meta.dtype),), (meta,))
+            )
+        renamed[Ref(name)] = made[key]
+    flat.nodes = [*nodes, *flat.nodes]
+    substitute(flat, renamed)
+
+
+def call_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the overload called `op`. Creation ops land on the CPU."""
+    overload: Any = torch.ops
+    for part in op.split("."):
+        overload = getattr(overload, part)
+    return overload(*_lists(args), **kwargs)
+
+
+def _lists(value: Any) -> Any:
+    """Tuples inside arguments as lists, as overload schemas want them."""
+    return [(_lists(list(v)) if isinstance(v, (tuple, list)) else v) for v in value]
+
+
+def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
+    """Attention whose mask is a known causal (or all-true) mask: drop the mask, set `is_causal`."""
+    for position, node in enumerate(flat.nodes):
+        if node.op != _SDPA:
+            continue
+        mask = node.args[3] if len(node.args) > 3 else dict(node.kwargs).get("attn_mask")
+        if not isinstance(mask, Ref) or mask not in constants:
+            continue
+        kind = _mask_kind(constants[mask])
+        if kind is None:
+            continue
+        arguments = attention_arguments(node)
+        arguments |= {"attn_mask": None, "is_causal": kind == "causal"}
+        flat.nodes[position] = _attention_node(node, arguments)
+
+
+def _mask_kind(mask: torch.Tensor) -> str | None:
+    """ "causal", "full" (nothing masked) or None. Float masks count -inf and the dtype's minimum as masked."""
+    rows = mask.reshape(-1, *mask.shape[-2:])
+    if mask.dtype != torch.bool:
+        if ((rows != 0) & (rows > torch.finfo(mask.dtype).min / 2)).any():
+            return None
+        rows = rows == 0
+    if bool(rows.all()):
+        return "full"
+    causal = torch.ones(rows.shape[-2:], dtype=torch.bool).tril()
+    return "causal" if rows.shape[-1] == rows.shape[-2] and bool((rows == causal).all()) else None
+
+
+def attention_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of scaled_dot_product_attention by name, defaults filled in."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    rest = (("scale", arguments["scale"]), ("enable_gqa", arguments["enable_gqa"]))
+    return replace(node, args=tuple(arguments[name] for name in names), kwargs=rest)
+
+
+def unpack_attention_defaults(flat: FlatGraph) -> None:
+    """Give every attention call all its arguments, so that rules and emission see one form."""
+    flat.nodes = [_attention_node(n, attention_arguments(n)) if n.op == _SDPA else n for n in flat.nodes]
+
+
+def fold_iota_index(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
+    """`x[arange(B)[:, None], arange(S)[None, :]]` -> a view of x.
+
+    An index that counts through a whole dim selects everything; written as an index it would hold global row numbers,
+    which a shard of x does not have.
+    """
+    metas = flat.metas()
+    for position, node in enumerate(flat.nodes):
+        if node.op != "aten.index.Tensor":
+            continue
+        source, indices = node.args
+        if not all(isinstance(i, Ref) and i in constants for i in indices) or len(indices) != len(metas[source].shape):
+            continue
+        dims = [
+            _iota_dim(constants[i], len(node.meta.shape), size)
+            for i, size in zip(indices, metas[source].shape, strict=True)
+        ]
+        shape = [1] * len(node.meta.shape)
+        for dim, size in zip(dims, metas[source].shape, strict=True):
+            if dim is not None:
+                shape[dim] = size
+        in_order = None not in dims and dims == sorted(d for d in dims if d is not None) and len(set(dims)) == len(dims)
+        if in_order and tuple(shape) == node.meta.shape:
+            flat.nodes[position] = replace(node, op="aten.view.default", args=(source, tuple(shape)))
+
+
+def _iota_dim(index: torch.Tensor, rank: int, size: int) -> int | None:
+    """The output dim along which `index` counts 0 .. size-1, or None."""
+    long_dims = [d for d, n in enumerate(index.shape) if n > 1]
+    is_iota = index.numel() == size and math.prod(index.shape) == size and len(long_dims) <= 1
+    if not is_iota or not torch.equal(index.reshape(-1).long(), torch.arange(size)):
+        return None
+    dim = long_dims[0] if long_dims else 0
+    return rank - index.dim() + dim

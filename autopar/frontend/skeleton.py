@@ -1,0 +1,76 @@
+"""The model without memory: a deep copy of fake tensors, which is traced in its place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.errors import ModelError
+from autopar.frontend import fakes
+from autopar.frontend.admission import where
+from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
+
+
+def skeleton_of(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    param_dtype: torch.dtype | None = None,
+    cuts: tuple[Truncation, ...] = (),
+) -> nn.Module:
+    """A deep copy of `model`, `in_training`, with every parameter and buffer fake; ties are kept.
+
+    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device. cuts: runs
+    that will be shortened: what is deleted then is not copied.
+    """
+    dropped, kept = dropped_blocks(model, cuts)
+    memo: dict[int, Any] = {id(block): Dropped() for block in dropped}
+    for parameter in (p for module in kept for p in module._parameters.values() if p is not None):
+        if id(parameter) not in memo:
+            dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+            memo[id(parameter)] = fakes.parameter(fake, parameter, dtype)
+    for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
+        if id(buffer) not in memo:
+            memo[id(buffer)] = fakes.empty(fake, tuple(buffer.shape), buffer.dtype)
+    skeleton = _copied(model, memo)
+    config = getattr(skeleton, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = False
+    # Not by the copy's: what stands for a dropped block has a mode of its own.
+    return skeleton if _is_in_training(model) else skeleton.train()
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are on purpose."""
+    return model if _is_in_training(model) else model.train()
+
+
+def _is_in_training(model: nn.Module) -> bool:
+    return any(module.training for module in model.modules())
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy. Raises ModelError that names the attribute which has none."""
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever an attribute's class raises
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception as cause:
+                    if name in ("_modules", "_parameters", "_buffers"):
+                        continue
+                    raise ModelError(
+                        "the model cannot be copied, which tracing does so that the model itself stays as it is",
+                        values=f"{name} of {where(path)}, a {type(value).__name__}: {str(cause).splitlines()[0]}",
+                        alternatives=[
+                            "keep it out of the module, or give its class __deepcopy__ (locks, files, modules)",
+                            "for tensors computed from parameters: torch.nn.utils.parametrizations in place of "
+                            "torch.nn.utils.weight_norm, or prune.remove",
+                        ],
+                    ) from error
+        raise ModelError("the model cannot be copied", values=f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,176 @@
+"""Model -> Graph: torch.export on a skeleton of the model, then simplification and layer folding.
+
+The skeleton is a deep copy whose parameters and buffers are fake (shapes without memory) on the CPU, so that tracing
+needs neither the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced
+depth and extended (`depth.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.errors import TraceError
+from autopar.frontend import fakes
+from autopar.frontend.admission import check_model
+from autopar.frontend.depth import Truncation, equal_runs, shorten
+from autopar.frontend.depth_check import verified
+from autopar.frontend.export import export, forward_and_loss
+from autopar.frontend.fakes import Results
+from autopar.frontend.fx_import import FlatGraph, import_program
+from autopar.frontend.inputs import Batch, common_batch, fake_input, has_rows, name_inputs
+from autopar.frontend.layers import fold_layers
+from autopar.frontend.loss_module import LossModule
+from autopar.frontend.other_rows import with_rows_of
+from autopar.frontend.rebatch import LEAST_ROWS
+from autopar.frontend.recorder import Record, record
+from autopar.frontend.repeats import check_repeats
+from autopar.frontend.simplify import simplify
+from autopar.frontend.skeleton import skeleton_of
+from autopar.ir.graph import Graph, Input
+
+
+class Cuts(tuple[Truncation, ...]):
+    """Runs of equal blocks that may be shortened, and what the first trace with them leaves for those of other sizes.
+
+    One object belongs to one model, batch and loss_fn, and is handed to traces of these only.
+    """
+
+    first: _First | None = None
+    is_repeatable: bool = False  # forward was seen to do the same each time
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """What `torch.export` made of the model at one number of rows, before anything was simplified."""
+
+    flat: FlatGraph
+    batch: dict[str, Any]
+    param_dtype: torch.dtype | None
+
+
+@fakes.probing()
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Batch,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    batch_size: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    cuts: tuple[Truncation, ...] | None = None,
+) -> Graph:
+    """Trace `model` (and `loss_fn`) up to the scalar loss, in training mode.
+
+    example_inputs: what the model takes, plus what `loss_fn(output, ...)` takes after the output. Only shapes and
+    dtypes of tensors matter. batch_size: rows of dim 0 to trace at, the example's own by default. param_dtype: cast
+    parameters and floating inputs first (bf16 training). cuts: runs of equal blocks to shorten, by default all that
+    may be (`find_cuts`); () traces the whole model.
+    Raises TraceError with torch's reason and the user's line.
+    """
+    check_model(model, param_dtype)
+    batch = name_inputs(model, example_inputs, loss_fn)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    rows = common_batch(tensors)
+    fake = fakes.mode()
+    fake_batch = {name: fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
+    if cuts is None:
+        skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
+        cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake)
+    try:
+        flat = _flat_graph(model, loss_fn, fake_batch, fake, param_dtype, cuts)
+        graph = _to_graph(flat, fake_batch, rows, batch_size, cuts)
+    except (TraceError, IndexError):
+        if not cuts:
+            raise
+        graph = None
+    if graph is None:  # the model counts its blocks itself: trace all of them
+        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=())
+    return graph
+
+
+def _flat_graph(
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch: dict[str, Any],
+    fake: FakeTensorMode,
+    param_dtype: torch.dtype | None,
+    cuts: tuple[Truncation, ...],
+) -> FlatGraph:
+    """What is exported of the shortened model, or would be: a second size is worked out from the first (`Cuts`)."""
+
+    def short() -> nn.Module:
+        skeleton = skeleton_of(model, fake, param_dtype, cuts)
+        shorten(skeleton, cuts)
+        return skeleton
+
+    def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
+        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given)
+        return record(candidate, (), given, forward, results)
+
+    results = Results(fake)
+    if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
+        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch))
+        if isinstance(cuts, Cuts):
+            cuts.is_repeatable = True
+    first = cuts.first if isinstance(cuts, Cuts) else None
+    if first is not None and first.param_dtype == param_dtype:
+        before = {name: fake_input(value, fake, 0, None, None) for name, value in first.batch.items()}
+        # Whatever forward cannot do while it is recorded, an export may, or says why not.
+        with contextlib.suppress(Exception):
+            return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
+    module = LossModule(short(), loss_fn, tuple(batch))
+    flat = import_program(export(module, batch), module, batch, model)
+    rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+    if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
+        cuts.first = _First(flat.copy(), batch, param_dtype)
+    return flat
+
+
+@fakes.probing()
+def find_cuts(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Batch,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    param_dtype: torch.dtype | None = None,
+) -> Cuts:
+    """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size.
+
+    Traces that are given the same object share an export where they can.
+    """
+    fake = fakes.mode()
+    check_model(model, param_dtype)
+    batch = name_inputs(model, example_inputs, loss_fn)
+    fake_batch = {name: fake_input(value, fake, 0, None, None) for name, value in batch.items()}
+    return Cuts(_sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake))
+
+
+def _sound_cuts(
+    skeletons: Iterator[nn.Module], loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
+) -> tuple[Truncation, ...]:
+    """The runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
+    skeleton = next(skeletons)
+    cuts = equal_runs(skeleton)
+    if not cuts:
+        return ()
+    models = itertools.chain([skeleton], skeletons)
+    return verified(models, cuts, batch, lambda candidate: forward_and_loss(candidate, loss_fn, batch), fake)
+
+
+def _to_graph(
+    flat: FlatGraph, fake_batch: Batch, rows: int, batch_size: int | None, cuts: tuple[Truncation, ...]
+) -> Graph:
+    simplify(flat)
+    inputs = tuple(
+        Input(name, flat.inputs[name], 0 if has_rows(value, batch_size or rows) else None)
+        for name, value in fake_batch.items()
+        if isinstance(value, torch.Tensor)
+    )
+    return fold_layers(flat, inputs, cuts, batch_size or rows)

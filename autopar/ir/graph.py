@@ -1,0 +1,308 @@
+"""The traced model: frozen nodes, with repeated layers found and stored once.
+
+`trace.py` makes a flat list of nodes from a torch.fx graph; `layers.py` folds repeated layers into `LayerRun`s.
+Everything after that (rules, strategies, prices, plan, lowering) reads this form only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Global shape and dtype of one tensor, and whether the loss is differentiated through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether torch differentiates through values of the dtype: floating and complex ones."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ref:
+    """A use of output `index` of the node (or parameter, buffer, input, layer run) called `node`."""
+
+    node: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call.
+
+    op: the overload's name, such as "aten.linear.default". args/kwargs: as the overload takes them, with a `Ref`
+    wherever a tensor goes (also inside tuples; lists become tuples). outputs: one meta per output tensor.
+    module: path of the module that made the call, such as "model.layers.0.mlp". inputs: every tensor argument, in order
+    of appearance in args, then kwargs.
+    """
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[TensorMeta, ...]
+    module: str = ""
+    inputs: tuple[Ref, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
+        object.__setattr__(self, "inputs", found)
+
+    @property
+    def meta(self) -> TensorMeta:
+        """The only output's meta."""
+        (meta,) = self.outputs
+        return meta
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """The Refs inside a nested argument structure, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
+    """The same nested structure with every Ref replaced by `function(ref)`."""
+    if isinstance(value, Ref):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(item, function) for item in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter or buffer of the user's model under its first name; `aliases` are tied names.
+
+    A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
+    a buffer that counts.
+    """
+
+    name: str
+    meta: TensorMeta
+    aliases: tuple[str, ...] = ()
+    is_buffer: bool = False
+    persistent: bool = True
+    increment: int | float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None."""
+
+    name: str
+    meta: TensorMeta
+    batch_dim: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """The body shared by equal layers. Names are local to it.
+
+    inputs: formal (name, meta) of the tensors that enter. parameters: metas under names relative to the layer's
+    module path. outputs: what leaves.
+    """
+
+    name: str
+    inputs: tuple[tuple[str, TensorMeta], ...]
+    parameters: tuple[Parameter, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers of one class, each fed by the one before it.
+
+    instances: module paths, in order. args: what enters the first layer, one Ref per formal input.
+    carried: pairs (input index, output index): output of one layer that is that input of the next; every other
+    input is shared by all layers. The run's own outputs are those of its last layer.
+    """
+
+    name: str
+    layer: LayerClass
+    instances: tuple[str, ...]
+    args: tuple[Ref, ...]
+    carried: tuple[tuple[int, int], ...]
+
+    @property
+    def inputs(self) -> tuple[Ref, ...]:
+        return self.args
+
+    @property
+    def outputs(self) -> tuple[TensorMeta, ...]:
+        metas = {node.name: node.outputs for node in self.layer.nodes}
+        return tuple(metas[ref.node][ref.index] for ref in self.layer.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How several micro-batches make the whole batch's loss, as `options/micro_batches.py` has proven it.
+
+    whole: tensors whose value, wherever it is read, is the sum of those of all micro-batches. scales: what an input of
+    a call is multiplied by before the call, by (scope, call, number of the input). loss: what the loss is multiplied
+    by; the step takes the mean over the micro-batches after that. repeated: calls (scope, name) of dropout whose mask
+    is the same in all micro-batches; the others' goes on from one to the next.
+    """
+
+    whole: tuple[Ref, ...] = ()
+    scales: Mapping[tuple[str, str, int], Fraction] = field(default_factory=dict)
+    loss: Fraction = Fraction(1)
+    repeated: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
+
+    accumulation: of a graph of micro-batches, several of which make the batch. known: what functions marked `derived`
+    have found out of it.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    body: tuple[Node | LayerRun, ...]
+    loss: Ref
+    batch_size: int
+    notes: tuple[str, ...] = field(default=())
+    accumulation: Accumulation | None = None
+    known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+
+Result = TypeVar("Result")
+
+
+def derived(function: Callable[[Graph], Result]) -> Callable[[Graph], Result]:
+    """`function(graph)`, computed once for each graph. Nobody may change the result."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def once(graph: Graph) -> Result:
+        if name not in graph.known:
+            graph.known[name] = function(graph)
+        found: Result = graph.known[name]
+        return found
+
+    return once
+
+
+@derived
+def layer_names(graph: Graph) -> frozenset[str]:
+    """The classes of layers; what else stands in the chain of blocks are calls between layers."""
+    return frozenset(piece.layer.name for piece in graph.body if isinstance(piece, LayerRun))
+
+
+VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "flatten",
+        "unflatten",
+        "t",
+        "detach",
+        "alias",
+        "getitem",
+        "narrow",
+        "unbind",
+        "_unsafe_view",
+        "view_as",
+    ]
+)
+"""Operators whose output shares memory with their first input (reshape: when it can)."""
+
+
+MATMULS = frozenset(
+    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
+)
+DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
+"""Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
+
+ATTENTION = frozenset({"scaled_dot_product_attention"})
+
+
+def base_name(op: str) -> str:
+    """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
+    return op.split(".")[1].removeprefix("_").removesuffix("_")
+
+
+_COSTLY_OR_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "scaled_dot_product")
+"""In names of operators: calls that are not repeated even where they need no gradient."""
+
+
+def repeated_calls(graph: Graph) -> frozenset[str]:
+    """Names of top-level calls that depend on the batch and on buffers alone and need no gradient.
+
+    They may be made wherever they are needed: by every stage of a pipeline for itself, or before the step.
+    """
+    sources = {i.name for i in graph.inputs} | {p.name for p in graph.parameters if p.is_buffer}
+    found: set[str] = set()
+    for piece in graph.body:
+        if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
+            continue
+        is_plain = not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
+        if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
+            found.add(piece.name)
+    return frozenset(found)
+
+
+@derived
+def unread(graph: Graph) -> tuple[Parameter, ...]:
+    """Parameters and buffers that no call reads, as a program holds them: whole, and never trained.
+
+    Trained half-precision parameters are held in fp32, and nobody knows that these are not to be trained.
+    """
+    used = {graph.loss.node} | {ref.node for piece in graph.body for ref in piece.inputs}
+    for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
+        used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
+    found = []
+    for each in (p for p in graph.parameters if p.name not in used and p.persistent):
+        is_half = not each.is_buffer and each.meta.dtype.is_floating_point and each.meta.dtype.itemsize < 4
+        found.append(replace(each, meta=replace(each.meta, dtype=torch.float32)) if is_half else each)
+    return tuple(found)
+
+
+def ancestors(graph: Graph, ref: Ref) -> set[str]:
+    """Names of everything at the top level that `ref` is computed from, itself included."""
+    inputs = {piece.name: piece.inputs for piece in graph.body}
+    found: set[str] = set()
+    open_names = [ref.node]
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            open_names += [r.node for r in inputs.get(name, ())]
+    return found

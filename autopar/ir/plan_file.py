@@ -1,0 +1,356 @@
+"""The form of a plan's file: YAML, with a line to name for everything that cannot be read.
+
+Every value has a type and, where its words are known, an enumeration: what is read here goes into generated source.
+Whether a placement or a stage is one that the model can have is checked against its graph (options/validate.py,
+planning/given.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import yaml
+
+from autopar.errors import ConstraintError, PlanError
+from autopar.files.text_files import near, parse_yaml, shown
+from autopar.ir.compression import Compression
+from autopar.ir.mesh import SEARCHED_AXES, Mesh
+from autopar.ir.placement import Placement, Placements, Stored
+from autopar.ir.plan_data import (
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTE_MODES,
+    Pipeline,
+    PlanData,
+    Prediction,
+    ScopePlan,
+    StagePlan,
+    is_offload,
+    labels_text,
+    placements_text,
+    stored_text,
+)
+from autopar.ir.seats import Seat, envelope
+from cost_models.schedule import SCHEDULES
+
+FORMAT = 1
+LONGEST = 500
+"""Characters of a text."""
+REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
+OPTIONAL = (
+    *("compression", "fp8", "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
+    *("predicted_bytes_by_position", "runner_ups"),
+)
+SCOPE = ("inputs", "parameters", "calls", "tensors")
+PIPELINE = ("schedule", "offload", "positions", "stages")
+
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=PlanData)
+Keys = tuple[str, ...]
+
+
+def write(plan: PlanData) -> str:
+    """The file's text."""
+    return yaml.safe_dump(_to_data(plan), sort_keys=False, width=120, default_flow_style=False)
+
+
+def read(text: str, source: str, kind: type[Kind]) -> Kind:
+    """The plan in a file's text, as a value of `kind`.
+
+    Raises PlanError naming the file, line and key of what cannot be read.
+    """
+    return _Reader(text, source).read(kind)
+
+
+def _to_data(plan: PlanData) -> dict[str, Any]:
+    def scope_data(scope: ScopePlan) -> dict[str, Any]:
+        return {
+            "inputs": {n: placements_text(p, plan.mesh) for n, p in scope.inputs.items()},
+            "parameters": {n: stored_text(s, plan.mesh) for n, s in scope.parameters.items()},
+            "calls": {n: labels_text(labels, plan.mesh) for n, labels in scope.calls.items()},
+            "tensors": {n: placements_text(p, plan.mesh) for n, p in scope.tensors.items()},
+        }
+
+    return {
+        "autopar_plan": FORMAT,
+        "model": plan.model,
+        "cluster": plan.cluster,
+        "mesh": f"pp{plan.pipeline.num_positions}" if plan.pipeline.seats else plan.layout,
+        "global_batch_size": plan.global_batch_size,
+        "micro_batches": plan.num_micro_batches,
+        "precision": plan.precision,
+        **({"compression": plan.compression.names} if plan.compression else {}),
+        **({"fp8": True} if plan.fp8 else {}),
+        **_pipeline_data(plan.pipeline),
+        "top": scope_data(plan.scopes[""]),
+        "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
+        "predicted_seconds": {k: float(v) for k, v in plan.prediction.seconds.items()},
+        "predicted_bytes": {k: float(v) for k, v in plan.prediction.num_bytes.items()},
+        **_positions_data(plan.prediction),
+        "runner_ups": [{"plan": n, "seconds": float(s), "why": w} for n, s, w in plan.runner_ups],
+    }
+
+
+def _positions_data(prediction: Prediction) -> dict[str, Any]:
+    positions = [{k: float(v) for k, v in kinds.items()} for kinds in prediction.positions]
+    return {"predicted_bytes_by_position": positions} if positions else {}
+
+
+def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
+    if pipeline.is_plain and not pipeline.stages:
+        return {}
+    stages = []
+    for stage in pipeline.stages:
+        modes = {n: ", ".join(f"{mode} {count}" for mode, count in runs) for n, runs in stage.recompute.items()}
+        stages.append({"blocks": f"{stage.first}-{stage.last - 1}"} | ({"recompute": modes} if modes else {}))
+    entries: dict[str, Any] = {"schedule": pipeline.schedule, "offload": pipeline.offload}
+    entries |= {"positions": [str(seat) for seat in pipeline.seats], "stages": stages}
+    return {"pipeline": {name: entry for name, entry in entries.items() if entry}}
+
+
+class _Reader:
+    """YAML -> Plan, remembering the line of every key for error messages."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.source = source
+        data, self.lines = parse_yaml(text, source, PlanError)
+        if not isinstance(data, dict):
+            raise PlanError(
+                f"{source}, line 1: this is not a plan",
+                values=type(data).__name__,
+                alternatives="a mapping as Plan.to_yaml writes it",
+            )
+        self.data = self.mapping((), data, (*REQUIRED, *OPTIONAL))
+
+    def fail(self, path: Keys, message: str, alternatives: str | Sequence[str] = "") -> PlanError:
+        line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
+        return PlanError(f"{self.source}, line {line}: {'.'.join(path)}: {message}", alternatives=alternatives or None)
+
+    def read(self, kind: type[Kind]) -> Kind:
+        for key in REQUIRED:
+            if key not in self.data:
+                raise self.fail((key,), "is missing")
+        if self.count("autopar_plan") != FORMAT:
+            raise self.fail(("autopar_plan",), f"format {self.data['autopar_plan']} is not {FORMAT}", f"{FORMAT}")
+        whole = self._mesh()
+        pipeline = self.mapping(("pipeline",), self.data.get("pipeline"), PIPELINE)
+        seats = self._seats(whole, pipeline)
+        self.mesh = envelope([seat.mesh for seat in seats]) if seats else _inner(whole)
+        seats = tuple(Seat(seat.mesh.over(self.mesh.axes), seat.group) for seat in seats)
+        scopes = {"": self._scope(("top",), self.data["top"])}
+        for name, entry in self.mapping(("layers",), self.data.get("layers")).items():
+            scopes[name] = self._scope(("layers", name), entry)
+        return kind(
+            model=self.text(("model",), self.data["model"]),
+            cluster=self.text(("cluster",), self.data["cluster"]),
+            mesh=self.mesh,
+            global_batch_size=self.count("global_batch_size"),
+            num_micro_batches=self.count("micro_batches"),
+            precision=self.word(("precision",), self.data["precision"], PRECISIONS),
+            scopes=scopes,
+            prediction=self._prediction(),
+            runner_ups=tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
+            pipeline=self._pipeline(whole.size("pp"), seats, pipeline),
+            compression=self._compression(),
+            fp8=self._fp8(),
+            source=self.source,
+            lines=self.lines,
+        )
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def mapping(self, path: Keys, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
+        """Names with values; of `known` names where there are such."""
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(path, f"{shown(value)} is not a mapping", "names with their values")
+        for name in value or {}:
+            if not isinstance(name, str) or not name:
+                raise self.fail((*path, str(name)), f"{name!r} is not a name", "text")
+            if known and name not in known:
+                raise self.fail((*path, name), "there is no such key", near(name, known))
+            self.text((*path, name), name)
+        return value or {}
+
+    def items(self, path: Keys, owner: Mapping[str, Any]) -> list[tuple[Keys, Any]]:
+        """The items of a list, with the path of each; none where the key is left out."""
+        value = owner.get(path[-1])
+        if value is not None and not isinstance(value, list):
+            raise self.fail(path, f"{shown(value)} is not a list", "lines that begin with -")
+        return [((*path, str(number)), item) for number, item in enumerate(value or ())]
+
+    def text(self, path: Keys, value: Any) -> str:
+        """One line that can be printed."""
+        if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > LONGEST:
+            raise self.fail(path, f"{shown(value)} is not a line of text", f"at most {LONGEST} printable characters")
+        return value
+
+    def word(self, path: Keys, value: Any, legal: Sequence[str]) -> str:
+        if value not in legal or not isinstance(value, str):
+            raise self.fail(path, f"{shown(value)} is not one that autopar has", ", ".join(legal))
+        return value
+
+    def count(self, key: str) -> int:
+        value = self.data[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fail((key,), f"{shown(value)} is not a count", "a whole number of at least 1")
+        return value
+
+    def number(self, path: Keys, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.fail(path, f"{shown(value)} is not a number", "a finite number")
+        return float(value)
+
+    def parsed(self, path: Keys, parse: Callable[[str], T], value: Any) -> T:
+        """What `parse` makes of a text; its ValueError says what is legal."""
+        try:
+            return parse(self.text(path, value))
+        except ConstraintError as error:
+            raise self.fail(path, f"{error.constraint}: {error.values}", str(error.alternatives or "")) from None
+        except PlanError:
+            raise
+        except ValueError as error:
+            message, _, form = str(error).partition("; write ")
+            raise self.fail(path, message, form) from None
+
+    # --- parts of a plan ----------------------------------------------------------------------------------------------
+
+    def _mesh(self) -> Mesh:
+        whole = self.parsed(("mesh",), Mesh.parse, self.data["mesh"])
+        if not set(whole.axes) <= set(SEARCHED_AXES):
+            raise self.fail(("mesh",), f"{whole} has an unknown axis", f"axes {', '.join(SEARCHED_AXES)}")
+        if "pp" in whole.axes[1:]:
+            raise self.fail(
+                ("mesh",), "pp must be the first axis: every stage is a block of neighbouring ranks", "pp2 x dp2"
+            )
+        return whole
+
+    def _numbers(self, path: Keys, value: Any) -> dict[str, float]:
+        return {name: self.number((*path, name), each) for name, each in self.mapping(path, value).items()}
+
+    def _prediction(self) -> Prediction:
+        seconds, num_bytes = (
+            self._numbers((key,), self.data.get(key)) for key in ("predicted_seconds", "predicted_bytes")
+        )
+        positions = self.items(("predicted_bytes_by_position",), self.data)
+        return Prediction(seconds, num_bytes, tuple(self._numbers(path, entry) for path, entry in positions))
+
+    def _runner_up(self, path: Keys, entry: Any) -> tuple[str, float, str]:
+        found = self.mapping(path, entry, ("plan", "seconds", "why"))
+        missing = [key for key in ("plan", "seconds", "why") if key not in found]
+        if missing:
+            raise self.fail(path, f"{', '.join(missing)} is missing", "plan, seconds and why")
+        seconds = self.number((*path, "seconds"), found["seconds"])
+        return self.text((*path, "plan"), found["plan"]), seconds, self.text((*path, "why"), found["why"])
+
+    def _seats(self, whole: Mesh, pipeline: Mapping[str, Any]) -> tuple[Seat, ...]:
+        """The positions' own meshes, where the file has them."""
+        path = ("pipeline", "positions")
+        entries = self.items(path, pipeline)
+        if entries and (len(entries) != whole.size("pp") or whole.axes != ("pp",)):
+            raise self.fail(path, f"{len(entries)} positions for the mesh {whole}", f"mesh: pp{len(entries)}")
+        seats = tuple(self.parsed(path, Seat.parse, text) for path, text in entries)
+        for (where, _), seat in zip(entries, seats, strict=True):
+            if not set(seat.mesh.axes) <= set(SEARCHED_AXES[1:]):
+                raise self.fail(where, f"{seat.mesh} has an unknown axis", f"axes {', '.join(SEARCHED_AXES[1:])}")
+        return seats
+
+    def _pipeline(self, num_positions: int, seats: tuple[Seat, ...], data: Mapping[str, Any]) -> Pipeline:
+        if not data:
+            if num_positions > 1:
+                raise self.fail(("mesh",), "has a pp axis, but the plan has no pipeline", "a mesh without pp")
+            return Pipeline()
+        stages = tuple(self._stage(path, entry) for path, entry in self.items(("pipeline", "stages"), data))
+        if len(stages) % num_positions or not stages:
+            message = f"{len(stages)} stages cannot be dealt to {num_positions} positions"
+            raise self.fail(("pipeline", "stages"), message, f"a multiple of {num_positions}")
+        offload = self.text(("pipeline", "offload"), data.get("offload", "none"))
+        if not is_offload(offload):
+            legal = ", ".join((*OFFLOADS, "nvme:/a/folder"))
+            raise self.fail(("pipeline", "offload"), f"{shown(offload)} is unknown", legal)
+        path, schedule = ("pipeline", "schedule"), data.get("schedule", "")
+        if schedule or num_positions > 1:
+            schedule = self.word(path, schedule, SCHEDULES)
+        offload = "" if offload == "none" else offload
+        return Pipeline(
+            num_positions=num_positions, schedule=schedule or "", stages=stages, offload=offload, seats=seats
+        )
+
+    def _stage(self, path: Keys, entry: Any) -> StagePlan:
+        given = self.mapping(path, entry, ("blocks", "recompute"))
+        blocks = str(given.get("blocks", ""))
+        match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", blocks)
+        if match is None:
+            raise self.fail(path, f"blocks {shown(blocks)} is not a range", "first-last, such as 0-8")
+        modes = self.mapping((*path, "recompute"), given.get("recompute"))
+        recompute = {name: self._modes((*path, "recompute", name), text) for name, text in modes.items()}
+        return StagePlan(int(match.group(1)), int(match.group(2)) + 1, recompute)
+
+    def _modes(self, path: Keys, text: Any) -> tuple[tuple[str, int], ...]:
+        found = []
+        for part in self.text(path, text).split(","):
+            mode, _, count = part.strip().partition(" ")
+            if mode not in RECOMPUTE_MODES or not re.fullmatch("[0-9]{1,9}", count) or not int(count):
+                raise self.fail(path, f"cannot read {part.strip()!r}", f"MODE COUNT with {', '.join(RECOMPUTE_MODES)}")
+            found.append((mode, int(count)))
+        return tuple(found)
+
+    def _compression(self) -> Compression:
+        try:
+            return Compression.parse(self.mapping(("compression",), self.data.get("compression")))
+        except ConstraintError as error:
+            raise self.fail(("compression",), f"{error.constraint}: {error.values}", str(error.alternatives)) from None
+
+    def _fp8(self) -> bool:
+        given = self.data.get("fp8", False)
+        if not isinstance(given, bool):
+            raise self.fail(("fp8",), f"{shown(given)} is neither true nor false", "true or false")
+        return given
+
+    # --- placements ---------------------------------------------------------------------------------------------------
+
+    def _scope(self, path: Keys, entry: Any) -> ScopePlan:
+        kinds = {name: (*path, name) for name in SCOPE}
+        given = self.mapping(path, entry, SCOPE)
+        found = {kind: self.mapping(where, given.get(kind)) for kind, where in kinds.items()}
+        return ScopePlan(
+            {n: self._stored((*kinds["parameters"], n), t) for n, t in found["parameters"].items()},
+            {n: self._placements((*kinds["inputs"], n), t) for n, t in found["inputs"].items()},
+            {n: self._labels((*kinds["calls"], n), t) for n, t in found["calls"].items()},
+            {n: self._placements((*kinds["tensors"], n), t) for n, t in found["tensors"].items()},
+        )
+
+    def _pairs(self, path: Keys, text: Any, extra: tuple[str, ...] = ()) -> dict[str, str]:
+        """`dp=Rp tp=S(0) zero=1` by name; an axis that is left out is R."""
+        axes = self.mesh.axes
+        form = f"axis=value with axes {', '.join(axes) or '(none)'}"
+        if not isinstance(text, str) or not text.isprintable():
+            raise self.fail(path, f"{shown(text)} is not text", form)
+        pairs: dict[str, str] = {}
+        for part in text.split():
+            name, equals, value = part.partition("=")
+            if not equals or name not in (*axes, *extra) or name in pairs:
+                raise self.fail(path, f"cannot read {part!r}", form)
+            pairs[name] = value
+        return pairs
+
+    def _placements(self, path: Keys, text: Any, extra: tuple[str, ...] = ()) -> Placements:
+        pairs = self._pairs(path, text, extra)
+        return tuple(self.parsed(path, Placement.parse, pairs.get(axis, "R")) for axis in self.mesh.axes)
+
+    def _stored(self, path: Keys, text: Any) -> Stored:
+        zero = self._pairs(path, text, ("zero",)).get("zero", "0")
+        if zero not in ("0", "1", "2", "3"):
+            raise self.fail(path, f"zero={zero}", "zero is 0, 1, 2 or 3")
+        return Stored(self._placements(path, text, ("zero",)), int(zero))
+
+    def _labels(self, path: Keys, text: Any) -> tuple[str, ...]:
+        pairs = self._pairs(path, text)
+        return tuple(pairs.get(axis, "R") for axis in self.mesh.axes)
+
+
+def _inner(whole: Mesh) -> Mesh:
+    """A mesh without its pipeline axis."""
+    return Mesh(whole.axes[1:], whole.sizes[1:]) if "pp" in whole.axes else whole

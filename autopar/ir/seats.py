@@ -1,0 +1,58 @@
+"""Where the positions of a pipeline run, if they are not all alike: meshes of several sizes, groups of unlike nodes.
+
+All positions have the plan's axes, so that its decisions hold for all of them; an axis may have one rank here and
+several there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.mesh import AXIS_NAMES, Mesh
+from codegen.program import positions_text
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One position. mesh: over the plan's axes. group: of the cluster's groups of equal nodes.
+
+    Prints as `dp2 x tp4`, or `dp2 x tp4 of group 1`.
+    """
+
+    mesh: Mesh
+    group: int = 0
+
+    def __str__(self) -> str:
+        return str(self.mesh) + (f" of group {self.group}" if self.group else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Seat:
+        """Raises ValueError."""
+        match = re.fullmatch(r"(.*?)(?: of group (\d+))?", text.strip())
+        assert match is not None
+        return cls(Mesh.parse(match.group(1)), int(match.group(2) or 0))
+
+
+def envelope(meshes: Sequence[Mesh]) -> Mesh:
+    """The axes of all of them, each as large as what divides by its size everywhere: what is cut evenly on this mesh is
+    on each of them."""
+    axes = tuple(axis for axis in AXIS_NAMES if any(mesh.size(axis) > 1 for mesh in meshes))
+    return Mesh(axes, tuple(math.lcm(*(mesh.size(axis) for mesh in meshes)) for axis in axes))
+
+
+def first_ranks(seats: Sequence[Seat]) -> tuple[int, ...]:
+    """Of each position. Ranks are numbered group by group; in a group larger meshes come first, so that none lies
+    across nodes that fits into one."""
+    order = sorted(range(len(seats)), key=lambda i: (seats[i].group, -seats[i].mesh.num_ranks))
+    firsts = itertools.accumulate((seats[i].mesh.num_ranks for i in order), initial=0)
+    found = dict(zip(order, firsts, strict=False))
+    return tuple(found[i] for i in range(len(seats)))
+
+
+def seats_text(seats: Sequence[Seat]) -> str:
+    """`pp3 (2 of dp2 x tp4, dp4)`: neighbours that are equal are counted."""
+    return positions_text([(seat.mesh.axes, seat.mesh.sizes) for seat in seats])

@@ -1,0 +1,177 @@
+"""Variable names for generated code, taken from the user's own modules where they say more than the operator's name.
+
+The last call that a leaf module makes is called after the module (`q_proj`, `input_layernorm`); a call between keeps
+its operator's name without torch's numbering where that is free.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name
+from autopar.options.strategies import Scope
+from codegen.names import is_plain_name
+from codegen.runtime.names import ARGUMENTS, argument
+
+_RESHAPING = frozenset(
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "to",
+        "expand",
+    ]
+)
+
+RESERVED = ARGUMENTS | {"hidden"}
+"""What generated code uses itself, and built-ins that a variable should not hide."""
+
+_SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "cross_entropy_loss": "loss",
+    "layer_norm": "norm",
+    "addmm": "linear",
+    "dropout": "dropped",
+    "arange": "positions",
+    "slice": "sliced",
+    "pow": "power",
+    "sum": "total",
+    "max": "largest",
+    "abs": "magnitude",
+}
+"""Names for what an operator makes, where its own name is taken or long."""
+
+_ARGUMENT_ROLES = {
+    "scaled_dot_product_attention": ("q", "k", "v"),
+    "cross_entropy_loss": ("logits", "targets"),
+}
+"""Operator -> what its arguments are, whatever made them."""
+_GATES = frozenset({"silu", "gelu", "sigmoid"})
+
+
+def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) -> dict[Ref, str]:
+    """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs).
+
+    results: what the top level returns, the loss if nothing is given.
+    """
+    entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
+    taken = set(RESERVED) - {"hidden"} if scope.layer or "hidden" in entering else set(RESERVED)
+    names: dict[Ref, str] = {}
+    for name in entering:
+        names[Ref(name)] = _unique(name if scope.layer else argument(name), taken)
+    pieces = scope.nodes if scope.layer else graph.body
+    uses = _uses(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
+    followed = _followed(pieces, uses)
+    nodes = [piece for piece in pieces if isinstance(piece, Node)]
+    roles, wishes = _roles(nodes, entering, followed, uses), _module_wishes(scope.nodes)
+    for piece in pieces:
+        if isinstance(piece, LayerRun):
+            going_on = _going_on(piece, entering, uses)
+            for index in range(len(piece.outputs)):
+                wish = "hidden_states" if index == 0 else f"{piece.name}_{index}"
+                names[Ref(piece.name, index)] = going_on[index] if index in going_on else _unique(wish, taken)
+            continue
+        if piece.name in followed:
+            names[Ref(piece.name)] = names[followed[piece.name]]
+            continue
+        wish = wishes.get(piece.name) or _plain(piece)
+        wish = _SHORT.get(wish, wish)
+        for index in range(len(piece.outputs)):
+            own = roles.get(Ref(piece.name, index), wish if len(piece.outputs) == 1 else f"{wish}_{index}")
+            names[Ref(piece.name, index)] = _unique(own, taken)
+    return names
+
+
+def _uses(pieces: Sequence[Node | LayerRun], results: tuple[Ref, ...]) -> dict[Ref, int]:
+    uses: dict[Ref, int] = {}
+    for ref in (*(ref for piece in pieces for ref in piece.inputs), *results):
+        uses[ref] = uses.get(ref, 0) + 1
+    return uses
+
+
+def _going_on(run: LayerRun, entering: Sequence[str], uses: dict[Ref, int]) -> dict[int, str]:
+    """Output position -> name, for what enters a stage under the layers' own name and is theirs alone: it keeps it."""
+    found = {}
+    for position, output in run.carried:
+        ref, formal = run.args[position], run.layer.inputs[position][0]
+        if ref.node in entering and ref.node == formal and uses[ref] == 1:
+            found[output] = formal
+    return found
+
+
+def _followed(pieces: Sequence[Node | LayerRun], uses: dict[Ref, int]) -> dict[str, Ref]:
+    """Calls that only reshape the result of one other call, whose only use they are: they take its name over."""
+    made = {piece.name for piece in pieces if isinstance(piece, Node)}
+    found = {}
+    for piece in pieces:
+        if isinstance(piece, Node) and len(piece.outputs) == 1 and base_name(piece.op) in _RESHAPING:
+            source = piece.inputs[0]
+            if source.node in made and uses[source] == 1 and len(piece.inputs) == 1:
+                found[piece.name] = source
+    return found
+
+
+def _roles(
+    nodes: Sequence[Node], entering: Sequence[str], followed: Mapping[str, Ref], uses: Mapping[Ref, int]
+) -> dict[Ref, str]:
+    """What tensors are to the calls that read them: queries, logits, the residual stream."""
+    found: dict[Ref, str] = {}
+    stream = {Ref(name) for name in entering[:1]}
+    made = {node.name: base_name(node.op) for node in nodes}
+    for node in nodes:
+        op, result = base_name(node.op), Ref(node.name)
+        for ref, role in zip(node.inputs, _ARGUMENT_ROLES.get(op, ()), strict=False):
+            while ref.node in followed:
+                ref = followed[ref.node]
+            found.setdefault(ref, role)
+        if op in ("cos", "sin"):
+            found[result] = op
+        elif op == "mul" and any(made.get(ref.node) in _GATES for ref in node.inputs):
+            found.setdefault(result, "gated")
+        elif op == "add" and stream.intersection(node.inputs) and uses.get(result, 0) > 1:
+            stream.add(result)
+            found[result] = "residual"
+    return found
+
+
+def _plain(node: Node) -> str:
+    stem = node.name.rstrip("0123456789").rstrip("_") or node.name
+    return stem
+
+
+def _module_wishes(nodes: tuple[Node, ...]) -> dict[str, str]:
+    """Node name -> module name, for the last node of a module that calls in one stretch only."""
+    stretches: dict[str, list[Node]] = {}
+    repeated: set[str] = set()
+    for module, group in groupby(nodes, key=lambda node: node.module):
+        if module in stretches:
+            repeated.add(module)
+        stretches[module] = list(group)
+    parents = {module.rpartition(".")[0] for module in stretches}
+    wishes = {}
+    for module, stretch in stretches.items():
+        leaf = module.rpartition(".")[2]
+        if leaf and not leaf.isdigit() and module not in repeated and module not in parents:
+            wishes[stretch[-1].name] = leaf
+    return wishes
+
+
+def _unique(wish: str, taken: set[str]) -> str:
+    base = "".join(c if f"_{c}".isidentifier() else "_" for c in unicodedata.normalize("NFKC", wish))
+    if base[:1].isdigit():
+        base = f"n{base}"
+    elif not is_plain_name(base) or base.startswith("__"):
+        base = f"{base.lstrip('_')}_"
+    name, count = base, 2
+    while name in taken:
+        name, count = f"{base}_{count}", count + 1
+    taken.add(name)
+    return name

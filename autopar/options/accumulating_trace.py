@@ -1,0 +1,65 @@
+"""Graphs of a model for every number of rows, with the proof of what micro-batches of so many must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.errors import TraceError
+from autopar.frontend.rebatch import LEAST_ROWS, BatchedTrace, shapes_hold
+from autopar.ir.graph import Graph
+from autopar.options.batch_shares import WholeBatchError
+from autopar.options.micro_batches import accumulation
+
+
+class AccumulatingTrace(BatchedTrace):
+    """A trace whose graphs of fewer rows than the batch know how micro-batches of them make it (`accumulation`)."""
+
+    def __init__(self, trace: Callable[[int], Graph], global_batch_size: int) -> None:
+        super().__init__(trace)
+        self._batch_size = global_batch_size
+        self._proven: dict[int, Graph | str] = {}
+
+    def __call__(self, rows: int) -> Graph:
+        """The graph of a micro-batch; without a proof (`whole_batch_reason`) it is good for prices only."""
+        found = self._proof(rows)
+        return found if isinstance(found, Graph) else self._graph(rows)
+
+    def whole_batch_reason(self, count: int) -> str | None:
+        """Why the batch cannot be cut into `count` equal micro-batches, or None."""
+        if count == 1 or self._batch_size % count:
+            return None
+        found = self._proof(self._batch_size // count)
+        return found if isinstance(found, str) else None
+
+    def _graph(self, rows: int) -> Graph:
+        """What the whole batch's program does with `rows` of its rows.
+
+        A model traced with one row may be another program (it expands nothing, and squeezes more): where the graphs of
+        more rows tell what they do with one, that is taken.
+        """
+        if rows < LEAST_ROWS <= self._batch_size:
+            for more in (self._batch_size, LEAST_ROWS, 2 * LEAST_ROWS):
+                super().__call__(more)
+            found = super().estimate(rows)
+            if shapes_hold(found):
+                return found
+        return super().__call__(rows)
+
+    def _proof(self, rows: int) -> Graph | str:
+        if rows not in self._proven:
+            try:
+                graph = self._graph(rows)
+            except TraceError as error:  # as batch norm over a single row
+                if rows == self._batch_size:
+                    raise
+                self._proven[rows] = f"the model cannot be run on {rows} of the rows: {error.constraint}"
+                return self._proven[rows]
+            self._proven[rows] = graph
+            if rows < self._batch_size and self._batch_size % rows == 0:
+                try:
+                    made = accumulation(super().__call__(self._batch_size), graph)
+                    self._proven[rows] = replace(graph, accumulation=made)
+                except WholeBatchError as error:
+                    self._proven[rows] = str(error)
+        return self._proven[rows]

@@ -1,0 +1,134 @@
+"""How a call's inputs lie over the micro-batches of a step, and what sets the call apart in them from the whole batch.
+
+`micro_batches.py` has the algebra.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from autopar.ir.graph import Node, base_name
+from autopar.ir.placement import P, Placement, R
+from autopar.options.strategies import Scope
+from autopar.rules.call import Call, Operand
+from autopar.rules.creation import LIKE
+from autopar.rules.pointwise import CASTS
+from autopar.rules.rule import Rule
+
+ONE = Fraction(1)
+
+SIZES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "expand", "broadcast_to", "full", "zeros", "ones", "empty"), ("size",)),
+    **dict.fromkeys(("new_full", "new_zeros", "new_ones", "new_empty"), ("size",)),
+    "unsafe_view": ("size",),
+    "reshape": ("shape",),
+    "unflatten": ("sizes",),
+    "slice": ("end",),
+    "narrow": ("length",),
+    "repeat": ("repeats",),
+}
+"""Arguments that say nothing but the result's shape, which is compared by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How the whole batch's value follows from the micro-batches', see `micro_batches.py`."""
+
+    placement: Placement
+    scale: Fraction = ONE
+
+    @property
+    def is_sum(self) -> bool:
+        return self.placement == P
+
+
+SAME = Share(R)
+
+
+class WholeBatchError(ValueError):
+    """The model needs its whole batch at once; the message says which call does, where it is, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One call in both graphs, with how its inputs lie."""
+
+    scope: Scope
+    node: Node
+    twin: Node
+    call: Call
+    rule: Rule | None
+    inputs: tuple[Share, ...]
+    numbers: Mapping[str, Fraction]
+
+    @property
+    def packet(self) -> str:
+        return self.call.packet
+
+    @property
+    def grows(self) -> bool:
+        return any(a.shape != b.shape for a, b in zip(self.node.outputs, self.twin.outputs, strict=True))
+
+    @property
+    def adds_number(self) -> bool:
+        """Whether a number is added to the only input, or subtracted."""
+        return self.packet in ("add", "sub", "rsub") and len(self.inputs) == 1
+
+    def error(self, why: str) -> WholeBatchError:
+        paths = [name for name in self.scope.full_names(self.node.module) if name]
+        where = (paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}") if paths else "outside of submodules"
+        return WholeBatchError(f"{base_name(self.node.op)} ({self.node.name}, {where}) {why}")
+
+    def index_of(self, name: str) -> int | None:
+        """The number among the inputs of a tensor argument."""
+        value = self.call.get(name)
+        return value.index if isinstance(value, Operand) else None
+
+
+def lent(call: Call, index: int, share: Share) -> Share:
+    """SAME for an input that lends the call its dtype or shape only."""
+    is_made = call.packet.startswith("new_") and call.inputs[index].shape != call.outputs[0].shape
+    is_lent = is_made or (call.packet in CASTS and index > 0)
+    return SAME if is_lent or (share.is_sum and call.packet in LIKE) else share
+
+
+def linear_sets(site: Site) -> list[tuple[frozenset[int], bool]]:
+    """Sets of inputs in which the call is linear, and whether it adds a number to them.
+
+    Beside those of the rules: casts between floating dtypes, whose rounding is no matter here, and `x + 1`, `1 - x`.
+    """
+    found = [(members, False) for members in (site.rule.linear if site.rule is not None else ())]
+    floating = all(meta.dtype.is_floating_point for meta in (*site.call.inputs, *site.node.outputs))
+    if floating and site.packet in CASTS:
+        found.append((frozenset({0}), False))
+    if floating and site.packet in ("add", "sub", "rsub"):
+        found.append((frozenset(range(len(site.inputs))), site.adds_number))
+    return found
+
+
+def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
+    """By argument, how many times larger its number is for the whole batch. Raises for what differs otherwise."""
+    found = {}
+    for name, value in whole.arguments.items():
+        other = micro.arguments.get(name)
+        if _equal(value, other) or name in SIZES.get(whole.packet, ()):
+            continue
+        numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, other))
+        if not numeric or not other or not value or not math.isfinite(value) or not math.isfinite(other):
+            raise site.error(f"has an argument that depends on the number of rows: {name}")
+        found[name] = Fraction(value) / Fraction(other)
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Operands are equal where they are the same input."""
+    if isinstance(one, Operand):
+        return isinstance(other, Operand) and one.index == other.index
+    if isinstance(one, tuple):
+        alike = isinstance(other, tuple) and len(one) == len(other)
+        return alike and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and (one is other or bool(one == other))

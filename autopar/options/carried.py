@@ -1,0 +1,119 @@
+"""Decisions made at one number of rows, as those of another: what an option is does not depend on the batch.
+
+An option is the factors that each mesh axis shards (`rules/rule.py`), whose names do not depend on sizes. What does are
+section counts that the batch is a factor of. Where a dim is k_b sections of the batch B with more inside it, as a view
+to [B * S, V] makes it with k_b = 1, cutting what lies inside the batch is S(d/k) with k = k_b * B * k', and with b rows
+instead of B it is S(d / (k_b * b * k')). Section counts that do not reach beyond the batch stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Placements, S
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, Option, options_of, scopes_of
+from autopar.rules.rule import AxisOption, find_factor
+
+Operators = Mapping[tuple[str, str], Operator]
+
+
+def carried(choices: Choices, operators: Operators, source_rows: int, rows: int) -> Choices:
+    """Decisions for a graph of `source_rows` rows as those for one of `rows` rows, over all ranks. operators: of the
+    graph that they were made for; where that has one row, it has no batch to be told apart, and they stay."""
+    if source_rows in (rows, 1):
+        return choices
+    return _Carrier(operators, source_rows, rows).carry(choices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Carrier:
+    operators: Operators
+    source_rows: int
+    rows: int
+
+    def carry(self, choices: Choices) -> Choices:
+        marks = self._marks()
+        return Choices(
+            {key: self._option(key, option, marks) for key, option in choices.operators.items()},
+            {key: self._all(placements, marks.get(key)) for key, placements in choices.tensors.items()},
+            choices.parameters,
+        )
+
+    def _marks(self) -> dict[tuple[str, Ref], Placement]:
+        """Tensor -> the shard that its batch is."""
+        marks: dict[tuple[str, Ref], Placement] = {}
+        for (scope, name), operator in self.operators.items():
+            if operator.batch is None:
+                continue
+            refs = (*operator.node.inputs, *(Ref(name, i) for i in range(len(operator.node.outputs))))
+            for ref, dims in zip(refs, (*operator.rule.inputs, *operator.rule.outputs), strict=True):
+                mark = find_factor(operator.rule, dims, *operator.batch)
+                if mark is not None:
+                    marks[scope, ref] = mark
+        return marks
+
+    def _option(self, key: tuple[str, str], option: Option, marks: Mapping[tuple[str, Ref], Placement]) -> Option:
+        operator = self.operators[key]
+        if operator.batch is None:
+            return option
+        inputs = [marks.get((key[0], ref)) for ref in operator.node.inputs]
+        outputs = [marks.get((key[0], Ref(key[1], i))) for i in range(len(option.outputs))]
+        carried = Option(
+            tuple(self._axis(operator, axis, inputs, outputs) for axis in option.axes),
+            tuple(self._all(p, mark) for p, mark in zip(option.inputs, inputs, strict=True)),
+            tuple(self._all(p, mark) for p, mark in zip(option.outputs, outputs, strict=True)),
+        )
+        return option if carried == option else carried
+
+    def _axis(
+        self, operator: Operator, axis: AxisOption, inputs: list[Placement | None], outputs: list[Placement | None]
+    ) -> AxisOption:
+        assert operator.batch is not None
+        factor, _, sections = axis.label.partition("/")
+        label = axis.label
+        if sections and factor == operator.batch[0]:
+            count = self._sections(int(sections), operator.batch[1])
+            label = factor if count == 1 else f"{factor}/{count}"
+        return replace(
+            axis,
+            label=label,
+            inputs=tuple(self._one(p, mark) for p, mark in zip(axis.inputs, inputs, strict=True)),
+            outputs=tuple(self._one(p, mark) for p, mark in zip(axis.outputs, outputs, strict=True)),
+        )
+
+    def _all(self, placements: Placements, mark: Placement | None) -> Placements:
+        return tuple(self._one(placement, mark) for placement in placements)
+
+    def _one(self, placement: Placement, mark: Placement | None) -> Placement:
+        if mark is None or placement.kind != "S" or placement.dim != mark.dim:
+            return placement
+        return S(placement.dim, self._sections(placement.sections, mark.sections))
+
+    def _sections(self, count: int, of_batch: int) -> int:
+        inside, rest = divmod(count, of_batch * self.source_rows)
+        return count if rest else of_batch * self.rows * inside
+
+
+def covers(choices: Choices, graph: Graph) -> bool:
+    """Whether every call, parameter and layer input of the graph has its decision."""
+    for scope in scopes_of(graph):
+        if any((scope.name, node.name) not in choices.operators for node in scope.nodes):
+            return False
+        used = {ref.node for node in scope.nodes for ref in node.inputs}
+        stored = scope.layer.parameters if scope.layer else graph.parameters
+        if any(p.name in used and (scope.name, p.name) not in choices.parameters for p in stored):
+            return False
+        if scope.layer and any((scope.name, Ref(name)) not in choices.tensors for name, _ in scope.layer.inputs):
+            return False
+    return True
+
+
+def suits(choices: Choices, graph: Graph, operators: Operators, mesh: Mesh) -> bool:
+    """Whether the decisions are all of this graph, and of what its calls have on the mesh."""
+    if not covers(choices, graph):
+        return False
+    return all(choices.operators[key] in options_of(operator, mesh) for key, operator in operators.items())

@@ -1,0 +1,223 @@
+"""Every decision in full, and how a plan file leaves out what can be derived.
+
+`compress` writes the calls and tensors that differ from their defaults; `expand` derives the others again, walking the
+graph in execution order, and checks what a person may have edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, LayerRun, Ref
+from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.placement import Placements, Stored
+from autopar.ir.plan_data import ScopePlan, labels_text
+from autopar.options.offers import Offers
+from autopar.options.reshard import steps
+from autopar.options.strategies import Operator, Option, Scope, is_joint, options_of, scopes_of
+from autopar.options.validate import check_scopes, ref_name
+from autopar.plan import Plan
+from search.problem import Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Every decision of a plan in full: what lowering and pricing work on."""
+
+    operators: Mapping[tuple[str, str], Option]
+    tensors: Mapping[tuple[str, Ref], Placements]
+    parameters: Mapping[tuple[str, str], Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
+
+    plan: Plan
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    choices: Choices
+    solution: Solution | None
+
+
+def default_option(
+    options: tuple[Option, ...], sources: tuple[Placements, ...], sizes: tuple[int, ...], weights: tuple[float, ...]
+) -> int:
+    """Index of the option that moves the least bytes from where the inputs lie; ties: fewest steps, then the first."""
+
+    def effort(index: int) -> tuple[float, int, int]:
+        moved, count = 0.0, 0
+        for source, target, weight in zip(sources, options[index].inputs, weights, strict=True):
+            path = steps(source, target, sizes)
+            if path is None:
+                return float("inf"), 0, index
+            moved += sum(step.fraction * weight for step in path if step.forward or step.backward)
+            count += len(path)
+        return moved, count, index
+
+    return min(range(len(options)), key=effort)
+
+
+def multi_use_refs(graph: Graph, scope: Scope) -> set[Ref]:
+    """Refs of a scope that are used more than once, and so may be kept in placements of their own."""
+    counts: dict[Ref, int] = {}
+    used = [ref for node in scope.nodes for ref in node.inputs]
+    if scope.layer:
+        used += scope.layer.outputs
+    else:
+        used += [ref for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args]
+        used.append(graph.loss)
+    for ref in used:
+        counts[ref] = counts.get(ref, 0) + 1
+    return {ref for ref, count in counts.items() if count > 1}
+
+
+class Deriver:
+    """Walks a graph in execution order and knows where every tensor lies under the decisions so far."""
+
+    def __init__(self, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh) -> None:
+        self.graph, self.operators, self.mesh = graph, operators, mesh
+        self.scopes = {scope.name: scope for scope in scopes_of(graph)}
+        self.options = {key: options_of(operator, mesh) for key, operator in operators.items()}
+        self.shared = {name: multi_use_refs(graph, scope) for name, scope in self.scopes.items()}
+        self.lies: dict[tuple[str, Ref], Placements] = {}
+
+    def order(self) -> list[Scope]:
+        """Layer classes first: the top level needs to know where their outputs lie."""
+        return [s for s in self.scopes.values() if s.name] + [self.scopes[""]]
+
+    def place_inputs(self, scope: Scope, plan: ScopePlan) -> None:
+        for name, stored in plan.parameters.items():
+            self.lies[scope.name, Ref(name)] = stored.placements
+        for name, placements in plan.inputs.items():
+            self.lies[scope.name, Ref(name)] = placements
+
+    def place_run(self, run: LayerRun) -> None:
+        """Outputs of a run: carried ones lie like the input they feed, others where the last layer left them."""
+        carried = {output: position for position, output in run.carried}
+        for index, ref in enumerate(run.layer.outputs):
+            inner = Ref(run.layer.inputs[carried[index]][0]) if index in carried else ref
+            self.lies["", Ref(run.name, index)] = self.lies[run.layer.name, inner]
+
+    def default(self, scope: Scope, name: str) -> int:
+        operator = self.operators[scope.name, name]
+        sources = tuple(self.lies[scope.name, ref] for ref in operator.node.inputs)
+        weights = tuple(float(meta.num_bytes) for meta in operator.inputs)
+        # Joint options are asked for, so a plan file names them.
+        options = self.options[scope.name, name]
+        plain = [i for i, option in enumerate(options) if not is_joint(operator, option)]
+        return plain[default_option(tuple(options[i] for i in plain), sources, self.mesh.sizes, weights)]
+
+    def pieces(self, scope: Scope) -> list[Any]:
+        return list(scope.nodes) if scope.name else list(self.graph.body)
+
+
+def compress(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, choices: Choices
+) -> dict[str, ScopePlan]:
+    """Choices -> what a plan file writes."""
+    deriver, found = Deriver(graph, operators, mesh), {}
+    for scope in deriver.order():
+        names = [n for n, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
+        parameters = {n: s for (owner, n), s in choices.parameters.items() if owner == scope.name}
+        inputs = {n: choices.tensors[scope.name, Ref(n)] for n in names if (scope.name, Ref(n)) in choices.tensors}
+        calls: dict[str, tuple[str, ...]] = {}
+        tensors: dict[str, Placements] = {}
+        deriver.place_inputs(scope, ScopePlan(parameters, inputs, {}, {}))
+        for piece in deriver.pieces(scope):
+            if isinstance(piece, LayerRun):
+                deriver.place_run(piece)
+                continue
+            option, options = choices.operators[scope.name, piece.name], deriver.options[scope.name, piece.name]
+            if option != options[deriver.default(scope, piece.name)]:
+                calls[piece.name] = labels_of(options, options.index(option))
+            for index, placements in enumerate(option.outputs):
+                ref = Ref(piece.name, index)
+                kept = choices.tensors.get((scope.name, ref), placements)
+                if kept != placements:
+                    tensors[ref_name(ref)] = kept
+                deriver.lies[scope.name, ref] = kept
+        found[scope.name] = ScopePlan(parameters, inputs, calls, tensors)
+    return {name: found[name] for name in deriver.scopes}
+
+
+def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Choices:
+    """A plan's decisions in full, validated against the graph. Raises PlanError."""
+    deriver = Deriver(graph, operators, plan.mesh)
+    check_scopes(graph, Offers(graph, deriver.options, plan.mesh), plan)
+    chosen: dict[tuple[str, str], Option] = {}
+    tensors: dict[tuple[str, Ref], Placements] = {}
+    parameters: dict[tuple[str, str], Stored] = {}
+    for scope in deriver.order():
+        decided = plan.scopes[scope.name]
+        deriver.place_inputs(scope, decided)
+        parameters |= {(scope.name, n): s for n, s in decided.parameters.items()}
+        tensors |= {(scope.name, Ref(n)): p for n, p in decided.inputs.items()}
+        for piece in deriver.pieces(scope):
+            if isinstance(piece, LayerRun):
+                deriver.place_run(piece)
+                continue
+            options = deriver.options[scope.name, piece.name]
+            labels = decided.calls.get(piece.name)
+            index = (
+                deriver.default(scope, piece.name)
+                if labels is None
+                else _find(options, labels, scope, piece.name, plan)
+            )
+            chosen[scope.name, piece.name] = options[index]
+            for position, placements in enumerate(options[index].outputs):
+                ref = Ref(piece.name, position)
+                kept = decided.tensors.get(ref_name(ref), placements)
+                deriver.lies[scope.name, ref] = kept
+                if ref in deriver.shared[scope.name]:
+                    tensors[scope.name, ref] = kept
+    return Choices(chosen, tensors, parameters)
+
+
+def labels_of(options: tuple[Option, ...], index: int) -> tuple[str, ...]:
+    """An option's axis labels as a plan file writes them: the second option with equal labels ends in `#2`.
+
+    (An operator that is linear in one input or in the other has two options `P`.)
+    """
+    labels = options[index].labels
+    number = sum(option.labels == labels for option in options[: index + 1])
+    return labels if number == 1 else (*labels[:-1], f"{labels[-1]}#{number}")
+
+
+def _find(options: tuple[Option, ...], labels: tuple[str, ...], scope: Scope, name: str, plan: Plan) -> int:
+    known = [labels_of(options, index) for index in range(len(options))]
+    if labels in known:
+        return known.index(labels)
+    raise PlanError(
+        f"{plan.place(scope.name, 'calls', name)} has no such option on {plan.mesh}",
+        values=labels_text(labels, plan.mesh),
+        alternatives=[labels_text(each, plan.mesh) for each in known],
+    )
+
+
+def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
+    """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
+    each, and an axis that is left out has one rank."""
+    if axes == wanted:
+        return choices
+    source = axis_sources(axes, wanted)
+
+    def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in source)
+
+    return Choices(
+        {
+            key: Option(pick(o.axes), tuple(pick(p) for p in o.inputs), tuple(pick(p) for p in o.outputs))
+            for key, o in choices.operators.items()
+        },
+        {key: pick(placements) for key, placements in choices.tensors.items()},
+        {k: Stored(pick(s.placements), s.zero if "dp" in wanted else 0) for k, s in choices.parameters.items()},
+    )
+
+
+def axis_sources(axes: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
+    """For each wanted axis, the position in `axes` of the one whose decisions it takes."""
+    return [axes.index(axis if axis in axes else "dp" if axis in DATA_AXES else axis) for axis in wanted]

@@ -1,0 +1,362 @@
+"""What the micro-batches of a step must do so that they make the whole batch's loss, proven from the graph.
+
+The micro-batches of a step are a mesh axis that is walked one after the other, and the operators' rules (autopar/rules)
+say what any axis may do. With m micro-batches, the value V of a tensor for the whole batch follows from its values
+v_1 ... v_m for the micro-batches in one of three ways, each with a number c:
+
+    R       V = c * v_i            the same for all micro-batches: parameters, position tables, numbers of rows
+    S(d/k)  V's i-th slice = c * v_i       whatever has rows
+    P       V = c * (v_1 + ... + v_m)      complete after the last micro-batch
+
+Inputs are S, parameters R. A call whose rule lets its rows' factor be sharded gives S, or P where it contracts them: a
+sum has c = 1, a mean c = 1/m, since what the call computes for a micro-batch is divided by fewer rows. The same follows
+for every other number that counts rows, such as `/ x.shape[0]`: the graph of the whole batch is compared with that of a
+micro-batch, and a factor or divisor that differs goes into c. A call is
+
+    homogeneous in its inputs   their c's multiply into the result's (a product), or pass through (linear in a set of
+                                inputs with one c): nothing has to be done
+    not so                      inputs of S and R are multiplied by their c first (`Accumulation.scales`)
+    linear in a P               the result is P. What is added to it and is R has to be 1/m of it in every micro-batch,
+                                hence c = 1/m asks for nothing: a mean loss plus a penalty on parameters stays as it is
+    not linear in a P           exp(P), P * P, x / P: its sum must be known before. Where it depends on the batch and on
+                                buffers alone (numbers of valid targets, sums of masks), it is computed first over all
+                                micro-batches and is R from then on (`Accumulation.whole`); otherwise
+                                the model needs its whole batch at once
+
+Likewise the whole batch is needed by calls that look across rows (a blocked factor), that have no rule, that number
+rows (arange), and by dropout whose mask would start anew in every micro-batch. A loss that is P is multiplied by m * c,
+since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-batches of what is
+differentiated is the whole batch's loss, as a function of the parameters, and what is known before depends on none.
+
+The proof holds for the two graphs that it was given. It is linear in their calls; layers of one class are walked once
+for each way in which their inputs lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+
+from autopar.ir.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta, ancestors, repeated_calls
+from autopar.ir.placement import P, R, S
+from autopar.options.batch_shares import (
+    ONE,
+    SAME,
+    Share,
+    Site,
+    WholeBatchError,
+    lent,
+    linear_sets,
+    numbers_of,
+)
+from autopar.options.strategies import Scope, factor_of, scopes_of
+from autopar.rules.call import Call, find_op
+from autopar.rules.loss import is_plain_cross_entropy
+from autopar.rules.registry import rule_for
+from autopar.rules.rule import AxisOption, find_factor, shard_option
+
+CONSTRUCTORS = ("full", "new_full", "full_like", "scalar_tensor")
+DRAWING = ("dropout", "scaled_dot_product_attention")
+"""Random operators whose masks the run time draws by global position."""
+
+
+class _KnownBeforeError(Exception):
+    """Raised where the sums `refs` have to be known before the step."""
+
+    def __init__(self, refs: Sequence[Ref]) -> None:
+        self.refs = tuple(refs)
+
+
+def accumulation(whole: Graph, micro: Graph) -> Accumulation:
+    """What micro-batches as `micro` must do to make the batch of `whole`. Raises WholeBatchError where they cannot."""
+    known: frozenset[Ref] = frozenset()
+    while True:
+        proof = _Proof(whole, micro, known)
+        try:
+            return proof.run()
+        except _KnownBeforeError as found:
+            known |= frozenset(found.refs)
+
+
+class _Proof:
+    """One walk over both graphs. known: sums that are complete before the step."""
+
+    def __init__(self, whole: Graph, micro: Graph, known: frozenset[Ref]) -> None:
+        self.whole, self.micro, self.known = whole, micro, known
+        self.count = whole.batch_size // micro.batch_size
+        self.before = repeated_calls(whole) | {i.name for i in whole.inputs}
+        self.scales: dict[tuple[str, str, int], Fraction] = {}
+        self.counted: list[Ref] = []
+        self.scopes = {scope.name: scope for scope in scopes_of(whole)}
+        self.twins = {scope.name: scope for scope in scopes_of(micro)}
+        self.walked: dict[tuple[str, tuple[Share, ...]], tuple[Share, ...]] = {}
+        self.draws: dict[tuple[str, str], bool] = {}
+
+    def run(self) -> Accumulation:
+        body, twins = self.whole.body, self.micro.body
+        if len(body) != len(twins) or self.whole.loss != self.micro.loss or self.scopes.keys() != self.twins.keys():
+            raise WholeBatchError("the model makes other calls for a micro-batch than for the whole batch")
+        shares = {Ref(p.name): SAME for p in self.whole.parameters}
+        for item in self.whole.inputs:
+            shares[Ref(item.name)] = SAME if item.batch_dim is None else Share(S(item.batch_dim))
+        for piece, twin in zip(body, twins, strict=True):
+            if isinstance(piece, LayerRun) and isinstance(twin, LayerRun):
+                shares |= self.layers(piece, twin, shares)
+            elif isinstance(piece, Node) and isinstance(twin, Node):
+                shares |= self.call(self.scopes[""], piece, twin, shares)
+            else:
+                raise WholeBatchError("the model has other layers for a micro-batch than for the whole batch")
+        self.check_order()
+        order = {piece.name: number for number, piece in enumerate(body)}
+        known = tuple(sorted(self.known, key=lambda ref: (order[ref.node], ref.index)))
+        used = {key: scale for key, scale in self.scales.items() if scale != 1}
+        repeated = frozenset(key for key, goes_on in self.draws.items() if not goes_on)
+        return Accumulation(known, used, self.loss_scale(shares[self.whole.loss]), repeated)
+
+    def loss_scale(self, loss: Share) -> Fraction:
+        if loss.placement.is_shard:
+            raise WholeBatchError("the loss has one value per row of the batch")
+        return loss.scale * self.count if loss.is_sum else loss.scale
+
+    def check_order(self) -> None:
+        """What is known before a step must not need something else that is."""
+        names = {ref.node for ref in self.known}
+        for ref in (*self.known, *self.counted):
+            inner = (ancestors(self.whole, ref) & names) - {ref.node}
+            if inner:
+                raise WholeBatchError(f"{ref.node}, a sum over the batch, depends on another one, {min(inner)}")
+
+    # --- layers -------------------------------------------------------------------------------------------------------
+
+    def layers(self, run: LayerRun, twin: LayerRun, shares: Mapping[Ref, Share]) -> dict[Ref, Share]:
+        """The shares of a run's outputs; layers whose inputs lie alike are walked once."""
+        if (run.args, run.carried, run.instances) != (twin.args, twin.carried, twin.instances):
+            raise WholeBatchError(f"the layers {run.instances[0]} ... are wired otherwise for a micro-batch")
+        entering = [shares[ref] for ref in run.args]
+        leaving: tuple[Share, ...] = ()
+        for _ in run.instances:
+            leaving, before = self.layer(run.layer.name, tuple(entering)), tuple(entering)
+            for position, output in run.carried:
+                entering[position] = leaving[output]
+            if before == tuple(entering):
+                break
+        return {Ref(run.name, index): share for index, share in enumerate(leaving)}
+
+    def layer(self, name: str, entering: tuple[Share, ...]) -> tuple[Share, ...]:
+        if (name, entering) not in self.walked:
+            scope, twin = self.scopes[name], self.twins[name]
+            layer, other = scope.layer, twin.layer
+            if layer is None or other is None or len(layer.nodes) != len(other.nodes):
+                raise WholeBatchError(f"layers {name} make other calls for a micro-batch than for the whole batch")
+            shares = {Ref(p.name): SAME for p in layer.parameters}
+            shares |= {Ref(formal): share for (formal, _), share in zip(layer.inputs, entering, strict=True)}
+            for node, its in zip(layer.nodes, other.nodes, strict=True):
+                shares |= self.call(scope, node, its, shares)
+            self.walked[name, entering] = tuple(shares[ref] for ref in layer.outputs)
+        return self.walked[name, entering]
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def call(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> dict[Ref, Share]:
+        """The shares of a call's results."""
+        site = self.site(scope, node, twin, shares)
+        if any(share.is_sum for share in site.inputs):
+            found = self.of_sums(site)
+        elif any(share.placement.is_shard for share in site.inputs):
+            found = self.of_rows(site)
+        elif site.grows:
+            found = self.of_nothing(site)
+        else:
+            found = (Share(R, self.scale_of(site)),) * len(node.outputs)
+        if site.packet in DRAWING:
+            self.draw(site, found[0])
+        return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(found)}
+
+    def draw(self, site: Site, share: Share) -> None:
+        """Whether this call's mask goes on from micro-batch to micro-batch, in all layers of its class alike."""
+        goes_on = share.placement.is_shard
+        if self.draws.setdefault((site.scope.name, site.node.name), goes_on) != goes_on:
+            raise site.error("draws a mask of the rows in one layer, and one without rows in another")
+
+    def site(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> Site:
+        metas = tuple(scope.metas[ref] for ref in node.inputs)
+        other = self.twins[scope.name]
+        call = Call.of(node, metas)
+        inputs = tuple(lent(call, i, shares[ref]) for i, ref in enumerate(node.inputs))
+        site = Site(scope, node, twin, call, rule_for(node, metas), inputs, {})
+        if node.op != twin.op or node.inputs != twin.inputs or len(node.outputs) != len(twin.outputs):
+            raise site.error("is another call for a micro-batch than for the whole batch")
+        found = find_op(node.op)
+        is_random = found is not None and torch.Tag.nondeterministic_seeded in found.tags
+        if is_random and site.packet not in DRAWING:
+            raise site.error("draws random numbers")
+        twins = Call.of(twin, tuple(other.metas[ref] for ref in twin.inputs))
+        return replace(site, numbers=numbers_of(site, call, twins))
+
+    def result(self, site: Site, index: int, share: Share) -> Share:
+        """`share`, once both graphs have the shapes that it means; of a sum that is known before, what it then is."""
+        whole, micro = site.node.outputs[index], site.twin.outputs[index]
+        shape = list(whole.shape)
+        if share.placement.is_shard:
+            shape[share.placement.dim] //= self.count
+        if tuple(shape) != micro.shape or whole.dtype != micro.dtype:
+            raise site.error(f"makes {_text(micro)} of a micro-batch and {_text(whole)} of the whole batch")
+        if share.is_sum and site.scope.layer is None and Ref(site.node.name, index) in self.known:
+            return Share(R, share.scale)
+        return share
+
+    def of_nothing(self, site: Site) -> tuple[Share, ...]:
+        """The shares of rows that are made of what has none: filled or expanded."""
+        rule, (whole, *more), micro = site.rule, site.node.outputs, site.twin.outputs[0]
+        dims = [d for d, (a, b) in enumerate(zip(whole.shape, micro.shape, strict=False)) if a != b]
+        if rule is None or more or len(dims) != 1 or len(whole.shape) != len(micro.shape):
+            raise site.error("depends on the number of rows")
+        for factor in rule.outputs[0][dims[0]]:
+            option = shard_option(rule, factor)
+            is_free = factor not in rule.blocked and option.lowering is None and rule.sizes[factor] % self.count == 0
+            if is_free and not any(p.is_shard for p in option.inputs):
+                return (Share(option.outputs[0], self.scale_of(site)),)
+        raise site.error(
+            "numbers the rows of the batch" if site.packet == "arange" else "depends on the number of rows"
+        )
+
+    def of_rows(self, site: Site) -> tuple[Share, ...]:
+        """The shares of a call's results where some inputs have rows and the others are R."""
+        option = self.option(site)
+        for wanted, share in zip(option.inputs, site.inputs, strict=True):
+            if wanted == P or (wanted.is_shard or share.placement.is_shard) and wanted != share.placement:
+                raise site.error("combines the rows of the batch with one another")
+        scale = self.scale_of(site)
+        placements = [R if p.is_replicated else p for p in option.outputs]
+        if option.lowering in ("mean", "cross_entropy"):
+            scale /= self.count
+        elif option.lowering in DRAWING or option.lowering == "attention":
+            if placements[0] != S(0):
+                raise site.error("draws a mask whose first dim is not the batch, and would draw it anew")
+        elif option.lowering is not None:
+            raise site.error("looks across the rows of the batch")
+        if option.lowering == "cross_entropy":
+            self.check_counted(site)
+        return tuple(Share(p, scale) for p in placements)
+
+    def option(self, site: Site) -> AxisOption:
+        """The option that gives the rows to the micro-batches."""
+        rule = site.rule
+        if rule is None:
+            raise site.error("has no rule in autopar that says what becomes of the rows of the batch")
+        factors = {
+            factor_of(rule, dims, share.placement)
+            for dims, share in zip(rule.inputs, site.inputs, strict=True)
+            if share.placement.is_shard
+        }
+        if len(factors) > 1 or None in factors:
+            raise site.error("combines the rows of the batch with one another")
+        found = next(iter(factors))
+        assert found is not None
+        factor, sections = found
+        if factor in rule.blocked or rule.sizes[factor] % (sections * self.count):
+            raise site.error("looks across the rows of the batch")
+        for dims, share in zip(rule.inputs, site.inputs, strict=True):
+            if not share.placement.is_shard and find_factor(rule, dims, factor, sections):
+                raise site.error("combines the rows of the batch with one another")
+        return shard_option(rule, factor, sections)
+
+    def check_counted(self, site: Site) -> None:
+        """A mean over targets that are not ignored: the program counts them before the step, or cannot."""
+        target = site.node.inputs[1]
+        is_before = site.scope.layer is None and target.node in self.before
+        if not is_plain_cross_entropy(site.node, site.call.inputs) or not is_before:
+            raise site.error("divides by a number of targets that is known only after the forward")
+        self.counted.append(target)
+
+    # --- numbers ------------------------------------------------------------------------------------------------------
+
+    def scale_of(self, site: Site, others: Sequence[int] | None = None) -> Fraction:
+        """The result's number by those of the inputs (of `others` alone: of those beside partial sums).
+
+        Inputs in which the call is not homogeneous are brought to the whole batch's value first.
+        """
+        considered = range(len(site.inputs)) if others is None else others
+        scales = {i: site.inputs[i].scale for i in considered}
+        if site.packet == "mul":
+            return math.prod([*scales.values(), *site.numbers.values()], start=ONE)
+        if site.packet == "div" and site.call.get("rounding_mode") is None:
+            return self.quotient(site, scales)
+        if site.packet in CONSTRUCTORS and not site.inputs and set(site.numbers) <= {"fill_value", "s"}:
+            return math.prod(site.numbers.values(), start=ONE)
+        if site.adds_number and set(site.numbers) == {"other"}:
+            number = site.numbers["other"]
+            for index, scale in scales.items():
+                self.multiply(site, index, scale / number)
+            return number
+        if site.numbers:
+            raise site.error(f"has an argument that depends on the number of rows: {', '.join(site.numbers)}")
+        linear = site.rule.linear if site.rule is not None and others is None else ()
+        for members in linear:
+            inside = {scale for i, scale in scales.items() if i in members}
+            if len(inside) == 1 and all(scale == 1 for i, scale in scales.items() if i not in members):
+                return inside.pop()
+        for index, scale in scales.items():
+            self.multiply(site, index, scale)
+        return ONE
+
+    def quotient(self, site: Site, scales: Mapping[int, Fraction]) -> Fraction:
+        above, below = (site.index_of(name) for name in ("self", "other"))
+        divisor = scales.get(below, ONE) if below is not None else site.numbers.get("other", ONE)
+        if set(site.numbers) - {"other"}:
+            raise site.error("has an argument that depends on the number of rows")
+        return (scales.get(above, ONE) if above is not None else ONE) / divisor
+
+    def multiply(self, site: Site, index: int, scale: Fraction) -> None:
+        """An input of the call is multiplied by `scale` in every micro-batch."""
+        key = site.scope.name, site.node.name, index
+        if self.scales.setdefault(key, scale) != scale:
+            raise site.error("would have to be scaled otherwise in some of the layers")
+        is_floating = site.call.inputs[index].dtype.is_floating_point
+        if scale != 1 and not is_floating and scale.denominator != 1:
+            raise site.error("depends on the number of rows")
+
+    # --- partial sums -------------------------------------------------------------------------------------------------
+
+    def of_sums(self, site: Site) -> tuple[Share, ...]:
+        """The shares of a call's results where some inputs are P."""
+        sums = [i for i, share in enumerate(site.inputs) if share.is_sum]
+        has_rows = site.grows or any(share.placement.is_shard for share in site.inputs)
+        sets = () if has_rows else linear_sets(site)
+        for members, adds_number in sorted(sets, key=lambda pair: len(set(sums) - pair[0])):
+            rest = [i for i in sums if i not in members]
+            if rest and self.are_before(site, rest):
+                raise _KnownBeforeError([site.node.inputs[i] for i in rest])
+            if not rest:
+                return self.linear_in(site, members, adds_number)
+        if not self.are_before(site, sums):
+            raise site.error("is not linear in a sum over the batch, which is complete only after the last micro-batch")
+        raise _KnownBeforeError([site.node.inputs[i] for i in sums])
+
+    def are_before(self, site: Site, indices: Sequence[int]) -> bool:
+        """Whether these inputs depend on the batch and on buffers alone."""
+        return site.scope.layer is None and all(site.node.inputs[i].node in self.before for i in indices)
+
+    def linear_in(self, site: Site, members: frozenset[int], adds_number: bool) -> tuple[Share, ...]:
+        """The sums are among `members`, in which the call is linear; what is beside them there is R."""
+        scales = {site.inputs[i].scale for i in members}
+        mixed = adds_number or len(scales) > 1 or not all(site.inputs[i].is_sum for i in members)
+        if adds_number and set(site.numbers) - {"other"}:
+            raise site.error(f"has an argument that depends on the number of rows: {', '.join(site.numbers)}")
+        # What is beside the sums is then right as it is, if it does not count rows itself.
+        number = site.numbers.get("other", ONE) if adds_number else ONE
+        target = number / self.count if mixed else scales.pop()
+        for index in members:
+            share = site.inputs[index]
+            self.multiply(site, index, share.scale / target if share.is_sum else share.scale / (target * self.count))
+        others = [i for i in range(len(site.inputs)) if i not in members]
+        beside = self.scale_of(site, others) if not adds_number else ONE
+        return (Share(P, target * beside),) * len(site.node.outputs)
+
+
+def _text(meta: TensorMeta) -> str:
+    return f"{list(meta.shape)} {str(meta.dtype).removeprefix('torch.')}"

@@ -1,0 +1,82 @@
+"""Which placements are open to the tensors that are no call's own: parameters, batch inputs, what a layer takes, and
+tensors that several calls use. The search chooses among them, and an edited plan is held to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
+from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
+from autopar.options.strategies import Option, Scope, placement_choices, scopes_of
+
+Uses = dict[Ref, list[tuple[str, str, int]]]
+"""(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
+
+
+class Offers:
+    """The placements open to the tensors of one graph on one mesh. options: those of every call that are open."""
+
+    def __init__(self, graph: Graph, options: Mapping[tuple[str, str], tuple[Option, ...]], mesh: Mesh) -> None:
+        self.graph, self.options, self.mesh = graph, options, mesh
+        self.scopes = {scope.name: scope for scope in scopes_of(graph)}
+        self.runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
+        self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
+
+    def parameter(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
+        """What the consumers ask for; where one wants a partial sum (a bias), also R."""
+        per_axis: list[list[Placement]] = []
+        wanted = self.wanted(scope, ref)
+        for axis in range(len(self.mesh.axes)):
+            seen = {placements[axis] for placements in wanted}
+            if any(p.kind == "P" for p in seen):
+                seen.add(R)
+            per_axis.append(sorted(p for p in seen if p.kind != "P") or [R])
+        return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
+
+    def can_shard(self, meta: TensorMeta, placements: Placements) -> bool:
+        """Whether ZeRO may shard a parameter: it is trained, and its gradient is partial over dp."""
+        axes = self.mesh.axes
+        return "dp" in axes and meta.requires_grad and placements[axes.index("dp")] == Rp
+
+    def batch_input(self, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
+        """A batch tensor can be cut anywhere for free: dp along the batch, other axes along any other dim."""
+        per_axis = []
+        for axis in self.mesh.axes:
+            dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]
+            per_axis.append([R, *(S(d) for d in dims if d is not None)])
+        return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
+
+    def tensor(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...] = ()) -> tuple[Placements, ...]:
+        """Placements open to a layer's input or a tensor with several uses. produced: as its own call can leave it."""
+        offered = self.wanted(scope, ref) | set(produced)
+        offered |= {(R,) * len(self.mesh.axes)} if not offered else set()
+        return placement_choices(scope.metas[ref], sorted(offered), self.mesh)
+
+    def wanted(self, scope: Scope, ref: Ref) -> set[Placements]:
+        """Input placements that some option of some user of `ref` has, through layer borders."""
+        found: set[Placements] = set()
+        for kind, name, position in self.uses[scope.name].get(ref, ()):
+            if kind == "operator":
+                found |= {option.inputs[position] for option in self.options[scope.name, name]}
+            elif kind == "run":
+                run = next(r for r in self.runs if r.name == name)
+                found |= self.wanted(self.scopes[run.layer.name], Ref(run.layer.inputs[position][0]))
+        return found
+
+    def _uses_in(self, scope: Scope) -> Uses:
+        found: Uses = {}
+        for node in scope.nodes:
+            for position, ref in enumerate(node.inputs):
+                found.setdefault(ref, []).append(("operator", node.name, position))
+        if scope.layer:
+            for position, ref in enumerate(scope.layer.outputs):
+                found.setdefault(ref, []).append(("output", scope.name, position))
+            return found
+        for run in self.runs:
+            for position, ref in enumerate(run.args):
+                found.setdefault(ref, []).append(("run", run.name, position))
+        found.setdefault(self.graph.loss, []).append(("loss", "", 0))
+        return found

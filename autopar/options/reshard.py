@@ -1,0 +1,162 @@
+"""Finds the shortest sequence of one-axis steps from one tuple of placements to another.
+
+Each step is one autograd function of the runtime, so its backward is known with it (`METHODS` of codegen/reshards.py).
+
+When several axes shard one dim at the same level the first axis is the outer one. An axis may join or leave such a
+dim only while no axis inside it does, which is why a sequence can have more steps than axes that change.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.ir.placement import Placement, Placements, R
+from codegen.reshards import METHODS, Collective
+
+_STEP_PENALTY = 1e-3
+_WEIGHT: dict[Collective | None, float] = {
+    None: 0.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_reduce": 2.0,
+    "all_to_all": 1.0,
+}
+_BYTES_MOVED = {kinds: _WEIGHT[method.forward] + _WEIGHT[method.backward] for kinds, method in METHODS.items()}
+"""Bytes that each kind of step moves forward and backward, in times of `Step.fraction` of the tensor."""
+
+
+Move = tuple[Placements, int, Placement]
+"""(placements before it, axis, the axis' new placement)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One axis changes from `source` to `target`.
+
+    fraction: the bytes that the collective works on (gathered, reduced or exchanged buffer of one rank) as a share of
+    the whole tensor. source_sections, target_sections: section counts of the local tensor at that moment.
+    """
+
+    axis: int
+    source: Placement
+    target: Placement
+    fraction: float
+    source_sections: int
+    target_sections: int
+
+    @property
+    def forward(self) -> Collective | None:
+        return METHODS[self.source.kind, self.target.kind].forward
+
+    @property
+    def backward(self) -> Collective | None:
+        return METHODS[self.source.kind, self.target.kind].backward
+
+
+@lru_cache(maxsize=200_000)
+def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """The cheapest sequence by bytes moved, or None if there is none."""
+    if source == target:
+        return ()
+    changed = [axis for axis, (here, there) in enumerate(zip(source, target, strict=True)) if here != there]
+    if len(changed) == 1:
+        # Any other way leaves to R and comes from there, with at most as many axes that share the bytes: it moves more.
+        axis = changed[0]
+        goal = target[axis]
+        if (source[axis].kind, goal.kind) in METHODS and _is_legal(source, axis, goal, axis_sizes):
+            return (_step(source, axis, goal, axis_sizes),)
+    return _cheapest(source, target, axis_sizes)
+
+
+def _cheapest(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """`steps` by Dijkstra's algorithm over placements."""
+    queue: list[tuple[float, int, Placements, tuple[Move, ...]]] = [(0.0, 0, source, ())]
+    done: set[Placements] = set()
+    count = 0
+    while queue:
+        cost, _, current, path = heapq.heappop(queue)
+        if current == target:
+            return tuple(_step(before, axis, goal, axis_sizes) for before, axis, goal in path)
+        if current in done:
+            continue
+        done.add(current)
+        for axis, goal, weight in _moves(current, target, axis_sizes):
+            following = (*current[:axis], goal, *current[axis + 1 :])
+            if following not in done:
+                count += 1
+                heapq.heappush(queue, (cost + weight, count, following, (*path, (current, axis, goal))))
+    return None
+
+
+def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[tuple[int, Placement, float]]:
+    """(axis, its new placement, weight) of the steps that may be taken."""
+    found = []
+    ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
+    for axis, (here, there) in enumerate(zip(current, target, strict=True)):
+        for goal in (there,) if there == R else (there, R):
+            bytes_moved = _BYTES_MOVED.get((here.kind, goal.kind)) if goal != here else None
+            if bytes_moved is not None and _is_legal(current, axis, goal, axis_sizes):
+                fraction = _fraction(ways, here, goal, axis_sizes[axis])
+                found.append((axis, goal, fraction * bytes_moved + _STEP_PENALTY))
+    return found
+
+
+def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> bool:
+    """No axis inside `axis` shards the level that it leaves or joins; an all_to_all changes the dim; levels nest."""
+    here = current[axis]
+    inner = current[axis + 1 :]
+    if here.kind == goal.kind == "S" and here.dim == goal.dim:
+        return False
+    if inner and ((here.kind == "S" and here in inner) or (goal.kind == "S" and goal in inner)):
+        return False
+    if goal.kind != "S":
+        return True
+    return _nests((*current[:axis], goal, *inner), goal.dim, axis_sizes)
+
+
+def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether the sections of each shard of `dim` fall into whole parts of the next coarser one (see `divides`)."""
+    if sum([p.dim == dim for p in placements]) < 2:
+        return True
+    levels: dict[int, int] = {}
+    for placement, size in zip(placements, axis_sizes, strict=True):
+        if placement.is_shard and placement.dim == dim:
+            levels[placement.sections] = levels.get(placement.sections, 1) * size
+    ordered = sorted(levels)
+    return all(fine % (coarse * levels[coarse]) == 0 for coarse, fine in zip(ordered, ordered[1:], strict=False))
+
+
+def _fraction(ways: int, here: Placement, goal: Placement, axis_size: int) -> float:
+    """`Step.fraction` of giving an axis another placement. ways: ranks that share the tensor among them before it."""
+    if here.kind != "S":
+        return 1.0 / ways
+    others = ways // axis_size
+    return 1.0 / others / (axis_size if goal.kind == "S" else 1)
+
+
+def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:
+    here = current[axis]
+    ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
+    return Step(
+        axis,
+        here,
+        goal,
+        _fraction(ways, here, goal, axis_sizes[axis]),
+        _local_sections(current, axis, here, axis_sizes),
+        _local_sections(current, axis, goal, axis_sizes),
+    )
+
+
+def _local_sections(current: Placements, axis: int, shard: Placement, axis_sizes: tuple[int, ...]) -> int:
+    """Sections of a dim as the local tensor has them: axes that shard a coarser level have split them already."""
+    if not shard.is_shard:
+        return 1
+    coarser = (
+        n
+        for i, (p, n) in enumerate(zip(current, axis_sizes, strict=True))
+        if i != axis and p.is_shard and p.dim == shard.dim and p.sections < shard.sections
+    )
+    return shard.sections // math.prod(coarser)

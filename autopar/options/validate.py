@@ -1,0 +1,123 @@
+"""Whether a plan that a person may have edited is one that the search could have found: every name is the model's, and
+every placement and ZeRO stage is one of the options that `Offers` and `options_of` make. What is not would run and
+compute something else, or fail on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar.errors import PlanError
+from autopar.files.text_files import near
+from autopar.ir.graph import Graph, Ref, TensorMeta
+from autopar.ir.placement import Placements, divides
+from autopar.ir.plan_data import ScopePlan, placements_text
+from autopar.options.offers import Offers
+from autopar.options.strategies import Scope
+from autopar.plan import Plan
+
+MOST_SHOWN = 12
+"""Alternatives in one message."""
+
+
+def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
+    """Raises PlanError unless the plan decides for the top level and every layer class, and for nothing else."""
+    for name in offers.scopes:
+        if name not in plan.scopes:
+            raise PlanError(
+                f"{plan.at('layers')}: the plan has no decisions for layer class {name!r}",
+                values=", ".join(filter(None, plan.scopes)) or "none",
+            )
+    for name in plan.scopes:
+        if name not in offers.scopes:
+            where, known = plan.place(name), filter(None, offers.scopes)
+            raise PlanError(f"{where}: the model has no layer class {name!r}", alternatives=near(name, known))
+    for scope in offers.scopes.values():
+        _check_scope(graph, offers, scope, plan)
+
+
+def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None:
+    decided, used = plan.scopes[scope.name], offers.uses[scope.name]
+    stored = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+    entering = dict(scope.layer.inputs) if scope.layer else {i.name: i.meta for i in graph.inputs}
+    calls = {node.name: node.outputs for node in scope.nodes}
+    kept = {
+        ref_name(Ref(name, index)): Ref(name, index)
+        for name, outputs in calls.items()
+        for index in range(len(outputs))
+        if len(used.get(Ref(name, index), ())) > 1
+    }
+    _check_names(scope, plan, "parameters", decided.parameters, stored, "parameter or buffer")
+    _check_names(scope, plan, "inputs", decided.inputs, entering, "input")
+    _check_names(scope, plan, "calls", decided.calls, calls, "call")
+    _check_names(scope, plan, "tensors", {n.partition("[")[0]: None for n in decided.tensors}, calls, "call")
+    _check_names(scope, plan, "tensors", decided.tensors, kept, "result with several uses")
+    missing = [n for n in stored if Ref(n) in used and n not in decided.parameters]
+    missing += [n for n in entering if (scope.layer or Ref(n) in used) and n not in decided.inputs]
+    if missing:
+        raise PlanError(f"{plan.place(scope.name)} leaves out {', '.join(missing)}")
+    for name, at in decided.parameters.items():
+        legal = offers.parameter(scope, Ref(name), stored[name])
+        _check_placements(scope, plan, ("parameters", name), at.placements, stored[name], legal)
+    batch_dims = {i.name: i.batch_dim for i in graph.inputs}
+    for name, placements in decided.inputs.items():
+        is_batch = not scope.layer
+        legal = offers.batch_input(entering[name], batch_dims[name]) if is_batch else offers.tensor(scope, Ref(name))
+        _check_placements(scope, plan, ("inputs", name), placements, entering[name], legal)
+    for name, placements in decided.tensors.items():
+        ref = kept[name]
+        produced = tuple(option.outputs[ref.index] for option in offers.options[scope.name, ref.node])
+        legal = offers.tensor(scope, ref, produced)
+        _check_placements(scope, plan, ("tensors", name), placements, scope.metas[ref], legal)
+    _check_zero(scope, plan, offers, decided, stored)
+
+
+def _check_names(scope: Scope, plan: Plan, kind: str, given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises PlanError for a name that the scope does not have."""
+    for name in given:
+        if name not in known:
+            where = plan.place(scope.name, kind, name)
+            raise PlanError(
+                f"{where} is not in the model: it has no {what} named {name!r}", alternatives=near(name, known)
+            )
+
+
+def _check_placements(
+    scope: Scope,
+    plan: Plan,
+    path: tuple[str, str],
+    placements: Placements,
+    meta: TensorMeta,
+    legal: Sequence[Placements],
+) -> None:
+    """Raises PlanError for placements that are no option of the tensor."""
+    if placements in legal:
+        return
+    mesh = plan.mesh
+    fits = all(not p.is_shard or p.dim < len(meta.shape) for p in placements)
+    fits = fits and divides(meta.shape, placements, mesh.sizes)
+    texts = [placements_text(each, mesh) for each in legal]
+    more = [f"... ({len(texts)} in all)"] if len(texts) > MOST_SHOWN else []
+    raise PlanError(
+        f"{plan.place(scope.name, *path)} {'cannot lie so' if fits else 'cannot be cut into equal parts'}",
+        values={"placements": placements_text(placements, mesh), "shape": meta.shape, "mesh": str(mesh)},
+        alternatives=[*texts[:MOST_SHOWN], *more],
+    )
+
+
+def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, stored: Mapping[str, TensorMeta]) -> None:
+    """Raises PlanError for a ZeRO stage of a parameter that has no gradient to shard."""
+    for name, at in decided.parameters.items():
+        if at.zero and not offers.can_shard(stored[name], at.placements):
+            is_trained = stored[name].requires_grad
+            why = "is not Rp on dp" if is_trained else "is not trained"
+            raise PlanError(
+                f"{plan.place(scope.name, 'parameters', name)} has zero={at.zero} but {why}",
+                values=placements_text(at.placements, plan.mesh),
+                alternatives="zero=0, or dp=Rp" if is_trained and "dp" in plan.mesh.axes else "zero=0",
+            )
+
+
+def ref_name(ref: Ref) -> str:
+    """`split` or `split[1]`: how a plan file names a result."""
+    return ref.node if ref.index == 0 else f"{ref.node}[{ref.index}]"

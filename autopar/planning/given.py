@@ -1,0 +1,164 @@
+"""A plan that is given: checked against the model, the cluster and what is asked for beside it, and priced anew."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.ir.chain import chain
+from autopar.ir.graph import Graph, layer_names
+from autopar.options.choices import Candidate, expand
+from autopar.plan import Plan
+from autopar.planning.planner import SearchResult, price_plan
+from autopar.planning.request import Request, operators_at
+from autopar.settings.constraints import Constraints
+from autopar.settings.fp8 import check_fp8
+from cost_models.mixed import AnyCluster
+from cost_models.schedule import SCHEDULES, placement
+
+
+def reprice(request: Request, plan: Plan) -> SearchResult:
+    """Validate a given plan against the model and predict it anew, with its own compression and fp8.
+
+    Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
+    """
+    request = replace(request.compressed(plan.compression), fp8=plan.fp8)
+    if plan.fp8:
+        check_fp8(request.whole, plan.precision)
+    _check_devices(plan, request.whole)
+    if plan.precision != request.precision:
+        raise PlanError(
+            f"{plan.at('precision')}: the plan is for another precision than the program",
+            values=f"{plan.precision}, and {request.precision} is asked for",
+            alternatives=f"precision={plan.precision!r}, or a plan for {request.precision}",
+        )
+    if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
+        raise PlanError(
+            f"{plan.at('micro_batches')}: the plan's micro-batches do not divide its batch",
+            values={
+                "global_batch_size": plan.global_batch_size,
+                "micro_batches": plan.num_micro_batches,
+                "mesh": str(plan.mesh),
+            },
+            alternatives="a batch that is a multiple of micro-batches times data-parallel ranks",
+        )
+    reason = request.trace.whole_batch_reason(plan.num_micro_batches)
+    if reason is not None:
+        raise PlanError(
+            "micro_batches: the model needs its whole batch at once, in one micro-batch",
+            values=f"{plan.num_micro_batches} micro-batches, but {reason}",
+            alternatives="micro_batches: 1",
+        )
+    graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
+    check_pipeline(plan, graph)
+    choices = expand(graph, operators, plan)
+    candidate: Candidate = price_plan(graph, operators, request, plan, choices)
+    return SearchResult((candidate,), (), (), is_given=True)
+
+
+def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
+    """Raises PlanError unless the plan's positions take all devices of every group of nodes."""
+    used = [0] * len(cluster.groups)
+    for seat in plan.seats:
+        if seat.group >= len(used):
+            raise PlanError(
+                f"{plan.at('pipeline', 'positions')}: a position is of a group of nodes that the cluster does not have",
+                values=f"group {seat.group} of {cluster}",
+                alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
+            )
+        used[seat.group] += seat.mesh.num_ranks
+    for number, group in enumerate(cluster.groups):
+        if used[number] != group.num_devices:
+            where = f" {group}" if len(used) > 1 else ""
+            raise PlanError(
+                f"{plan.at('mesh')}: the plan's mesh does not fill the cluster{where}",
+                values=f"{plan.layout} has {used[number]} ranks for {group.num_devices} devices",
+                alternatives="a cluster of that size, or a new plan",
+            )
+
+
+def check_pipeline(plan: Plan, graph: Graph) -> None:
+    """Raises PlanError for stages, modes or a schedule that the model's blocks cannot have."""
+    pipeline, blocks = plan.pipeline, chain(graph)
+    if not pipeline.stages:
+        return
+    ends = [0, *(stage.last for stage in pipeline.stages)]
+    starts = [stage.first for stage in pipeline.stages] + [len(blocks)]
+    if ends != starts or any(stage.first >= stage.last for stage in pipeline.stages):
+        raise PlanError(
+            f"{plan.at('pipeline', 'stages')}: the stages must follow one another over all blocks of the model",
+            values=", ".join(f"{stage.first}-{stage.last - 1}" for stage in pipeline.stages),
+            alternatives=f"ranges from 0 to {len(blocks) - 1} without gaps: " + block_names(blocks),
+        )
+    known = (*SCHEDULES, "") if pipeline.num_positions == 1 else SCHEDULES
+    if pipeline.schedule not in known:
+        raise PlanError(
+            f"{plan.at('pipeline', 'schedule')}: the plan's schedule is not one that autopar has",
+            values=repr(pipeline.schedule),
+            alternatives=", ".join(SCHEDULES),
+        )
+    if pipeline.num_positions > 1:
+        _check_stage_count(plan)
+    for position, stage in enumerate(pipeline.stages):
+        for name, runs in stage.recompute.items():
+            count = blocks[stage.first : stage.last].count(name)
+            if sum(number for _, number in runs) != count or name not in layer_names(graph):
+                raise PlanError(
+                    f"{plan.at('pipeline', 'stages', str(position), 'recompute', name)}: the stage of blocks "
+                    f"{stage.first}-{stage.last - 1} has {count} layers {name}",
+                    values=f"recompute: {', '.join(f'{mode} {number}' for mode, number in runs)}",
+                    alternatives="a mode for each of its layers, such as full 3, none 5",
+                )
+
+
+def _check_stage_count(plan: Plan) -> None:
+    """Raises PlanError where the schedule gives the positions another number of stages than the plan has."""
+    pipeline = plan.pipeline
+    found, positions = len(pipeline.stages), pipeline.num_positions
+    given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
+    wanted = len(placement(pipeline.schedule, positions, given))
+    if wanted != found:
+        raise PlanError(
+            f"{plan.at('pipeline', 'schedule')}: {pipeline.schedule} does not fit the number of stages",
+            values=f"{found} stages on {positions} positions",
+            alternatives=f"{wanted} stages"
+            + (" or another multiple of the positions" if given else " (or interleaved, for several per position)"),
+        )
+
+
+def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | None) -> None:
+    """Raises PlanError where what a user asks for beside a given plan contradicts it."""
+    pipeline = plan.pipeline
+    modes = {mode for stage in pipeline.stages for runs in stage.recompute.values() for mode, _ in runs} or {"none"}
+    stages = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()} - {0} or {0}
+    pinned: list[tuple[str, object, Any]] = [
+        ("global_batch_size", global_batch_size, plan.global_batch_size),
+        ("micro_batches", limits.micro_batches, plan.num_micro_batches),
+        ("offload", limits.offload, pipeline.offload),
+        ("recompute", limits.recompute, modes.pop() if len(modes) == 1 else modes),
+        ("pp", limits.degrees.get("pp"), pipeline.num_positions),
+    ]
+    if pipeline.num_positions > 1:
+        pinned += [("schedule", limits.schedule, pipeline.schedule), ("chunks", limits.chunks, pipeline.num_chunks)]
+    if plan.mesh.size("dp") > 1:
+        pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
+    if not pipeline.seats:
+        pinned += [(axis, limits.degrees.get(axis), plan.mesh.size(axis)) for axis in ("ddp", "dp", "tp")]
+    for name, asked, given in pinned:
+        if asked is not None and asked != given:
+            raise PlanError(
+                f"{plan.source or 'the plan'} contradicts what is asked for beside it",
+                values=f"{name}={asked or 'none'}, and the plan has {given or 'none'}",
+                alternatives=[f"{name} left out", "a new plan"],
+            )
+
+
+def block_names(blocks: tuple[str, ...]) -> str:
+    """`0 top 0, 1-8 Block, 9 top 1`."""
+    parts = []
+    for name, group in itertools.groupby(range(len(blocks)), key=lambda i: blocks[i]):
+        numbers = list(group)
+        parts.append(f"{numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''} {name}")
+    return ", ".join(parts)

@@ -1,0 +1,69 @@
+"""A planned and generated program, as data; `compiled.py` has it with all that can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.frontend.admission import require_traits
+from autopar.options.choices import Candidate
+from autopar.plan import Plan
+from autopar.planning.planner import SearchResult
+from autopar.planning.request import Request
+from autopar.settings.backend import backend_of, require_backend
+from autopar.units import bytes_text
+from codegen.program import PipelineProgram, Program
+from cost_models.mixed import AnyCluster
+
+
+@dataclass(frozen=True)
+class GeneratedProgram:
+    """A planned and generated program, as data: what functions of reports, folders and processes take.
+
+    best: the chosen candidate (plan, graph, choices). result: it and its runner-ups. source: the text of model.py.
+    request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
+    was when it was traced (`frontend/admission.traits_of`).
+    """
+
+    model: nn.Module
+    cluster: AnyCluster
+    optimizer: Callable[..., torch.optim.Optimizer]
+    best: Candidate
+    result: SearchResult
+    program: Program | PipelineProgram
+    source: str
+    traits: dict[str, str]
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    request: Request | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "request": None}
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        return self.best.plan
+
+    @property
+    def any_stage(self) -> Program:
+        """The program, of a pipeline one stage's: what all have in common can be read off it."""
+        return self.program.any if isinstance(self.program, PipelineProgram) else self.program
+
+    @property
+    def backend(self) -> str:
+        """Who runs what layers compute: "eager", "inductor" or "async-tp"."""
+        return backend_of(self.program)
+
+    def require_runnable(self) -> None:
+        """Raises ModelError for a model that was changed since, ConstraintError for a backend not to be had here."""
+        require_traits(self.model, self.traits)
+        require_backend(self.program, self.cluster)
+
+    def __repr__(self) -> str:
+        plan, prediction = self.plan, self.plan.prediction
+        figures = f"{prediction.step_seconds:.4g} s, {bytes_text(prediction.peak_bytes)}"
+        return f"<{type(self).__name__} {plan.model} on {plan.layout}: {figures}>"

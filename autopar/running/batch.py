@@ -1,0 +1,85 @@
+"""One rank's part of a batch, cut on the host by the placements of the program's inputs; no process group needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.errors import DataError, TraceError
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
+from codegen.program import PipelineProgram, Program, Spec
+from codegen.runtime.batch import BatchError, check_batch
+from codegen.runtime.parameters import Param
+
+
+def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
+    """Rank's part of a global batch by name; of a pipeline, what the stages at the rank's position read.
+
+    Raises DataError for a batch that the program was not made for.
+    """
+    any_stage = program.any if isinstance(program, PipelineProgram) else program
+    num_micro_batches = any_stage.num_micro_batches
+    wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
+    try:
+        check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
+    except BatchError as error:
+        raise DataError(str(error)) from None
+    if isinstance(program, PipelineProgram):
+        position, rank = program.place(rank)
+        mesh, inputs = Mesh(*program.meshes[position]), program.inputs_of(position)
+    else:
+        mesh, inputs = Mesh(program.axes, program.axis_sizes), program.inputs
+    return {name: _part(batch[name], spec, num_micro_batches, mesh, rank) for name, spec in inputs.items()}
+
+
+def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int) -> torch.Tensor:
+    is_batched = bool(spec.shape) and tuple(whole.shape) == (spec.shape[0] * num_micro, *spec.shape[1:])
+    if not is_batched:
+        return cut(whole, spec, mesh, rank)
+    return torch.cat([cut(chunk, spec, mesh, rank) for chunk in whole.chunk(num_micro)])
+
+
+def with_inputs_of(program: Program | PipelineProgram, batch: Mapping[str, Any]) -> Program | PipelineProgram:
+    """The program, told what else the example batch has than the tensors that it reads.
+
+    Raises TraceError for an input that is neither a tensor nor plain data: tensors inside of containers would become
+    constants of the program, and other objects cannot be compared with those of a later batch.
+    """
+    unused = tuple(n for n, value in batch.items() if isinstance(value, torch.Tensor) and n not in program.inputs)
+    fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
+    for name, value in fixed.items():
+        if not _is_plain(value):
+            raise TraceError(
+                "every input of the batch is a tensor, or plain data that never changes",
+                values=f"{name} is a {type(value).__name__}",
+                alternatives="tensors under names of their own; numbers, text, None, and lists and dicts of those",
+            )
+    return mapped(program, lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed))
+
+
+def mapped(program: Program | PipelineProgram, function: Callable[[Program], Program]) -> Program | PipelineProgram:
+    """The program, or each stage's, replaced."""
+    return program.map(function) if isinstance(program, PipelineProgram) else function(program)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
+    return value is None or (type(value) in (bool, int, str)) or (type(value) is float and math.isfinite(value))
+
+
+def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Rank's shard of one tensor; axes in mesh order, so that the first axis is the outer one."""
+    where = mesh.coordinate(rank)
+    for axis, text in spec.placements:
+        placement = Placement.parse(text)
+        if placement.is_shard:
+            tensor = tensor.chunk(mesh.size(axis), placement.dim)[where[axis]]
+    return tensor.contiguous()

@@ -1,0 +1,312 @@
+"""What a user pins or forbids, checked against the model before anything is planned.
+
+A plain dict:
+
+    {"pp": 2, "dp": 2, "tp": 2,                           pipeline positions, degrees of mesh axes
+     "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
+     "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
+     "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
+     "recompute": "full",                                 of every layer: none, offload, selective or full
+     "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
+     "context": "ring",                                   attention over sequences cut on tp: or "all_gather", "auto"
+     "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
+     "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
+     "forbid_parameters": {...}, "forbid_activations": {...}}
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.errors import ConstraintError
+from autopar.files.text_files import shown
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import AXIS_NAMES, DATA_AXES, Mesh
+from autopar.ir.placement import Placement, Placements, Stored
+from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
+from autopar.options.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
+from autopar.rules.attention import EXCHANGES
+from cost_models.schedule import SCHEDULES
+
+_AXES = ("pp", "ddp", "dp", "tp")
+_SHARDING_AXES = ("ddp", "dp", "tp")
+_SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE_MODES,
+    "context": (*EXCHANGES, "auto"),
+}
+_PATTERNS = ("parameters", "activations", "forbid_parameters", "forbid_activations")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+Pattern = tuple[str, tuple[tuple[str, Placement], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...)).
+
+    context: how attention calls exchange keys and values whose sequence tp cuts: all calls that can are cut so, by that
+    exchange; "auto": they may be, by either; None: they are not.
+    """
+
+    degrees: Mapping[str, int]
+    zero: int | None = None
+    micro_batches: int | None = None
+    memory_bytes: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: str | None = None
+    offload: str | None = None
+    context: str | None = None
+    parameters: tuple[Pattern, ...] = ()
+    activations: tuple[Pattern, ...] = ()
+    forbid_parameters: tuple[Pattern, ...] = ()
+    forbid_activations: tuple[Pattern, ...] = ()
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | Constraints | None) -> Constraints:
+        """Raises ConstraintError that names the key, its value and what is legal."""
+        if isinstance(given, Constraints):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            raise ConstraintError(
+                "constraints are names with values", values=shown(given), alternatives="a dict such as {'tp': 2}"
+            )
+        given = dict(given or {})
+        known = (*_AXES, *_SCALARS, *_PATTERNS)
+        for key in given:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, 1)
+                later = " (this axis is not searched yet)" if key in AXIS_NAMES else ""
+                raise ConstraintError(
+                    f"unknown constraint {key!r}{later}",
+                    alternatives=([f"did you mean {close[0]!r}?"] if close else []) + [f"one of {', '.join(known)}"],
+                )
+        degrees = {axis: _whole(axis, given[axis], 1) for axis in _AXES if axis in given}
+        zero = _whole("zero", given["zero"], 0) if "zero" in given else None
+        if zero is not None and zero > 3:
+            raise ConstraintError("zero is a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
+        micro = _whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
+        memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
+        chunks = _whole("chunks", given["chunks"], 1) if "chunks" in given else None
+        words = {name: _word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None}
+        offload = given.get("offload")
+        if offload is not None and not (isinstance(offload, str) and is_offload(offload)):
+            legal = (*OFFLOADS, "nvme:/a/folder")
+            raise ConstraintError("offload is unknown", values=shown(offload), alternatives=", ".join(legal))
+        patterns = {name: _patterns(name, given.get(name)) for name in _PATTERNS}
+        found = cls(
+            degrees,
+            zero,
+            micro,
+            memory,
+            words.get("schedule"),
+            chunks,
+            words.get("recompute"),
+            "" if offload == "none" else offload,
+            words.get("context"),
+            *(patterns[name] for name in _PATTERNS),
+        )
+        found._check_together()
+        return found
+
+    def _check_together(self) -> None:
+        """Raises ConstraintError for pins that no plan can have all of."""
+        positions, chunks = self.degrees.get("pp"), self.chunks or 1
+        is_chosen = self.schedule in (None, "interleaved") or (self.schedule == "zero-bubble-v" and chunks == 2)
+        rules = (
+            (positions == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
+            (positions == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
+            (
+                chunks > 1 and not is_chosen,
+                "the schedule interleaved alone has a number of stages per position that can be chosen",
+                f"chunks={chunks}, schedule={self.schedule}",
+            ),
+            (
+                self.offload == "parameters" and self.zero not in (None, 3),
+                "ZeRO-3 alone has shards of parameters that can be offloaded",
+                f"offload=parameters, zero={self.zero}",
+            ),
+            (
+                self.context not in (None, "auto") and self.degrees.get("tp") == 1,
+                "sequences are cut over tp",
+                f"context={self.context}, tp=1",
+            ),
+        )
+        for is_wrong, constraint, values in rules:
+            if is_wrong:
+                raise ConstraintError(constraint, values=values, alternatives="one of the two left out")
+
+    def check(self, graph: Graph) -> None:
+        """Raises ConstraintError for a pattern that matches nothing, with the nearest names, and for a model without
+        attention that `context` is about."""
+        if self.context and not any(operator.rule.joints for operator in operators_of(graph).values()):
+            raise ConstraintError(
+                "no attention call of the model can be cut along its sequence",
+                values=f"context={self.context}",
+                alternatives='scaled_dot_product_attention without dropout (attn_implementation="sdpa"), '
+                "as many queries as keys under a causal mask, no learned mask",
+            )
+        parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
+        activations = sorted(activation_names(graph))
+        for patterns, names, what in (
+            (self.parameters + self.forbid_parameters, parameters, "parameter"),
+            (self.activations + self.forbid_activations, activations, "module or call"),
+        ):
+            for glob, _ in patterns:
+                if not any(fnmatchcase(name, glob) for name in names):
+                    plain = glob.replace("*", "")
+                    ends = {name[-len(plain) :]: name for name in reversed(names)}  # patterns mostly name the end
+                    close = [ends[end] for end in difflib.get_close_matches(plain, ends, 3, 0.3)] or names[:3]
+                    raise ConstraintError(
+                        f"the pattern {glob!r} matches no {what} of the model",
+                        alternatives=["names like " + ", ".join(close)],
+                    )
+
+    def allowed_stored(self, scope: Scope, name: str, options: tuple[Stored, ...], mesh: Mesh) -> tuple[Stored, ...]:
+        """Options of a parameter that agree with the pins."""
+        names = scope.full_names(name)
+        return self._filter(
+            names, options, lambda o: (o.placements,), mesh, self.parameters, self.forbid_parameters, name
+        )
+
+    def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
+        """Those that agree with `context`. Raises ConstraintError where tp does not divide the sequence."""
+        if not operator.rule.joints or self.context == "auto":
+            return options
+        if self.context is None:
+            return tuple(option for option in options if not is_joint(operator, option))
+        kept = tuple(o for o in options if any(axis.lowering == self.context for axis in o.axes))
+        cutting = [axis for axis in mesh.axes if axis not in DATA_AXES]
+        if not kept and cutting:
+            queries, keys = (operator.inputs[i].shape[-2] for i in (0, 1))
+            raise ConstraintError(
+                f"{operator.node.name} cannot be cut along its sequence on {mesh}",
+                values=f"context={self.context}, {queries} queries, {keys} keys",
+                alternatives=f"{cutting[0]} of a divisor of {math.gcd(queries, keys)}",
+            )
+        return kept or options
+
+    def allowed_options(
+        self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh
+    ) -> tuple[Option, ...]:
+        """Options of a call whose outputs agree with the pins."""
+        names = [operator.node.name, *scope.full_names(operator.node.module)]
+        patterns, forbidden = self.activations, self.forbid_activations
+        return self._filter(names, options, lambda o: o.outputs, mesh, patterns, forbidden, operator.node.name)
+
+    def _filter(
+        self,
+        names: Iterable[str],
+        options: tuple[Any, ...],
+        placements_of: Any,
+        mesh: Mesh,
+        pins: tuple[Pattern, ...],
+        forbidden: tuple[Pattern, ...],
+        what: str,
+    ) -> tuple[Any, ...]:
+        names = list(names)
+        for glob, wanted in pins:
+            if any(fnmatchcase(name, glob) for name in names):
+                kept = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not kept:
+                    legal = sorted(
+                        {
+                            str(p[mesh.axes.index(a)])
+                            for o in options
+                            for p in placements_of(o)
+                            for a, _ in wanted
+                            if a in mesh.axes
+                        }
+                    )
+                    raise ConstraintError(
+                        f"{what} cannot have the pinned placement",
+                        values=f"{glob}: " + ", ".join(f"{a}={p}" for a, p in wanted) + f" on {mesh}",
+                        alternatives=[", ".join(legal) or "no pin"],
+                    )
+                options = kept
+        for glob, wanted in forbidden:
+            if any(fnmatchcase(name, glob) for name in names):
+                kept = tuple(o for o in options if not all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not kept:
+                    raise ConstraintError(f"nothing is left for {what} after forbidding {glob!r} on {mesh}")
+                options = kept
+        return options
+
+
+def activation_names(graph: Graph) -> set[str]:
+    """Names that activation patterns can match: calls and module paths."""
+    return {
+        name
+        for scope in scopes_of(graph)
+        for node in scope.nodes
+        for name in (node.name, *scope.full_names(node.module))
+        if name
+    }
+
+
+def parse_bytes(value: Any) -> int:
+    """`"20GiB"`, `"512 MB"` or a number of bytes."""
+    number, unit = value, ""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        number, unit = (float(match.group(1)), match.group(2).lower()) if match else (0, "")
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    if not is_number or unit not in _UNITS or number * _UNITS[unit] < 1:
+        raise ConstraintError(
+            "memory is a number of bytes above 0", values=shown(value), alternatives='such as "20GiB" or 21474836480'
+        )
+    return int(number * _UNITS[unit])
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConstraintError(
+            f"{name} is a whole number of at least {least}", values=shown(value), alternatives=f"{max(least, 2)}"
+        )
+    return value
+
+
+def _word(name: str, value: Any, legal: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in legal:
+        raise ConstraintError(f"{name} is not one that autopar has", values=shown(value), alternatives=", ".join(legal))
+    return value
+
+
+def _patterns(key: str, given: Any) -> tuple[Pattern, ...]:
+    found = []
+    if given is not None and not isinstance(given, Mapping):
+        raise ConstraintError(
+            f"{key} is a mapping from name patterns", values=shown(given), alternatives='{"*.weight": {"tp": "S(0)"}}'
+        )
+    for glob, wanted in (given or {}).items():
+        try:
+            pairs = tuple((str(axis), Placement.parse(str(text))) for axis, text in dict(wanted).items())
+        except (ValueError, TypeError) as error:
+            raise ConstraintError(
+                f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)
+            ) from None
+        for axis, _ in pairs:
+            if axis not in _SHARDING_AXES:
+                raise ConstraintError(
+                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_SHARDING_AXES)
+                )
+        found.append((str(glob), pairs))
+    return tuple(found)
+
+
+def _agrees(placements: Placements, wanted: tuple[tuple[str, Placement], ...], mesh: Mesh) -> bool:
+    """R in a pin stands for both replicated kinds."""
+    for axis, placement in wanted:
+        if axis in mesh.axes:
+            here = placements[mesh.axes.index(axis)]
+            if here != placement and not (here.is_replicated and placement.is_replicated):
+                return False
+    return True

@@ -1,0 +1,45 @@
+"""The stage meshes of a given strategy: one of equal size for each pipeline rank, in one group of equal nodes.
+
+On a plain cluster there is one group. On groups of unlike nodes (cost_models/mixed.py) a pipeline rank has ddp x dp x
+cp x tp devices of one group, and every group is filled with whole pipeline ranks; which group each of them is in, a
+strategy says by `groups`, and else they follow the groups in their order. No collective spans two groups, only messages
+between pipeline ranks do, over the link that joins the groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.errors import ConstraintError
+from autopar.ir.mesh import Mesh
+from autopar.ir.seats import Seat
+from autopar.planning.request import divisors
+from cost_models.mixed import AnyCluster
+
+
+def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[Seat, ...]:
+    """Of every pipeline rank. pp x mesh are all devices. groups: of each pipeline rank, () for their own order.
+
+    Raises ConstraintError where positions do not fill the groups.
+    """
+    sizes = [group.num_devices for group in cluster.groups]
+    if any(size % mesh.num_ranks for size in sizes):
+        raise ConstraintError(
+            "a position of the pipeline lies in one group of nodes, which positions of this size do not fill",
+            values=f"{mesh.num_ranks} devices of each position, groups of {', '.join(map(str, sizes))}",
+            alternatives=f"ddp x dp x cp x tp of {_legal(sizes)}",
+        )
+    wanted = [number for number, size in enumerate(sizes) for _ in range(size // mesh.num_ranks)]
+    if groups and Counter(groups) != Counter(wanted):
+        raise ConstraintError(
+            "groups does not give every group of nodes as many positions as it has room for",
+            values=f"{list(groups)} of {pp} positions",
+            alternatives=f"{wanted} in any order",
+        )
+    return tuple(Seat(mesh, number) for number in groups or wanted)
+
+
+def _legal(sizes: Sequence[int]) -> str:
+    common = [n for n in divisors(min(sizes)) if all(size % n == 0 for size in sizes)]
+    return ", ".join(f"{n} (pp={sum(sizes) // n})" for n in common)

@@ -1,0 +1,224 @@
+"""Checkpoints of training, with errors of ours: folders of them, and those of a plain run.
+
+A plain run writes the same names in the same format as a generated program (codegen/runtime/checkpoint.py), so that
+training can move between one process and many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, CheckpointError
+from autopar.settings.optimizers import as_constraint_errors
+from codegen.runtime import checkpoint_files as files
+from codegen.runtime import checkpoint_folder
+from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
+from codegen.runtime.checkpoint_files import Piece
+from codegen.runtime.checkpoint_folder import latest
+from codegen.runtime.optimizer_probe import forgotten
+from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, whole_optimizer
+
+__all__ = ["latest", "load_plain", "locked", "readable", "require_own", "resume", "save_plain", "write"]
+
+
+class DamagedCheckpoint(CheckpointError, files.DamagedError):
+    """A checkpoint is not as it was written; the folder's functions know it as theirs."""
+
+
+@contextlib.contextmanager
+def readable(runtime: Any = files) -> Iterator[None]:
+    """Errors of a runtime's checkpoint module (a generated program has its own) as errors of autopar."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except runtime.DamagedError as error:
+        raise DamagedCheckpoint(str(error)) from None
+    except runtime.DiskError as error:
+        alternatives = ["what it lacks there: the run then goes on from its last checkpoint", "another folder"]
+        raise CheckpointError(f"the file system refuses: {error}", alternatives=alternatives) from None
+    except runtime.UnsavableError as error:
+        raise CheckpointError(str(error), alternatives=["another optimiser", "no checkpoint_directory"]) from None
+    except runtime.CheckpointError as error:
+        raise CheckpointError(str(error), alternatives="another checkpoint folder") from None
+
+
+resume = readable()(checkpoint_folder.resume)
+write = readable()(checkpoint_folder.write)
+
+
+@contextlib.contextmanager
+def locked(directory: str | Path | None) -> Iterator[None]:
+    """As codegen/runtime/checkpoint_folder.py's."""
+    with readable(), checkpoint_folder.locked(directory):
+        yield
+
+
+def require_own(directory: str | Path | None, model: nn.Module, factory: Factory) -> None:
+    """Raises CheckpointError where every rank of a program would that resumes from the folder: before any is started.
+
+    Of the newest intact checkpoint only the manifest is read, unless it is another model's or optimiser's.
+    """
+
+    def look(path: Path) -> None:
+        manifest = files.read_manifest(path)
+        try:
+            _require_same_model(_under_stored_names(model, manifest), manifest, path)
+            with as_constraint_errors():
+                optimizer = whole_optimizer(factory, parameters_of(model)).optimizer
+            files.require_same_optimizer(optimizer, manifest.record)
+        except files.CheckpointError:
+            files.require_intact(path, manifest, 0, 1)  # what is damaged is passed over, whosever it is
+            raise
+
+    with readable():
+        checkpoint_folder.resume(directory, look, is_first=False)
+
+
+# Plain runs -----------------------------------------------------------------------------------------------------------
+
+
+@readable()
+def save_plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, int],
+    directory: Path,
+    settings: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write a model that is trained on one process. settings: the optimiser's, when it was made (now, by default)."""
+    state, numbers = _tensors(model), check_plain(model, optimizer)
+    for name, parameter in _optimized(model):
+        held = optimizer.state.get(parameter, {}).items()
+        state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in held if isinstance(value, Tensor)}
+    record = {
+        "progress": progress,
+        "optimizer": files.optimizer_record(optimizer, settings or files.settings_of(optimizer)),
+        "numbers": numbers,
+        "notes": {},
+    }
+    files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
+
+
+@readable()
+def require_resumable(model: nn.Module, factory: Factory) -> None:
+    """Raises CheckpointError for an optimiser that could not go on from a checkpoint as if there had been no end."""
+    with contextlib.suppress(OptimizerError):  # no stand-ins for its parameters, which a plain run does not need
+        if reason := forgotten(factory, parameters_of(model)):
+            raise files.UnsavableError(reason)
+
+
+@readable()
+def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The numbers in the optimiser's state, by name. Raises CheckpointError if it could not be saved."""
+    numbers: dict[str, Any] = {}
+    for name, parameter in _optimized(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            full = f"{OPTIMIZER}{name}.{key}"
+            if isinstance(value, (bool, int, float)):
+                numbers[full] = value
+            elif not isinstance(value, Tensor):
+                raise files.UnsavableError(
+                    f"the optimiser's state cannot be saved: {full} is no tensor but {type(value).__name__}"
+                )
+    return numbers
+
+
+@readable()
+def load_plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, settings: list[dict[str, Any]] | None = None
+) -> dict[str, int]:
+    """Continue from a checkpoint of either kind; returns its progress. settings: as in `save_plain`.
+
+    Raises CheckpointError for another model or optimiser, DamagedCheckpoint, both before anything is changed.
+    """
+    manifest = files.read_manifest(directory)
+    files.require_intact(directory, manifest, 0, 1)
+    files.require_same_optimizer(optimizer, manifest.record)
+    wanted = _tensors(model)
+    _require_same_model(wanted, manifest, directory)
+    pieces = [_whole(name, value.data) for name, value in wanted.items() if _is_stored(name, value, manifest)]
+    states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+    for name, parameter in _optimized(model):
+        prefix, state = f"{OPTIMIZER}{name}.", dict[str, Any]()
+        for full in (*manifest.tensors, *manifest.record["numbers"]):
+            key = full.removeprefix(prefix)
+            if not full.startswith(prefix) or "." in key:
+                continue
+            if full in manifest.tensors:
+                stored = manifest.tensors[full]
+                state[key] = torch.zeros(stored.shape, dtype=stored.dtype)
+                pieces.append(_whole(full, state[key]))
+            else:
+                state[key] = manifest.record["numbers"][full]
+        if state:
+            states.append((parameter, state))
+    files.fill(directory, manifest, pieces)
+    optimizer.state.clear()
+    for parameter, state in states:
+        optimizer.state[parameter] = state
+    files.continue_settings(optimizer, settings or files.settings_of(optimizer), manifest.record)
+    progress: dict[str, int] = manifest.record["progress"]
+    return progress
+
+
+def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, directory: Path) -> None:
+    held = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
+    needed = {name for name, value in wanted.items() if not name.startswith(NON_PERSISTENT)}
+    missing = sorted(name for name in needed - held if wanted[name].numel())
+    for names, whose in ((missing, "lacks"), (sorted(held - needed), "has, and the model has not,")):
+        if names:
+            some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise files.CheckpointError(f"the checkpoint {directory} is of another model: it {whose} {some}")
+    for name in sorted(held & needed):
+        files.require_shape(name, manifest.tensors[name], tuple(wanted[name].shape))
+
+
+def _under_stored_names(model: nn.Module, manifest: files.Manifest) -> dict[str, Tensor]:
+    """As `_tensors`; what has several names, under that which the checkpoint has."""
+    names: dict[int, list[str]] = {}
+    for name, value in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(value), []).append(name)
+    return {
+        next((each for each in names[id(value)] if each in manifest.tensors), name): value
+        for name, value in _tensors(model).items()
+    }
+
+
+def _is_stored(name: str, value: Tensor, manifest: files.Manifest) -> bool:
+    """Non-persistent buffers, which a model may make anew in another length, are read where they fit."""
+    stored = manifest.tensors.get(name)
+    return stored is not None and (not name.startswith(NON_PERSISTENT) or stored.shape == tuple(value.shape))
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _whole(name: str, value: Tensor) -> Piece:
+    return Piece(name, tuple(value.shape), (0,) * value.ndim, value)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under their first names."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a run needs to continue, so buffers outside of the state dict too."""
+    state = state_of(model)
+    return state | {NON_PERSISTENT + name: b for name, b in model.named_buffers() if name not in state}
+
+
+def _optimized(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,124 @@
+"""What is known of a Trainer's batches before the first step: whether the last is short, whether ranks share them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from autopar.errors import ConstraintError, DataError
+from autopar.training.config import Batches
+
+
+def check_batches(batches: Batches, global_batch_size: int | None) -> None:
+    """Raises ConstraintError for batches that would end a run, or train ranks apart, later on."""
+    if isinstance(batches, DataLoader):
+        _check_loader(batches, global_batch_size)
+    elif callable(batches):
+        _check_function(batches)
+    elif isinstance(batches, Sequence):
+        sizes = [num_rows(batch) for batch in batches]
+        odd = [index for index, size in enumerate(sizes) if size != (global_batch_size or sizes[0])]
+        if odd:
+            raise ConstraintError(
+                f"all batches must have {global_batch_size or sizes[0]} rows, those of the whole step",
+                values=f"batch {odd[0]} has {sizes[odd[0]]}",
+                alternatives="leave out a shorter last batch, or set global_batch_size",
+            )
+
+
+def untouched(batches: Iterable[Any]) -> Iterable[Any]:
+    """Of a DataLoader a copy without the iterator that persistent workers have, which belong to one process."""
+    if not isinstance(batches, DataLoader):
+        return batches
+    own = copy.copy(batches)
+    own._iterator = None
+    return own
+
+
+@contextmanager
+def peeking(batches: Batches) -> Iterator[None]:
+    """Leaves the generators that shuffle a DataLoader as they were, so that training begins with its first order."""
+    sources = (batches, batches.sampler) if isinstance(batches, DataLoader) else ()
+    found = [getattr(source, "generator", None) for source in sources]
+    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _check_function(batches: Callable[[int], Iterator[Any]]) -> None:
+    try:
+        inspect.signature(batches).bind(0)
+    except TypeError as error:
+        raise ConstraintError(
+            "batches, as a function, takes the number of the sample to begin at: a resumed run goes on in the data",
+            values=str(error),
+            alternatives="def batches(start_sample): ..., which yields whole global batches",
+        ) from None
+    except ValueError:  # of C, and says nothing of its arguments
+        return
+
+
+def _check_loader(loader: DataLoader[Any], global_batch_size: int | None) -> None:
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
+        raise ConstraintError(
+            "every rank must read the same whole batches, of which the program takes its own rows",
+            values="a DataLoader with a DistributedSampler, which gives each rank others",
+            alternatives="the same DataLoader without it; to shuffle, shuffle=True with "
+            "generator=torch.Generator().manual_seed(0)",
+        )
+    size = loader.batch_size
+    if size is not None and global_batch_size is not None and size != global_batch_size:
+        raise ConstraintError(
+            "the DataLoader's batch_size is that of the whole step, over all ranks",
+            values=f"batch_size={size}, global_batch_size={global_batch_size}",
+        )
+    try:
+        count = len(sampler) if size is not None else 0
+    except TypeError:  # an iterable dataset does not know its length; a short batch is refused when it comes
+        return
+    if size is not None and not loader.drop_last and count % size:
+        raise ConstraintError(
+            "the last batch of each epoch must be as large as the others: the program is made for one size",
+            values=f"{count} samples in batches of {size}: the last has {count % size}",
+            alternatives=["DataLoader(drop_last=True)", f"a batch_size that divides {count}"],
+        )
+    if size is not None and not len(loader):
+        raise ConstraintError("there are no batches", values=f"{count} samples for a batch_size of {size}")
+
+
+def named_batch(batch: Any) -> Any:
+    """A batch as name_inputs takes it: a mapping, or a tuple (which a DataLoader gives as a list). Raises DataError."""
+    if isinstance(batch, (Mapping, tuple)):
+        return batch
+    if isinstance(batch, list):
+        return tuple(batch)
+    if isinstance(batch, torch.Tensor):
+        return (batch,)
+    raise DataError(
+        "a batch is a mapping of input names to tensors, or a tuple of tensors",
+        values=type(batch).__name__,
+        alternatives="a collate_fn that returns a dict",
+    )
+
+
+def num_rows(batch: Any) -> int:
+    """Dim 0 of the batch's first tensor that has dims. Raises DataError where there is none."""
+    given = named_batch(batch)
+    values = given.values() if isinstance(given, Mapping) else given
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if not value.shape[0]:
+                raise DataError("a batch has no rows", values=f"a tensor of shape {tuple(value.shape)}")
+            return int(value.shape[0])
+    raise DataError("a batch has no tensor with rows", values=f"{len(given)} values")

@@ -1,0 +1,77 @@
+"""What a person sees while training runs: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from autopar.report.summary import short_table
+from autopar.training.config import TrainResult
+from autopar.units import bytes_text, count_text, seconds_text
+
+
+class TrainingProgress:
+    """`with TrainingProgress(...) as progress: progress.advance(step, loss, seconds)` once per step.
+
+    label: what is trained. num_items: what a step consumes, `unit` what to call it. predicted_seconds: of one step, 0
+    if there is no prediction. log_every: steps between lines where the output is no terminal; 0 shows nothing at all.
+    """
+
+    def __init__(
+        self, label: str, steps: int, first: int, num_items: int, unit: str, predicted_seconds: float, log_every: int
+    ) -> None:
+        self.label, self.steps, self.num_items, self.unit = label, steps, num_items, unit
+        self.predicted_seconds, self.log_every = predicted_seconds, log_every
+        self.console = Console(quiet=not log_every, highlight=False)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+        )
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.is_bar)
+        self.task = self.bar.add_task(label, total=steps, completed=first, figures="")
+
+    @property
+    def is_bar(self) -> bool:
+        return self.console.is_terminal and bool(self.log_every)
+
+    def __enter__(self) -> TrainingProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def advance(self, step: int, loss: float, seconds: float, num_skipped: int = 0) -> None:
+        """`step` steps are done, of which num_skipped made no update; the last had `loss` and took `seconds`."""
+        predicted = f" (predicted {seconds_text(self.predicted_seconds)})" if self.predicted_seconds else ""
+        speed = f"{count_text(self.num_items / seconds)} {self.unit}/s"
+        figures = f"loss {loss:.4f}  {speed}  {seconds_text(seconds)}/step{predicted}"
+        figures += f"  {num_skipped} skipped (not finite)" if num_skipped else ""
+        if self.is_bar:
+            self.bar.update(self.task, completed=step, figures=figures)
+        elif self.log_every and (step % self.log_every == 0 or step == self.steps):
+            self.console.print(f"{self.label}  step {step}/{self.steps}  {figures}", soft_wrap=True)
+
+
+def train_summary(result: TrainResult) -> RenderableType:
+    """Loss, speed and memory of a run, beside what was predicted."""
+    table = short_table("Training", "", "measured", "predicted")
+    plan = result.program.plan if result.program else None
+    steps = result.first_step + len(result.losses)
+    table.add_row("steps", f"{result.first_step} to {steps}" if result.first_step else f"{steps}", "")
+    if result.losses:
+        table.add_row("loss", f"{result.losses[0]:.4f} -> {result.losses[-1]:.4f}", "")
+        predicted = seconds_text(plan.prediction.step_seconds) if plan else ""
+        table.add_row("one step (median)", seconds_text(result.step_seconds), predicted)
+    if result.peak_bytes:
+        peak = bytes_text(plan.prediction.peak_bytes) if plan else ""
+        table.add_row("peak memory of a rank", bytes_text(max(result.peak_bytes)), peak)
+    if result.checkpoint:
+        table.add_row("checkpoint", str(result.checkpoint), "")
+    return table

@@ -1,0 +1,149 @@
+"""What an optimiser's update moves, against the operators of its formula counted by hand."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.costs.kernels import KernelPricer
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training
+from autopar.costs.updates import adamw, training_of
+from autopar.ir.compression import Compression
+from autopar.ir.graph import TensorMeta
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import R, Rp, Stored
+from codegen.kernels import adamw as kernel
+from codegen.runtime import mesh as runtime_mesh
+from codegen.runtime.step import Step
+from cost_models.machine import Cluster
+from tests.codegen.runtime.mlp_program import make_program, whole_batch, whole_state
+
+GPUS = Cluster.parse("4 a100-80g")
+META = TensorMeta((1024, 1024), torch.bfloat16, True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "traffic"),
+    [
+        # Read weight, gradient and two moments; write all but the gradient.
+        (adamw, 4 * 4 + 3 * 4),
+        # Decay 8, lerp 12, beta 8, addcmul 12, square root 8, correction 8, epsilon 8, addcdiv 16.
+        (torch.optim.AdamW, 80),
+        # Momentum: scaled 8, gradient added 12, weight updated 12.
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 32),
+        (partial(torch.optim.SGD, lr=0.1), 12),
+    ],
+)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_traffic_is_that_of_the_operators(factory: Any, traffic: float, on_gpu: bool) -> None:
+    assert training_of(factory, "fp32", on_gpu).update_traffic == pytest.approx(traffic, abs=0.1)
+
+
+@pytest.mark.parametrize(("zero", "per_element"), [(0, 4 + 4 + 0.75 * 4), (3, 4 + 4 + 0.75 * 3 * 4 / 4)])
+def test_gradients_are_moved_and_added_up(zero: int, per_element: float) -> None:
+    """Of four micro-batches three add to what is there, under ZeRO-3 to a quarter of it."""
+    cluster, mesh = Cluster.parse("4 a100-80g"), Mesh(("dp",), (4,))
+    pricer = Pricer(mesh, cluster, Training(num_micro_batches=4))
+    meta = TensorMeta((1024, 1024), torch.float32, True)
+    rate = cluster.device.memory_bytes_per_second * cluster.device.memory_efficiency
+    found = pricer.accumulation_seconds(meta, Stored((Rp,), zero))
+    assert found == pytest.approx(meta.numel * per_element / rate)
+    assert pricer.accumulation_seconds(TensorMeta((8,), torch.float32, False), Stored((R,), 0)) == 0.0
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that a fused update reads and writes, and that copies into `targets` (addresses) do."""
+
+    def __init__(self, targets: set[int]) -> None:
+        super().__init__()
+        self.targets, self.update, self.copies = targets, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._fused_adamw_.default:
+            masters, gradients, first, second = args[:4]
+            changed = sum(t.nbytes for t in (*masters, *first, *second))
+            self.update += 2 * changed + sum(t.nbytes for t in gradients)
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() in self.targets:
+            self.copies += args[0].nbytes + args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def moved_without_kernels(precision: str) -> float:
+    """Bytes per element of one update of a program on one rank."""
+    program = make_program(0, 4, dtype="float32")
+    step = Step(program, runtime_mesh.Mesh.create((), ()), optimizer_factory=adamw, precision=precision)
+    step.load(whole_state())
+    step(step.local_batch(whole_batch(4, 0)))
+    buckets = [bucket for part in step.parts for bucket in part.trainable()]
+    step.forward_backward(step.local_batch(whole_batch(4, 1)))
+    with Moved({bucket.own_copy.data_ptr() for bucket in buckets if bucket.own_copy is not None}) as moved:
+        step.update()
+    updated = sum(entry.numel for bucket in buckets for entry in bucket.entries)
+    return moved.update / updated + moved.copies / sum(bucket.shard_numel for bucket in buckets)
+
+
+def moved_by_kernel(copy_bytes: int) -> float:
+    """Bytes per element of the kernel, by its loads and stores."""
+    functions = ast.parse(inspect.getsource(kernel)).body
+    tile = next(n for n in functions if isinstance(n, ast.FunctionDef) and n.name == "_adamw_tile")
+    calls = [n for n in ast.walk(tile) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    names = [(call.func.id, ast.unparse(call.args[0])) for call in calls]
+    width = {"copy_ptr + index": copy_bytes}
+    return sum(width.get(where, 4) for name, where in names if name in ("load_tile", "store_tile"))
+
+
+def update_bytes(kind: type[Pricer], training: Training, zero: int = 0, cluster: Cluster = GPUS) -> float:
+    """Priced, per element that a rank stores."""
+    pricer, stored = kind(Mesh(("dp",), (4,)), cluster, training), Stored((Rp,), zero)
+    rate = cluster.device.memory_bytes_per_second * cluster.device.memory_efficiency
+    return pricer.optimizer_seconds(META, stored) * rate / (META.numel / pricer.zero_size(stored))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_masters_are_copied_where_the_model_computes_with_others(precision: str) -> None:
+    training = training_of(adamw, precision, on_gpu=True)
+    assert update_bytes(Pricer, training) == pytest.approx(moved_without_kernels(precision), abs=0.1)
+
+
+def test_the_fused_update_writes_the_copies() -> None:
+    training = training_of(adamw, "bf16", on_gpu=True)
+    for zero in (0, 1, 2):
+        assert update_bytes(KernelPricer, training, zero) == pytest.approx(moved_by_kernel(copy_bytes=2), abs=0.1)
+    # Gathers of ZeRO-3 read the masters themselves.
+    assert update_bytes(KernelPricer, training, 3) == pytest.approx(moved_by_kernel(copy_bytes=0), abs=0.1)
+    assert update_bytes(KernelPricer, training_of(adamw, "fp32", on_gpu=True)) == pytest.approx(28, abs=0.1)
+
+
+def test_masters_are_rounded_for_every_gather_of_zero_3() -> None:
+    """Four bytes read and two written of a quarter of the parameter, in forward and in backward."""
+    low, full = (training_of(adamw, precision, on_gpu=True) for precision in ("bf16", "fp32"))
+    rate = GPUS.device.memory_bytes_per_second * GPUS.device.memory_efficiency
+
+    def found(training: Training, zero: int) -> float:
+        return Pricer(Mesh(("dp",), (4,)), GPUS, training).rounding_seconds(META, Stored((Rp,), zero)) * rate
+
+    assert found(low, 3) == pytest.approx(2 * (4 + 2) * META.numel / 4)
+    assert found(low, 2) == found(full, 3) == found(replace(low, offload="optimizer"), 3) == 0.0
+
+
+def test_rounded_copies_lie_beside_fp32_masters() -> None:
+    """With compressed gathers, all but ZeRO-3 compute with what was rounded."""
+    training = replace(training_of(adamw, "fp32", on_gpu=True), compression=Compression(gather="int8"))
+    meta = replace(META, dtype=torch.float32)
+    found = {
+        zero: Pricer(Mesh(("dp",), (4,)), GPUS, training).copy_traffic(meta, Stored((Rp,), zero)) for zero in range(4)
+    }
+    assert found == {0: 0.0, 1: 8.0, 2: 8.0, 3: 0.0}
+
+
+def test_optimisers_of_ones_own_are_followed_by_a_copy() -> None:
+    own = training_of(partial(torch.optim.AdamW, fused=True), "bf16", on_gpu=True)
+    assert update_bytes(KernelPricer, own) == update_bytes(Pricer, own) == pytest.approx(28 + 4 + 2, abs=0.1)

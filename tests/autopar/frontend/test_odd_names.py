@@ -1,0 +1,64 @@
+"""Names of modules, classes, inputs and folders that Python or generated code cannot take as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.errors import TraceError
+from autopar.frontend.trace import trace
+from benchmarks.by_hand import compiled_for, is_exact
+from benchmarks.faults.names import CLASSES, MODULES, Blocks, Chain, Chain2, Inputs, Tables
+from codegen.names import attribute_path, class_name
+from codegen.runtime.names import argument
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def test_all_module_names_in_one_model() -> None:
+    torch.manual_seed(0)
+    assert is_exact(Chain(MODULES), {"x": X})
+
+
+def test_odd_names_in_a_layer_that_repeats() -> None:
+    assert is_exact(Blocks(lambda: Chain2(("mesh", "my-proj", "class", "0")), "my blocks"), {"x": X})
+
+
+def test_a_list_of_layers_called_like_an_input() -> None:
+    assert is_exact(Blocks(lambda: Chain2(("x",)), "x"), {"x": X})
+
+
+def test_tables_of_parameters_at_the_root() -> None:
+    assert is_exact(Tables(), {"x": X})
+
+
+@pytest.mark.parametrize(
+    "name", ["torch", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp", "num_targets", "hidden", "Ω"))]
+)
+def test_inputs_that_are_called_like_generated_names(name: str) -> None:
+    assert is_exact(Inputs(), {name: X, "other": X.flip(0)})
+
+
+@pytest.mark.parametrize("name", ["class", "a-b", "self", "__x", "scale"])
+def test_inputs_that_are_refused(name: str) -> None:
+    with pytest.raises(TraceError, match="name"):
+        trace(Inputs(), {name: X, "other": X})
+
+
+def test_a_block_class_named_like_the_root() -> None:
+    block, root = type("Same", (Chain2,), {}), type("Same", (Blocks,), {})
+    compiled = compiled_for(root(lambda: block(("up",))), {"x": X})
+    assert "class Same(Module)" in compiled.source and "class Same2(Module)" in compiled.source
+
+
+def test_class_names_are_identifiers_of_their_own() -> None:
+    found = [class_name(name) for name in CLASSES]
+    assert all(name.isidentifier() for name in found)
+    assert class_name("Module") == "Module2" and class_name("Stage0") == "Stage0_2" and class_name("Llama") == "Llama"
+
+
+def test_paths_and_arguments() -> None:
+    assert attribute_path("layers.0.mlp.weight") == "self.layers[0].mlp.weight"
+    assert attribute_path("my-list.mesh.00") == 'self["my-list"]["mesh"]["00"]'
+    assert attribute_path('a"b.class') == """self['a"b']["class"]"""
+    assert (argument("dp"), argument("input_ids"), argument("hidden")) == ("dp_", "input_ids", "hidden")

@@ -1,0 +1,157 @@
+"""What a forward does beside calls is in its traced Graph: writes in place, no_grad, detach, constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Node
+from tests.autopar.interpret import assert_equals_eager, run_graph, tensors_of
+
+LEFT = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Frozen(nn.Module):
+    """A no_grad region, a detach, an in-place write, a frozen parameter, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.frozen = nn.Parameter(torch.linspace(1, 2, 4), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.first(x).sigmoid()
+        hidden = self.second(x * scale)
+        hidden.mul_(self.frozen).add_(1.0)
+        return (F.relu(hidden, inplace=True) * hidden.detach()).mean()
+
+
+def test_no_grad_detach_and_in_place() -> None:
+    model = Frozen()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    graph = trace(model, (LEFT,))
+    expected = torch.autograd.grad(model(LEFT), parameters, allow_unused=True)
+    found = torch.autograd.grad(run_graph(graph, tensors_of(model), {"x": LEFT}), parameters, allow_unused=True)
+    assert [g is None for g in expected] == [True, True, True, False, False]
+    for want, have in zip(expected, found, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-8)
+
+
+class Writes(nn.Module):
+    """Writes a linear's result into a tensor, as `write` says, and uses all of it."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.base = nn.Linear(4, 6)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.write(self.base(x), self.linear(x)) * torch.arange(1.0, 7.0)).square().mean()
+
+
+def into_slice(base: Tensor, y: Tensor) -> Tensor:
+    base[:, 1:3] = y[:, :2]
+    return base
+
+
+def into_zeros(base: Tensor, y: Tensor) -> Tensor:
+    shifted = torch.zeros_like(base)
+    shifted[..., 1:] = y[..., :-1]
+    shifted[..., 0] = base[..., -1]
+    return shifted
+
+
+def into_row_of_slice(base: Tensor, y: Tensor) -> Tensor:
+    base[1:, 2:][-1, :] += y[0, :4]
+    return base
+
+
+def into_transposed_view(base: Tensor, y: Tensor) -> Tensor:
+    base.view(3, 2, 3).transpose(1, 2)[:, 0].mul_(y[:, :2])
+    return base
+
+
+def seen_by_older_view(base: Tensor, y: Tensor) -> Tensor:
+    older = base.view(3, 2, 3)[:, 1]
+    base.add_(y)
+    base[:, 4] = 0.0
+    return torch.cat([older, base[:, :3]], 1)
+
+
+def twice_the_same_slice(base: Tensor, y: Tensor) -> Tensor:
+    part = base[:, :3]
+    part.mul_(y[:, :3])
+    part.add_(y[:, 3:])
+    return base + torch.cat([part, part], 1)
+
+
+def written_before_detach(base: Tensor, y: Tensor) -> Tensor:
+    base[:, 0] = y[:, 0]
+    return base * base.detach()
+
+
+def casts_on_copy(base: Tensor, y: Tensor) -> Tensor:
+    counts = torch.zeros(3, 6, dtype=torch.long)
+    counts[:, 1:] = (y[:, 1:] * 10).detach()
+    return base * counts
+
+
+WRITES = [
+    into_slice, into_zeros, into_row_of_slice, into_transposed_view, seen_by_older_view, twice_the_same_slice,
+    written_before_detach, casts_on_copy,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_reach_what_shares_memory(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Writes(write)
+    graph = trace(model, (LEFT,))
+    assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
+
+
+def test_write_that_cannot_be_carried_over_is_refused() -> None:
+    def into_strided(base: Tensor, y: Tensor) -> Tensor:
+        base[:, ::2] = y[:, :3]
+        return base
+
+    with pytest.raises(TraceError, match="writes in place to a view"):
+        trace(Writes(into_strided), (LEFT,))
+
+
+class Constants(nn.Module):
+    """Blocks that use scalar constants made in forward, and one that is a plain attribute."""
+
+    def __init__(self, attribute: Tensor) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.attribute = attribute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.maximum(block(x) * self.attribute, torch.tensor(-0.1))
+        return x.mean()
+
+
+def test_uniform_constants_are_written_out() -> None:
+    model = Constants(torch.full((4,), 1.5))
+    graph = trace(model, (LEFT,))
+    assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
+    assert {p.name for p in graph.parameters} == set(dict(model.named_parameters()))
+    values = [piece.args[1] for piece in graph.body if isinstance(piece, Node) and piece.op == "aten.full.default"]
+    assert sorted(values) == pytest.approx([-0.1, 1.5])
+
+
+def test_other_constants_are_refused_with_the_remedy() -> None:
+    with pytest.raises(TraceError, match="neither a parameter nor a buffer") as caught:
+        trace(Constants(torch.arange(4.0)), (LEFT,))
+    assert "register_buffer" in str(caught.value)

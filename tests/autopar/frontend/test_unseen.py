@@ -1,0 +1,114 @@
+"""What a traced graph does not show is honoured exactly or refused: the cases of benchmarks/faults/models.py."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError, TraceError
+from autopar.frontend.trace import trace
+from benchmarks.by_hand import decayed_adamw, is_exact
+from benchmarks.faults import models, names
+from benchmarks.faults.models import ACCEPTED, REFUSED, Lookup, Model, mean_square, plain
+
+DRAWN = torch.Generator().manual_seed(0)
+BATCH = {"x": torch.randn(4, 8, generator=DRAWN), "target": torch.randn(4, 8, generator=DRAWN)}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_planned(name: str) -> None:
+    model = Model(*REFUSED[name])
+    with pytest.raises(AutoparError) as error:
+        trace(model, BATCH, mean_square)
+    assert not type(error.value).__name__.startswith("Internal")
+    assert str(error.value).count("\n") <= 8
+
+
+@pytest.mark.parametrize(
+    "name", ["counter that the loss reads", "batch norm", "unused parameters", "frozen batch norm", "no_grad"]
+)
+def test_state_is_that_of_the_single_process(name: str) -> None:
+    assert is_exact(Model(*ACCEPTED[name]), BATCH, mean_square)
+
+
+@pytest.mark.parametrize("name", ["a part under no_grad only", "unused parameters"])
+def test_weight_decay_passes_over_what_has_no_gradient(name: str) -> None:
+    assert is_exact(Model(*ACCEPTED[name]), BATCH, mean_square, decayed_adamw)
+
+
+def test_the_message_names_the_buffer_the_line_and_what_to_do() -> None:
+    with pytest.raises(TraceError) as error:
+        trace(Model(*REFUSED["an exponential mean"]), BATCH, mean_square)
+    assert "ema: aten.add_.Tensor" in str(error.value)
+    assert "self.count += 1" in str(error.value)
+
+
+def test_an_embedding_is_renormalised_by_nobody() -> None:
+    tokens = {"x": torch.arange(8).reshape(2, 4)}
+    trace(Lookup(padding_idx=3), tokens)
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        with pytest.raises(TraceError):
+            trace(Lookup(**{option: 0.5 if option == "max_norm" else True}), tokens)
+
+
+def test_tracing_changes_neither_the_model_nor_generators() -> None:
+    model = Model(*ACCEPTED["batch norm"]).eval()
+    model.lin.weight.grad = torch.ones(8, 8)
+    handle = model.lin.register_forward_hook(lambda module, args, output: output * 2)
+    state = copy.deepcopy(model.state_dict())
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    trace(model, BATCH, mean_square)
+    assert not model.training and not model.norm.training
+    assert list(model.lin._forward_hooks) == [handle.id]
+    assert torch.equal(model.lin.weight.grad, torch.ones(8, 8))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
+
+
+class Counted(nn.Module):
+    """Equal blocks, each with a buffer that counts and a layer that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Model(plain, lambda m: self.count(m)) for _ in range(5))
+
+    @staticmethod
+    def count(block: nn.Module) -> None:
+        block.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        block.unused = nn.Linear(2, 2)
+        block.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.calls += 1
+            x = block.norm(block(x)) + x / block.calls
+        return x.square().mean()
+
+
+def test_blocks_that_are_not_traced_keep_their_counters_and_unused_layers() -> None:
+    assert is_exact(Counted(), {"x": BATCH["x"]})
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("constraints", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}])
+def test_counters_and_unused_parameters_under_plans(constraints: dict[str, int]) -> None:
+    import autopar
+
+    report = autopar.verify(
+        Counted(), "2 cpu", example_inputs={"x": BATCH["x"]}, constraints=constraints, optimizer=decayed_adamw
+    )
+    assert report.ok(), str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [models, names], ids=["models", "names"])
+def test_the_campaign_finds_nothing_raw_or_wrong(kind: object) -> None:
+    results = [(case.name, case.run()) for case in kind.cases(60, 1)]  # type: ignore[attr-defined]
+    assert not [(name, r) for name, r in results if r.outcome in ("raw", "wrong")]

@@ -1,0 +1,363 @@
+"""Pipelines whose positions are not alike: the search against brute force, and predictions.
+
+Their plan files are in test_unequal_plan_file.py, programs of such plans are run in test_unequal_verify.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.ir.chain import chain
+from autopar.ir.graph import LayerRun
+from autopar.ir.seats import Seat
+from autopar.plan import Plan
+from autopar.planning import memory_fit
+from autopar.planning.bounds import bound
+from autopar.planning.candidates import candidate_of
+from autopar.planning.given import reprice
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.pipelines import UnequalSearch
+from autopar.planning.planner import search_plans
+from autopar.planning.request import Request
+from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.smallest import smallest_pipeline
+from autopar.planning.stage_problem import StageProblem
+from autopar.planning.unequal_configs import mesh_sets
+from cost_models import mixed
+from cost_models.hardware import Link
+from cost_models.mixed import AnyCluster, MixedCluster
+from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
+from tests.autopar.unequal import EQUAL, ROWS, TWO_AND_ONE, UNLIKE, request_for
+from tests.search import exhaustive_pipeline
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def deep(cluster: AnyCluster | str, **constraints: Any) -> Request:
+    """Eight layers, large enough for compute to outweigh messages."""
+    return request_for(cluster, "llama", 8, 1024, **constraints)
+
+
+def by_enumeration(problem: PipelineProblem, **_: Any) -> PipelineSolution:
+    """In place of solve_pipeline: every cut, every submesh, every point; no cutoff."""
+    return exhaustive_pipeline.solve(problem)
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def texts(sets: Iterable[tuple[Seat, ...]]) -> set[tuple[str, ...]]:
+    return {tuple(map(str, seats)) for seats in sets}
+
+
+@pytest.mark.slow
+def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
+    """Two shapes of one group, or one of each; they fill it, divide the micro-batch, and have one tp or its parts."""
+
+    def found(cluster: str, rows: int) -> set[tuple[str, ...]]:
+        request = request_for(cluster)
+        return texts(mesh_sets(request, SharedDecisions(request), num_blocks=5, rows=rows))
+
+    other = "single of group 1"
+    assert found(TWO_AND_ONE, 8) == {("single", other), ("dp2", other), ("tp2", other)}
+    assert found(TWO_AND_ONE, 1) == {("single", other), ("tp2", other)}  # one row has no half
+    # tp3 and dp3 fill the cluster alone; 3 does not divide 8 rows; one shape twice is a pipeline of the usual kind.
+    assert found("3 a100-80g", 8) == {("single", "dp2"), ("single", "tp2")}
+
+
+@pytest.mark.slow
+def test_pins_bear_on_what_is_tried() -> None:
+    pinned = request_for(UNLIKE, dp=2, tp=1, zero=2, micro_batches=4, schedule="1f1b")
+    found = list(UnequalSearch(pinned).configs())
+    assert {(t.num_micro_batches, t.zero, t.schedule) for t in found} == {(4, 2, "1f1b")}
+    assert texts(t.stage_meshes for t in found) == {("dp2", "dp2 of group 1")}
+    free = list(UnequalSearch(request_for(UNLIKE)).configs())
+    assert {t.num_micro_batches for t in free} == {1, 2, 4, 8} and {t.zero for t in free} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        ("llama", TWO_AND_ONE),
+        slow("llama", "3 a100-80g"),
+        slow("gpt2", TWO_AND_ONE),
+        slow("gpt2", "4 a100-80g"),
+        slow("llama", UNLIKE),
+        slow("bert", "2 h100-sxm + 2x1 a100-80g + 1 v100-32g"),
+        slow("gpt2", "3 cpu + 1 cpu"),
+    ],
+)
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(1.0, id="ample", marks=pytest.mark.slow),
+        pytest.param(0.7, id="tight"),
+        pytest.param(0.2, id="nothing fits", marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_of_all_configs_equals_brute_force(
+    name: str, cluster: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All configs solved by enumeration, none skipped by its bound; no bound is above what its config takes.
+
+    share: of the bytes that the best plan takes with memory to spare.
+    """
+    request = request_for(cluster, name)
+    free = UnequalSearch(request).run().best
+    assert free is not None
+    if share < 1:
+        prediction = candidate_of(free, request).plan.prediction
+        reserved = prediction.num_bytes.get("workspace", 0.0)
+        request = request_for(cluster, name, memory=int(reserved + share * (prediction.peak_bytes - reserved)))
+    search = UnequalSearch(request)
+    found = search.run().best
+    with monkeypatch.context() as patched:
+        patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
+        solved = all_solved(search)
+    assert (found is None) == (not solved)
+    if found is None:
+        smallest = smallest_pipeline(search)
+        assert share < 1 and smallest is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(memory_fit, "solve_pipeline", by_enumeration)
+            for part, fits in ((1.0, True), (0.95, False)):
+                budget = math.ceil(part * smallest.num_bytes)
+                assert bool(all_solved(UnequalSearch(request_for(cluster, name, memory=budget)))) == fits
+        return
+    assert share > 0.2
+    assert found.objective == pytest.approx(min(solved.values()), rel=1e-9)
+    assert found.objective >= free.objective * (1 - 1e-9)
+    assert all(bound(search.costs, config) <= objective * (1 + 1e-9) for config, objective in solved.items())
+    plan = candidate_of(found, request).plan
+    for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
+        assert sum(kinds.values()) <= request.capacity_bytes(seat.group)
+
+
+def all_solved(search: UnequalSearch) -> dict[ParallelConfig, float]:
+    """The objective of all configs that fit."""
+    solved = {}
+    for config in search.configs():
+        with contextlib.suppress(PipelineInfeasibleError):
+            solved[config] = StageProblem.of(search.costs, config).solve().objective
+    return solved
+
+
+def test_a_cutoff_below_the_best_finds_nothing() -> None:
+    search = UnequalSearch(request_for(TWO_AND_ONE))
+    best = search.run().best
+    assert best is not None and search.run(best.objective).best is None
+    assert search.run(best.objective * 1.001).best is not None
+
+
+def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
+    """Five blocks on seven groups."""
+    with pytest.raises(InfeasibleError, match="as many blocks in the model as there are groups"):
+        search_plans(request_for(" + ".join(["1 a100-80g", "1 v100-32g"] * 3 + ["1 h100-sxm"]), micro_batches=1))
+
+
+def test_what_does_not_fit_is_said_group_by_group() -> None:
+    """With the smallest budget that does: every rank's."""
+    request = request_for(TWO_AND_ONE, memory=1540 * 2**20, micro_batches=1)
+    with pytest.raises(InfeasibleError, match="(?s)memory per rank of 1 v100-32g.*smallest that was found") as caught:
+        search_plans(request)
+    needed = caught.value.needed_bytes
+    assert needed is not None
+    plan = search_plans(request_for(TWO_AND_ONE, memory=needed, micro_batches=1)).best.plan
+    assert plan.prediction.peak_bytes <= needed
+    with pytest.raises(InfeasibleError):
+        search_plans(request_for(TWO_AND_ONE, memory=int(0.95 * needed), micro_batches=1))
+
+
+def test_the_fastest_group_may_be_the_smallest() -> None:
+    plan = search_plans(request_for("1 h100-sxm + 2 v100-32g")).best.plan
+    assert plan.num_ranks == 3 and {seat.group for seat in plan.seats} == {0, 1}
+
+
+def test_micro_batches_may_have_one_row() -> None:
+    plan = search_plans(request_for("2 a100-80g + 2 v100-32g", tp=2, micro_batches=ROWS)).best.plan
+    assert [str(seat.mesh) for seat in plan.seats] == ["tp2", "tp2"]
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def with_seats(plan: Plan) -> Plan:
+    """The same plan with its equal positions written out."""
+    seats = (Seat(plan.mesh),) * plan.pipeline.num_positions
+    return replace(plan, pipeline=replace(plan.pipeline, seats=seats))
+
+
+@pytest.mark.parametrize(
+    ("name", "constraints"),
+    [
+        ("llama", {"dp": 2, "zero": 2, "micro_batches": 4, "schedule": "1f1b"}),
+        ("llama", {"dp": 2, "zero": 3, "micro_batches": 2, "schedule": "interleaved", "chunks": 2}),
+        ("llama", {"tp": 2, "micro_batches": 4, "schedule": "zero-bubble", "recompute": "full"}),
+        ("llama", {"dp": 2, "micro_batches": 2, "schedule": "zero-bubble-v"}),
+        ("llama", {"pp": 4, "micro_batches": 4, "offload": "optimizer"}),
+        slow("gpt2", {"pp": 4, "micro_batches": 4}),
+        slow("gpt2", {"dp": 2, "zero": 1, "micro_batches": 2, "recompute": "selective"}),
+    ],
+)
+def test_equal_positions_written_out_predict_the_same(name: str, constraints: dict[str, Any]) -> None:
+    request = request_for("4 a100-80g", name, **{"pp": 2} | constraints)
+    plan = search_plans(request).best.plan
+    written = Plan.from_yaml(with_seats(plan).to_yaml())
+    assert written == with_seats(plan) and len(written.seats) == plan.pipeline.num_positions
+    ours, theirs = reprice(request, written).best.plan.prediction, reprice(request, plan).best.plan.prediction
+    assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-12)
+    assert ours.num_bytes == theirs.num_bytes and ours.positions == theirs.positions
+
+
+def joined_like_one() -> MixedCluster:
+    """Two groups that are the halves of one node, also by the link between them."""
+    cluster = mixed.parse(EQUAL)
+    assert isinstance(cluster, MixedCluster)
+    return replace(cluster, between=cluster.groups[0].intra_node)
+
+
+@pytest.mark.parametrize("constraints", [{"dp": 2, "zero": 1}, {"tp": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_two_groups_of_equal_nodes_are_as_fast_as_one(constraints: dict[str, int], schedule: str) -> None:
+    """The plan of four equal GPUs on two groups of two; and what is found for them is as good."""
+    pinned = constraints | {"pp": 2, "micro_batches": 4, "schedule": schedule}
+    homogeneous = search_plans(request_for("4 a100-80g", **pinned)).best.plan
+    request = request_for(joined_like_one(), **pinned)
+    seats = (Seat(homogeneous.mesh, 0), Seat(homogeneous.mesh, 1))
+    apart = replace(homogeneous, pipeline=replace(homogeneous.pipeline, seats=seats))
+    given = reprice(request, apart).best.plan.prediction
+    assert given.step_seconds == pytest.approx(homogeneous.prediction.step_seconds, rel=1e-9)
+    assert given.positions == homogeneous.prediction.positions
+    found = search_plans(request).best.plan
+    assert [seat.mesh for seat in found.seats] == [homogeneous.mesh] * 2
+    assert found.prediction.step_seconds == pytest.approx(homogeneous.prediction.step_seconds, rel=0.02)
+
+
+def test_a_slower_link_between_the_groups_costs_its_share() -> None:
+    """By hand: the hidden states of one batch cross it, and their gradients come back."""
+    cluster = mixed.parse("1 a100-80g + 1 a100-80g")
+    assert isinstance(cluster, MixedCluster)
+    seconds = []
+    for rate in (1e15, 1e9):
+        between = Link("wire", rate, 0.0, "this test")
+        request = request_for(replace(cluster, between=between), pp=2, micro_batches=1, schedule="1f1b")
+        seconds.append(search_plans(request).best.plan.prediction.step_seconds)
+    hidden_state = ROWS * 128 * 512 * 4
+    assert seconds[1] - seconds[0] == pytest.approx(2 * hidden_state / 1e9, rel=1e-3)
+
+
+def layers_by_group(plan: Plan) -> dict[int, int]:
+    blocks: dict[int, int] = {}
+    for seat, stage in zip(plan.seats, plan.pipeline.stages, strict=True):
+        blocks[seat.group] = blocks.get(seat.group, 0) + stage.last - stage.first
+    return blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [UNLIKE, "2 v100-32g + 2 h100-sxm"])
+def test_a_faster_group_has_more_layers(cluster: str) -> None:
+    """And no layer would be better off one position further on: each such plan, simulated, takes longer."""
+    request = deep(cluster, pp=2, dp=2, micro_batches=4, schedule="1f1b", recompute="none")
+    plan = search_plans(request).best.plan
+    fast = 0 if cluster == UNLIKE else 1
+    blocks = layers_by_group(plan)
+    assert blocks[fast] > blocks[1 - fast] >= 1
+    first, last = plan.pipeline.stages
+    for border in (first.last - 1, first.last + 1):
+        if 0 < border < last.last:
+            moved = (replace(first, last=border), replace(last, first=border))
+            other = replace(plan, pipeline=replace(plan.pipeline, stages=moved))
+            slower = reprice(request, other).best.plan.prediction.step_seconds
+            assert slower > plan.prediction.step_seconds * (1 - 1e-9)
+
+
+@pytest.mark.slow
+def test_a_group_with_little_memory_has_fewer_layers_or_recomputes() -> None:
+    cluster = mixed.parse(EQUAL)
+    assert isinstance(cluster, MixedCluster)
+    pinned = {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4, "schedule": "1f1b", "offload": "none"}
+    free = search_plans(deep(cluster, **pinned)).best.plan
+    second = [seat.group for seat in free.seats].index(1)
+    needed = sum(free.prediction.positions[second].values())
+    reserved = free.prediction.num_bytes["workspace"]
+    before, seconds = layers_by_group(free), [free.prediction.step_seconds]
+    for share in (0.9, 0.75, 0.6):
+        small = cluster.groups[1].with_memory(int(reserved + share * (needed - reserved)))
+        request = deep(replace(cluster, groups=(cluster.groups[0], small)), **pinned)
+        plan = search_plans(request).best.plan
+        stage = plan.pipeline.stages[[seat.group for seat in plan.seats].index(1)]
+        recomputed = sum(n for runs in stage.recompute.values() for mode, n in runs if mode != "none")
+        assert layers_by_group(plan)[1] < before[1] or recomputed > 0
+        for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
+            assert sum(kinds.values()) <= request.whole.groups[seat.group].device.memory_bytes
+        seconds.append(plan.prediction.step_seconds)
+    assert seconds == sorted(seconds) and seconds[-1] > seconds[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["2 h100-sxm + 1 v100-32g", "2 a100-80g + 2 v100-32g", "3 a100-80g"])
+def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
+    """Exact with one micro-batch; with several the closed form adds the bottleneck to the whole fill, also where the
+    bottleneck's neighbours could have waited meanwhile (too much), and does not see zero bubble's ramps."""
+    request = deep(cluster)
+    search, bounds = UnequalSearch(request), {"1f1b": (0.88, 1.02), "zero-bubble": (0.88, 1.1)}
+    seen = 0
+    for config in search.configs():
+        if config.num_micro_batches == ROWS:
+            continue
+        found = StageProblem.of(search.costs, config).solve()
+        ratio = candidate_of(found, request).plan.prediction.step_seconds / found.objective
+        low, high = bounds[config.schedule] if config.num_micro_batches > 1 else (1 - 1e-9, 1 + 1e-9)
+        assert low <= ratio <= high, f"{ratio} for {config}"
+        seen += 1
+    assert seen > 30
+
+
+def test_a_tied_weight_is_counted_whole_on_a_position_of_one_rank() -> None:
+    """By hand: fp32 weights, gradients and two moments of all that the last stage holds, none of them sharded."""
+    request = request_for("1 a100-80g + 2 a100-80g", "gpt2", tp=1, pp=2, zero=3, micro_batches=4, schedule="1f1b")
+    plan = search_plans(request).best.plan
+    assert [str(seat) for seat in plan.seats] == ["dp2 of group 1", "single"]
+    graph, stage = request.trace(2), plan.pipeline.stages[-1]
+    blocks = chain(graph)[stage.first :]
+    runs = [piece.layer for piece in graph.body if isinstance(piece, LayerRun)]
+    layers = {layer.name: sum(p.meta.numel for p in layer.parameters if not p.is_buffer) for layer in runs}
+    top = {p.name: p.meta.numel for p in graph.parameters}
+    tied = next(name for name in top if name.endswith("wte.weight"))
+    numel = sum(layers.get(block, 0) for block in blocks) + top[tied]
+    numel += sum(count for name, count in top.items() if "ln_f" in name)
+    kinds = plan.prediction.positions[-1]
+    assert kinds["parameters"] + kinds["gradients"] + kinds["optimizer state"] == pytest.approx(16 * numel, rel=0.01)
+
+
+# --- equal GPUs -------------------------------------------------------------------------------------------------------
+
+
+def test_unequal_positions_win_where_equal_ones_leave_devices_idle() -> None:
+    """Eight rows on three GPUs, which divide neither the rows nor the heads: one stage cannot use all of them."""
+    best, *others = (candidate.plan for candidate in search_plans(request_for("3 a100-80g")).candidates)
+    assert sorted(seat.mesh.num_ranks for seat in best.pipeline.seats) == [1, 2]
+    assert [plan.layout for plan in others] == ["pp3"]
+    assert best.prediction.step_seconds < others[0].prediction.step_seconds
+
+
+def test_equal_seats_of_one_group_are_a_plan_of_the_usual_kind() -> None:
+    """Two shapes may be used; where a solution uses one, its positions are not written out."""
+    search, seen = UnequalSearch(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
+    for config in search.configs():
+        found = StageProblem.of(search.costs, config).solve()
+        plan = candidate_of(found, search.request).plan
+        is_unlike = len(set(found.pipeline.seats)) > 1
+        assert bool(plan.pipeline.seats) == is_unlike and plan.num_ranks == 4
+        assert plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.15)
+        seen.add(is_unlike)
+    assert seen == {True, False}

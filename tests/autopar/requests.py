@@ -1,0 +1,93 @@
+"""Small planning problems that several test files share: models on meta, wide enough for parallel plans to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.costs import activity_costs
+from autopar.costs.passed import Facts, Passed
+from autopar.costs.price import Pricer
+from autopar.costs.rates import Training
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, operators_of
+from autopar.planning.request import Request, decode, pricer_for
+from autopar.planning.space import Space, build_space
+from autopar.settings.constraints import Constraints
+from cost_models.machine import Cluster
+from examples.models import EXAMPLES
+from search.intra_op import solve
+from search.problem import Problem
+
+BATCH = 8
+
+
+@cache
+def graph_of(name: str, rows: int = BATCH, width: int = 512) -> Graph:
+    with torch.device("meta"):
+        example = EXAMPLES[name](layers=3, batch_size=BATCH, seq_len=32, width=width, vocab_size=1024)
+    return trace(example.model, example.inputs, example.loss_fn, batch_size=rows)
+
+
+def request_for(name: str, cluster: str = "4 a100-80g", **constraints: Any) -> Request:
+    def traced(rows: int) -> Graph:
+        return graph_of(name, rows)
+
+    limits = Constraints.parse(constraints)
+    return Request(BatchedTrace(traced), Cluster.parse(cluster), BATCH, "fp32", Training(), limits)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model on one mesh: the space of its plans."""
+
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    pricer: Pricer
+    space: Space
+
+    def choices(self, seed: int) -> tuple[tuple[int, ...], Choices]:
+        """Option numbers and decisions of the optimum (seed 0), or of one under random extra costs."""
+        problem = self.space.problem
+        if seed:
+            random = np.random.default_rng(seed)
+            scale = solve(problem).objective / 10
+            noisy = [replace(v, costs=v.costs + scale * random.random(v.num_options)) for v in problem.variables]
+            problem = Problem(tuple(noisy), problem.edges, problem.budgets)
+        chosen = solve(problem).choices
+        return chosen, decode(self.space, chosen)
+
+
+@cache
+def setting(name: str, mesh: str, micro_batches: int = 1, width: int = 512) -> Setting:
+    request = request_for(name)
+    graph = graph_of(name, BATCH // micro_batches, width)
+    operators = operators_of(graph)
+    pricer = pricer_for(request, Mesh.parse(mesh), micro_batches)
+    return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
+
+
+class _Everything(frozenset[Any]):
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+class _Unparted(Passed):
+    def priced(self, pricer: Pricer) -> Pricer:
+        return pricer
+
+
+def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions take for granted what the search does, which has no program: that no decision parts what passes
+    could join."""
+    monkeypatch.setattr(activity_costs, "passed", lambda *_: _Unparted(Facts(_Everything()), {}))

@@ -1,0 +1,395 @@
+"""Strategies that a person wrote: scored as searched plans are, refused where something is missing, and by profile."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.ir.graph import Graph
+from autopar.options.strategies import scopes_of
+from autopar.planning.planner import search_plans
+from autopar.planning.predict import simulate_plan
+from autopar.simulate import Predictor
+from autopar.simulate.fusion import fused_parts
+from autopar.simulate.stages import cut
+from autopar.simulate.timeline import events_of
+from autopar.simulate.trace_file import trace_of
+from cost_models.frameworks import framework
+from cost_models.machine import Cluster
+from examples.models import EXAMPLES
+from tests.autopar.requests import BATCH, graph_of, request_for
+
+PLANS = [
+    ("llama", {"pp": 1, "dp": 4, "tp": 1, "zero": 0, "micro_batches": 1}),
+    ("llama", {"pp": 1, "dp": 2, "tp": 2, "zero": 1, "micro_batches": 2}),
+    ("gpt2", {"pp": 1, "dp": 1, "tp": 4, "zero": 0, "micro_batches": 1}),
+    ("gpt2", {"pp": 2, "dp": 2, "tp": 1, "zero": 0, "micro_batches": 4, "schedule": "1f1b", "recompute": "none"}),
+    ("bert", {"pp": 2, "dp": 1, "tp": 2, "zero": 0, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}),
+    ("llama", {"pp": 1, "dp": 4, "tp": 1, "zero": 3, "micro_batches": 2, "recompute": "full"}),
+]
+
+
+@cache
+def predictor(name: str) -> Predictor:
+    def traced(rows: int) -> Graph:
+        return graph_of(name, rows)
+
+    return Predictor.of_trace(BatchedTrace(traced), BATCH, "fp32")
+
+
+def predicted(name: str = "llama", cluster: str = "4 a100-80g", profile: Any = "autopar", **strategy: Any) -> Any:
+    return predictor(name).predict(cluster, strategy, global_batch_size=BATCH, framework=profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "kernels"),
+    [pytest.param(*plan, "off", marks=pytest.mark.slow if i in (0, 4) else ()) for i, plan in enumerate(PLANS)]
+    + [pytest.param(*plan, "on", marks=pytest.mark.slow if i else ()) for i, plan in enumerate(PLANS)],
+)
+def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[str, Any], kernels: str) -> None:
+    """The search may find decisions that are a little better than a strategy's patterns."""
+    plan = search_plans(replace(request_for(name, **strategy), kernels=kernels == "on")).best.plan
+    found, wanted = predicted(name, **strategy, kernels=kernels), plan.prediction
+    assert 0.98 * wanted.step_seconds <= found.step_seconds <= 1.03 * wanted.step_seconds
+    assert found.peak_bytes == pytest.approx(wanted.peak_bytes, rel=0.02)
+    assert len(found.positions) == len(wanted.positions)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ({"tp": 4, "zero": 0, "micro_batches": 1}, "does not say dp"),
+        ({"dp": 4, "zero": 0}, "does not say micro_batches"),
+        ({"dp": 4, "micro_batches": 1}, "does not say zero"),
+        ({"dp": 2, "tp": 1, "zero": 0, "micro_batches": 1}, "number of devices"),
+        ({"dp": 4, "zero": 0, "micro_batches": 3}, "not divided"),
+        ({"dp": 2, "zero": 0, "micro_batches": 1, "cp": 2}, "whole rows"),
+        ({"dp": 4, "zero": 0, "micro_batches": 1, "attention": "slow"}, "attention is unknown"),
+        ({"dp": 4, "zero": 0, "micro_batches": 1, "speed": 3}, "unknown constraint"),
+        ({"dp": 1, "pp": 4, "zero": 0, "micro_batches": 8, "schedule": "interleaved", "chunks": 4}, "fewer blocks"),
+    ],
+)
+def test_what_is_missing_or_does_not_multiply_is_named(strategy: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConstraintError, match=words):
+        predicted(**strategy)
+
+
+def test_an_unknown_framework_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConstraintError, match="megatron-2021"):
+        predicted(profile="megatron", dp=4, zero=0, micro_batches=1)
+
+
+def test_without_sequence_parallelism_activations_are_summed_whole() -> None:
+    parts = {"pp": 1, "dp": 1, "tp": 4, "zero": 0, "micro_batches": 1}
+    apart = predicted(profile="megatron-2021", sp=False, **parts)
+    together = predicted(profile="megatron-2021", sp=True, **parts)
+    assert apart.seconds["all_reduce tp"] > 0
+    assert apart.seconds.get("reduce_scatter tp", 0.0) < together.seconds["reduce_scatter tp"]
+    assert apart.num_bytes["activations"] > together.num_bytes["activations"]
+
+
+def test_unfused_attention_takes_longer_and_keeps_its_scores() -> None:
+    with torch.device("meta"):
+        example = EXAMPLES["nanogpt"](layers=3, batch_size=BATCH, seq_len=1024, width=512, vocab_size=1024)
+    long = Predictor(example.model, example_inputs=example.inputs, loss_fn=example.loss_fn)
+    strategy = {"dp": 4, "zero": 0, "micro_batches": 1}
+    flash, unfused = (
+        long.predict("4 a100-80g", strategy | {"attention": kernel}, framework="fsdp") for kernel in ("fa2", "unfused")
+    )
+    assert unfused.seconds["forward attention"] > flash.seconds["forward attention"]
+    assert unfused.num_bytes["activations"] > flash.num_bytes["activations"]
+    assert unfused.seconds["forward matmuls"] == flash.seconds["forward matmuls"]
+
+
+def test_fusing_more_never_costs_more() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 1}
+    profile = framework("fsdp")
+    seconds = [
+        predicted(profile=replace(profile, fusion=fusion), **parts).seconds["forward memory-bound kernels"]
+        for fusion in ("calls", "modules", "chains")
+    ]
+    assert seconds[0] > seconds[1] > seconds[2] > 0
+
+
+def test_a_fused_norm_reads_its_input_once_and_writes_its_result() -> None:
+    graph = graph_of("llama")
+    layer = next(scope for scope in scopes_of(graph) if scope.layer)
+    names = [n.name for n in layer.nodes if n.module == "input_layernorm"]
+    if not names:
+        names = [n.name for n in layer.nodes if "mean" in n.op][:1]
+    parts = fused_parts(graph, "modules")
+    norm = {n.module for n in layer.nodes if "mean" in n.op}
+    members = [n for n in layer.nodes if n.module == sorted(norm)[0] and (layer.name, n.name) in parts]
+    activations = [
+        (n.name, ref)
+        for n in members
+        for ref, own in zip(n.inputs, parts[layer.name, n.name].reads, strict=True)
+        if own and len(layer.metas[ref].shape) == 3
+    ]
+    assert len(members) > 3 and len(activations) == 1
+    assert sum(any(parts[layer.name, n.name].writes) for n in members) == 1
+    assert sum(parts[layer.name, n.name].is_first for n in members) == 1
+
+
+def test_a_micro_batch_takes_no_less_than_its_host() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 2}
+    slow = replace(framework("fsdp"), host_layer_seconds=1.0)
+    found = predicted(profile=slow, **parts)
+    assert found.step_seconds >= 2 * 3 * 1.0  # micro-batches x layers
+    assert found.seconds["waiting for the host"] > 0
+    assert predicted(profile="fsdp", **parts).seconds.get("waiting for the host", 0.0) == 0
+
+
+def test_traffic_hides_only_behind_compute() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 1}
+    shown = predicted(profile=replace(framework("fsdp"), overlap=0.0), **parts)
+    hidden = predicted(profile=replace(framework("fsdp"), overlap=1.0), **parts)
+    kind = "gradient and parameter synchronisation"
+    assert hidden.seconds[kind] < shown.seconds[kind]
+    whole = hidden.seconds[kind] + hidden.seconds["hidden communication"]
+    assert whole == pytest.approx(shown.seconds[kind])
+
+
+def test_a_framework_that_copies_gradients_holds_four_more_bytes_per_parameter() -> None:
+    parts = {"dp": 4, "zero": 0, "micro_batches": 2}
+    plain = replace(framework("megatron-2021"), gradient_copy_bytes=0.0)
+    trained = sum(p.meta.numel for p in graph_of("gpt2").parameters if not p.is_buffer)
+    found = predicted("gpt2", profile="megatron-2021", **parts).num_bytes["gradients"]
+    assert found - predicted("gpt2", profile=plain, **parts).num_bytes["gradients"] == 4 * trained
+
+
+def test_a_loss_moves_what_its_framework_says() -> None:
+    parts = {"dp": 1, "tp": 1, "zero": 0, "micro_batches": 1}
+    kind = "forward memory-bound kernels"
+    low, high = (
+        predicted(cluster="1 a100-80g", profile=replace(framework("fsdp"), loss_bytes=size), **parts).seconds[kind]
+        for size in (20.0, 40.0)
+    )
+    logits = BATCH * 32 * 1024
+    device = Cluster.parse("1 a100-80g").device
+    rate = device.memory_bytes_per_second * device.memory_efficiency
+    assert high - low == pytest.approx(10.0 * logits / rate, rel=0.1)
+
+
+def test_cuts_of_frameworks() -> None:
+    blocks = ("top 0", *("Layer",) * 6, "top 1")
+    weights = {"top 0": 0.0, "Layer": 1.0, "top 1": 2.0}
+
+    class Cost:
+        def __init__(self, seconds: float) -> None:
+            self.forward_seconds, self.backward_seconds = seconds / 3, seconds * 2 / 3
+
+    costs: Any = {"top 0": Cost(0.0), "Layer": Cost(1.0), "top 1": Cost(3.0)}
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
+    # 8 units in 2 parts of 4: four layers, then two and the head.
+    assert cut(blocks, {"Layer"}, [costs] * 2, weights, "weights") == (0, 5, 8)
+    # 9 seconds in 3 parts: three layers, three layers, the head.
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "time") == (0, 4, 7, 8)
+    # Half as long on one of two stages: six layers in 3 seconds before the head, or three of them before 3 + 3 halves.
+    fast: Any = {name: Cost(cost.forward_seconds * 3 / 2) for name, cost in costs.items()}
+    assert cut(blocks, {"Layer"}, [fast, costs], weights, "time") == (0, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs, fast], weights, "time") == (0, 4, 8)
+
+
+# --- timeline ---------------------------------------------------------------------------------------------------------
+
+STEPS = [
+    {"pp": 1, "dp": 4, "zero": 3, "micro_batches": 2},
+    {"pp": 2, "dp": 1, "tp": 2, "zero": 0, "micro_batches": 4},
+    {"pp": 4, "dp": 1, "zero": 0, "micro_batches": 8, "schedule": "zero-bubble"},
+    {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4, "schedule": "interleaved", "chunks": 2},
+]
+
+
+@pytest.mark.parametrize("strategy", STEPS)
+def test_events_obey_the_equations_of_a_pipeline(strategy: dict[str, Any]) -> None:
+    """Every chunk starts when the one before it on its position has ended and its message has arrived, not later."""
+    found = predicted(**strategy)
+    events = found.timeline
+    arrivals = {
+        (e.kind[4:], e.stage + (1 if e.kind == "p2p forward" else -1), e.micro_batch, e.target): e.end
+        for e in events
+        if e.stream == "send"
+    }
+    for position in range(strategy["pp"]):
+        clock = 0.0
+        for event in (e for e in events if e.position == position and e.stage is not None and e.stream == "compute"):
+            way = "forward" if event.kind == "forward" else "backward"
+            arrived = arrivals.get((way, event.stage, event.micro_batch, position), 0.0)
+            ready = arrived if event.kind != "weight gradients" else 0.0
+            own = _made_here(events, event, way)
+            assert event.start == pytest.approx(max(clock, ready, own), abs=1e-12)
+            clock = event.end
+    sends = [e for e in events if e.stream == "send"]
+    crossings = (strategy["pp"] * strategy.get("chunks", 1) - 1) if strategy["pp"] > 1 else 0
+    assert len(sends) == 2 * crossings * strategy["micro_batches"]
+    assert max(e.end for e in events) == pytest.approx(found.step_seconds)
+    hidden = sum(e.seconds for e in events if e.stream == "communication" and e.position == _busiest(found))
+    assert hidden == pytest.approx(_hidden_of(found, _busiest(found)))
+
+
+def _made_here(events: Any, event: Any, way: str) -> float:
+    """The end of what feeds an event from a stage of its own position."""
+    if event.kind == "weight gradients":
+        return 0.0
+    other = event.stage + (-1 if way == "forward" else 1)
+    kinds = ("forward",) if way == "forward" else ("backward", "input gradients")
+    return max(
+        (e.end for e in events if (e.stage, e.micro_batch, e.position) == (other, event.micro_batch, event.position)
+         and e.kind in kinds and e.stream == "compute"),
+        default=0.0,
+    )  # fmt: skip
+
+
+def _busiest(found: Any) -> int:
+    timeline = found.simulated.timeline
+    return max(range(len(timeline.busy)), key=lambda p: timeline.busy[p])
+
+
+def _hidden_of(found: Any, position: int) -> float:
+    simulated = found.simulated
+    micro = found.scenario.strategy["micro_batches"]
+    kind = "hidden communication"
+    stages = [s for s, home in zip(simulated.stages, simulated.home, strict=True) if home == position]
+    return sum(micro * s.micro.get(kind, 0.0) + s.step.get(kind, 0.0) for s in stages)
+
+
+def test_a_searched_plans_events_are_those_of_its_strategy() -> None:
+    name, strategy = PLANS[3]
+    request = request_for(name, **strategy)
+    best = search_plans(request).best
+    simulated = simulate_plan(request, best)
+    found = predicted(name, **strategy).timeline
+
+    def counts(events: Any) -> Counter[Any]:
+        return Counter((e.kind, e.position, e.stream, e.target) for e in events)
+
+    assert counts(events_of(simulated)) == counts(found)
+    assert events_of(simulated)[-1].position == found[-1].position
+    trace = trace_of(simulated)["traceEvents"]
+    names = Counter(row["ph"] for row in trace)
+    assert names["b"] == names["e"] == sum(e.stream != "compute" for e in events_of(simulated))
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+BASE = {"dp": 2, "tp": 2, "zero": 0, "micro_batches": 2}
+
+
+def test_a_changed_part_gives_what_a_prediction_with_it_gives() -> None:
+    before = predicted(profile="fsdp", **BASE)
+    spec = Cluster.parse("4 a100-80g")
+    link = replace(spec.intra_node, bytes_per_second=spec.intra_node.bytes_per_second / 4, latency_seconds=1e-4)
+    device = replace(
+        spec.device,
+        memory_bytes=2**36,
+        peak_flops_per_second={k: 2 * v for k, v in spec.device.peak_flops_per_second.items()},
+    )
+    found = before.what_if(
+        device={"peak_flops_per_second": "x2", "memory_bytes": "64GiB"},
+        intra_node={"bytes_per_second": "x0.25", "latency_seconds": 1e-4},
+        global_batch_size=2 * BATCH,
+        strategy={"recompute": "full", "micro_batches": 4},
+    )
+    strategy = BASE | {"recompute": "full", "micro_batches": 4}
+    other = predictor("llama").predict(
+        replace(spec, device=device, intra_node=link), strategy, global_batch_size=2 * BATCH, framework="fsdp"
+    )
+    assert found.after == other and found.before is before
+    assert found.after.capacity_bytes == 2**36
+    assert found.speedup == pytest.approx(2 * before.step_seconds / other.step_seconds)
+
+
+def test_parts_add_up_and_only_those_move_that_depend_on_the_change() -> None:
+    strategy = {"dp": 4, "zero": 1, "micro_batches": 2}
+    found = predicted(profile="fsdp", **strategy).what_if(intra_node={"bytes_per_second": "x0.5"})
+    for side, whole in (("before", found.before), ("after", found.after)):
+        parts = [p for p in found.parts() if p.group not in ("memory", "hidden communication")]
+        assert sum(getattr(p, side) for p in parts) == pytest.approx(whole.step_seconds)
+        assert sum(getattr(p, side) for p in found.parts() if p.group == "memory") == whole.peak_bytes
+    for part in found.parts():
+        if part.group in ("compute", "optimizer", "memory"):
+            assert part.before == part.after
+        elif part.group == "exposed communication":
+            assert part.after > part.before
+    unchanged = predicted(**BASE).what_if()
+    assert unchanged.before == unchanged.after
+
+
+def test_a_field_may_be_taken_away_and_a_part_replaced() -> None:
+    before = predicted(**BASE | {"recompute": "full"})
+    assert before.what_if(strategy={"recompute": None}).after == predicted(**BASE)
+    assert before.what_if(device="h100-sxm").after.scenario.cluster.device.name == "h100-sxm"
+    assert before.what_if(cluster="4 h100-sxm").after == predicted(cluster="4 h100-sxm", **BASE | {"recompute": "full"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"intra_node": {"speed": 1}}, "has no field 'speed'"),
+        ({"intra_node": {"bytes_per_second": "fast"}}, "is a number"),
+        ({"intra_node": {"bytes_per_second": -1}}, "no such cluster"),
+        ({"device": "a1000"}, "no such cluster"),
+        ({"strategy": {"dp": 4}}, "number of devices"),
+        ({"global_batch_size": 7}, "not divided"),
+        ({"framework": "megatron"}, "framework is not one"),
+    ],
+)
+def test_an_impossible_change_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConstraintError, match=words):
+        predicted(**BASE).what_if(**change)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
+    tight = {"dp": 4, "zero": 0, "micro_batches": 1}
+    whole = predicted(**tight)
+    assert whole.fits and whole.capacity_bytes == Cluster.parse("4 a100-80g").device.memory_bytes
+    limit = int(whole.peak_bytes - 0.3 * (whole.peak_bytes - whole.num_bytes["workspace"]))
+    assert not predicted(**tight | {"memory": limit}).fits
+    with pytest.raises(InfeasibleError, match="does not fit") as caught:
+        predictor("llama").predict("4 a100-80g", tight | {"memory": limit}, global_batch_size=BATCH, check=True)
+    assert caught.value.needed_bytes == int(whole.peak_bytes)
+    assert "optimizer state" in str(caught.value)
+    *others, last = caught.value.alternatives
+    assert others and last.startswith("memory of")
+    for text in others:
+        fields = dict(part.split("=") for part in text.partition(":")[0].split(", "))
+        changes = {k: int(v) if v.isdigit() else v for k, v in fields.items()}
+        assert predicted(**tight | changes).peak_bytes <= limit
+    assert predictor("llama").predict("4 a100-80g", tight, global_batch_size=BATCH, check=True).fits
+
+
+def test_the_command_line_prints_the_prediction_by_kind(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 4, "vocab_size": 1024, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["simulate", f"hf:{tmp_path / 'config.json'}", "--cluster", "4 a100-80g", "--batch", "8", "--seq", "64"]
+    words += ["--set", "dp=2", "--set", "tp=2", "--set", "zero=0", "--set", "micro_batches=2"]
+    words += ["--framework", "megatron-2023", "--memory", "1MiB", "--timeline", str(tmp_path / "out.json")]
+    changes = ["--what-if", "intra_node.bandwidth=x0.5", "--what-if", "batch=16", "--what-if", "recompute=full"]
+    result = CliRunner().invoke(app, [*words, *changes])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("step ") and "backward matmuls" in result.output
+    assert "gradients" in result.output and "WARNING: does not fit" in result.output
+    assert re.search(r"  all_gather tp +\S+ s +\S+ s +\+", result.output)
+    assert "rows per second" in result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    step = float(result.output.split()[1])
+    assert max(row["ts"] + row.get("dur", 0.0) for row in rows if "ts" in row) / 1e6 == pytest.approx(step, rel=1e-3)
+    failed = CliRunner().invoke(app, [*words, "--check"])
+    assert failed.exit_code == 2 and "does not fit" in failed.output
