@@ -60,7 +60,7 @@ class PlanError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """Nothing fits: no mesh for this number of devices, or no plan inside a budget.
+    """Raised where nothing fits: no mesh for this number of devices, or no plan inside a budget.
 
     needed_bytes: a budget per rank that is enough, where one is known.
     """

@@ -45,7 +45,7 @@ class GeneratedProgram:
 
     @property
     def plan(self) -> Plan:
-        """What was decided."""
+        """The plan that was chosen or given."""
         return self.best.plan
 
     @property

@@ -79,7 +79,7 @@ def read_choices(path: Path) -> list[Choice]:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """For processes that are started in this context."""
+    """Sets an environment variable for processes that are started in this context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

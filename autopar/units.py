@@ -6,7 +6,7 @@ from codegen.text import bytes_text as bytes_text
 
 
 def seconds_text(seconds: float) -> str:
-    """0.0123 -> `12.3 ms`; three digits."""
+    """Seconds as text of three digits: 0.0123 -> `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{_digits(seconds / scale)} {unit}"
@@ -14,7 +14,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """1234567 -> `1.23M`; three digits."""
+    """A count as text of three digits: 1234567 -> `1.23M`."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{_digits(number / scale)}{unit}"

@@ -77,7 +77,7 @@ def verify_program(
     max_grad_norm: float | None = None,
     seed: int = 0,
 ) -> VerifyReport:
-    """`verify` of a program that is compiled already."""
+    """Verifies a program that is compiled already, as `verify` does."""
     check_verify(steps, max_grad_norm, seed)
     check_starting("verify")
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
@@ -110,7 +110,7 @@ def _rotated(batch: Mapping[str, Any], rows: int, shift: int) -> dict[str, Any]:
 def _compare(
     compiled: CompiledProgram, batches: list[dict[str, Any]], max_grad_norm: float | None, seed: int
 ) -> VerifyReport | None:
-    """On every rank: run the program; rank 0 also runs the references and returns the report."""
+    """Runs the program on every rank; rank 0 also runs the references and returns the report, others None."""
     step = compiled.build(max_grad_norm=max_grad_norm, non_finite="ignore", seed=seed)
     found = _Comparison(compiled, max_grad_norm, seed) if dist.get_rank() == 0 else None
     for batch in batches:
@@ -161,7 +161,7 @@ class _Comparison:
         self.exact.update()
 
     def report(self, state: Mapping[str, torch.Tensor]) -> VerifyReport:
-        """Given the program's state after the last step."""
+        """The report, given the program's state after the last step."""
         initial = dict(self.compiled.model.named_parameters())
         trained, exact = dict(self.reference.model.named_parameters()), dict(self.exact.model.named_parameters())
         parameters, floors = {}, {}
@@ -216,7 +216,7 @@ class _Comparison:
 
 
 def _buffer_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """As relative_error, where equal infinities (of masks) and truth values are equal too."""
+    """The relative error of a buffer, where equal infinities (of masks) and truth values are equal too."""
     if found.shape != expected.shape:
         return math.inf
     if found.is_complex() or not expected.is_floating_point():
@@ -264,7 +264,7 @@ class _Reference:
         return float(loss.detach())
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> torch.Tensor:
-        """Of the batch, all in dtype if there is one: the model is so already, a loss with own tensors becomes so."""
+        """The batch's loss, all in dtype if given: the model is so already, a loss with own tensors becomes so."""
         batch = batch if dtype is None else _cast(batch, dtype)
         loss_fn = self.loss_fn
         if isinstance(loss_fn, nn.Module) and dtype is not None:
@@ -281,7 +281,7 @@ class _Reference:
         }
 
     def round_off(self, batch: Mapping[str, Any]) -> dict[str, tuple[float, torch.Tensor]]:
-        """Per parameter: the relative error of its fp32 gradient, and which elements have no right digit."""
+        """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
         exact = copy.deepcopy(self.model).double()
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))

@@ -31,7 +31,7 @@ from codegen.overlap import joined
 from codegen.program import Call, ModuleClass, PipelineProgram, Program, Raw, Reshard, Var, reads
 
 AXIS: Final = "tp"
-"""Whose ranks share memory, if any do."""
+"""The axis whose ranks share memory, if any do."""
 
 _GATHERED: Final = {
     "overlapped.linear": "async_tp.all_gather_linear",

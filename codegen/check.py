@@ -227,7 +227,7 @@ def _forward_arguments(cls: ast.ClassDef) -> int:
 
 
 def _layer_class(node: ast.expr) -> str:
-    """`self.layers_of(Block, ...)` -> `Block`."""
+    """The class that a loop names: `self.layers_of(Block, ...)` -> `Block`."""
     is_layers = isinstance(node, ast.Call) and _path(node.func) == "self.layers_of"
     return _path(node.args[0]) if is_layers and isinstance(node, ast.Call) and node.args else ""
 

@@ -95,7 +95,7 @@ def saving_layers(program: Program) -> frozenset[str]:
 
 
 def batch_text(program: Program) -> str:
-    """`batch 8 in 2 micro-batches, fp32`."""
+    """A program's batch in words: `batch 8 in 2 micro-batches, fp32`."""
     accumulation = f" in {program.num_micro_batches} micro-batches" if program.num_micro_batches > 1 else ""
     return f"batch {program.global_batch_size}{accumulation}, {program.precision}"
 
@@ -234,7 +234,7 @@ def modes_text(modes: tuple[tuple[str, int], ...]) -> str:
 
 
 def offload_text(modes: tuple[tuple[str, int], ...]) -> str:
-    """`(True,) * 3 + (False,)`."""
+    """Which layers are offloaded, as an expression: `(True,) * 3 + (False,)`."""
     if sum(count for _, count in modes) <= 3:
         return literal(tuple(bool(mode) for mode, count in modes for _ in range(count)))
     return " + ".join(f"({bool(mode)},)" + (f" * {count}" if count > 1 else "") for mode, count in modes)

@@ -161,7 +161,7 @@ def given(call: Call) -> Arguments:
 
 
 def _operator(call: Call) -> str:
-    """By the first way of writing it that says all of its arguments; that by the overload's own name always does."""
+    """The first form of a call that says all of its arguments; that by the overload's own name always does."""
     namespace, name, overload = call.target.split(".")
     full = f"{name}.{overload}"
     arguments = given(call)
@@ -222,7 +222,7 @@ def _python(name: str, target: str, arguments: Arguments) -> str | None:
 
 
 def _infix(name: str, values: list[Any]) -> str | None:
-    """`a + b`; `&` is the logical "and" of booleans only."""
+    """An operation between two operands, `a + b`; `&` is the logical "and" of booleans only."""
     infix = INFIX.get(name)
     if infix is None or len(values) != 2:
         return None
@@ -305,7 +305,7 @@ def _cat(call: Call, given: Arguments) -> str | None:
 
 
 def _view(call: Call, given: Arguments) -> str | None:
-    """Sizes without the tuple's brackets."""
+    """A view, with sizes without the tuple's brackets."""
     (_, own), (_, sizes), *_ = given.items()
     if not isinstance(sizes, tuple):
         return None
@@ -313,7 +313,7 @@ def _view(call: Call, given: Arguments) -> str | None:
 
 
 def _reduce(call: Call, given: Arguments) -> str | None:
-    """`x.mean(-1, keepdim=True)`."""
+    """A reduction: `x.mean(-1, keepdim=True)`."""
     own, dims = given.pop("self"), given.pop("dim", None)
     single = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
     lead = [] if dims is None else [literal(single)]
@@ -321,7 +321,7 @@ def _reduce(call: Call, given: Arguments) -> str | None:
 
 
 def _norm(call: Call, given: Arguments) -> str | None:
-    """By position, in the order of torch.nn.functional, which is not the operator's."""
+    """A norm with its arguments by position, in the order of torch.nn.functional, which is not the operator's."""
     name = call.target.split(".")[1]
     signature = signature_of(getattr(F, name))
     if signature is None or not set(given) - {"input"} <= set(signature.parameters):

@@ -37,7 +37,7 @@ _TARGETS: Final[Mapping[str, str]] = {
 _WEIGHT: Final[Mapping[str, int]] = {"fp8.linear": 1, "fp8.addmm": 2}
 """Which argument is the weight."""
 _JOINED: Final = "fp8.linears"
-"""Its second argument are weights."""
+"""The call of several layers; its second argument is a tuple of weights."""
 
 
 def in_fp8(program: Program) -> Program:

@@ -174,7 +174,7 @@ class MainOptimizer:
 
     @property
     def is_default(self) -> bool:
-        """AdamW with a rate and a decay."""
+        """Whether the optimiser is AdamW with a rate and a decay."""
         return not (self.path or self.unnamed)
 
 

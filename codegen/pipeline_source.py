@@ -161,7 +161,7 @@ def _peers(peers: Mapping[int, tuple[int, ...]], direction: int) -> str:
 
 
 def _numbers(stages: tuple[int, ...]) -> str:
-    """`stage 1`, `stages 1 and 2`, `stages 1 to 4`."""
+    """Numbers of stages in words: `stage 1`, `stages 1 and 2`, `stages 1 to 4`."""
     first, last = stages[0], stages[-1]
     if len(stages) == 1:
         return f"stage {first}"

@@ -263,7 +263,7 @@ class Program:
 
     @property
     def mesh_text(self) -> str:
-        """`dp2 x tp2`, or `one rank`."""
+        """The mesh as text: `dp2 x tp2`, or `one rank`."""
         return axes_text(self.axes, self.axis_sizes) or "one rank"
 
     @property
@@ -318,7 +318,7 @@ class PipelineProgram:
         return self.stages[-1].program
 
     def map(self, function: Callable[[Program], Program]) -> PipelineProgram:
-        """With every stage's program replaced (`fuse`)."""
+        """The same with every stage's program replaced by `function(program)`."""
         stages = tuple(replace(stage, program=function(stage.program)) for stage in self.stages)
         return replace(self, stages=stages)
 
@@ -342,11 +342,11 @@ class PipelineProgram:
 
     @property
     def mesh_text(self) -> str:
-        """`pp2 x dp2 x tp2`; see `positions_text`."""
+        """The meshes of all positions as text, `pp2 x dp2 x tp2`; see `positions_text`."""
         return positions_text(self.meshes)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(position, rank within its mesh)."""
+        """Where a rank is: (position, rank within its mesh). Raises ValueError for a rank that there is not."""
         counts = self.ranks_per_position
         for position, first in enumerate(tiled(counts, self.first_ranks)):
             if first <= rank < first + counts[position]:

@@ -46,7 +46,7 @@ Schema = tuple[Argument, ...]
 
 @cache
 def schema_of(target: str) -> Schema | None:
-    """Of an overload such as "aten.linear.default"; None if torch has none of that name."""
+    """The schema of an overload such as "aten.linear.default"; None if torch has none of that name."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)
@@ -55,14 +55,14 @@ def schema_of(target: str) -> Schema | None:
 
 @cache
 def schemas_named(name: str) -> tuple[Schema, ...]:
-    """Of all overloads of aten's operator `name`, without those that write to `out`; () if there is none."""
+    """The schemas of aten's operator `name`, without overloads that write to `out`; () if there is none."""
     found = [_arguments(schema) for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")]
     return tuple(schema for schema in found if not any(argument.name == "out" for argument in schema))
 
 
 @cache
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Of a function written in Python; None for one in C++."""
+    """The signature of a function written in Python; None for one in C++."""
     try:
         return inspect.signature(function)
     except ValueError:

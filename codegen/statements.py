@@ -28,7 +28,7 @@ def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
 
 
 def indented(lines: list[str]) -> list[str]:
-    """As the body of a method."""
+    """The lines indented as the body of a method, and wrapped."""
     return [f"        {line}" if line else "" for line in lines]
 
 

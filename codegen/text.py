@@ -25,7 +25,7 @@ def is_path(text: str) -> bool:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """1536 -> `1.5 KiB`."""
+    """Bytes as text: 1536 -> `1.5 KiB`."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -42,12 +42,13 @@ from examples.text import VOCAB_SIZE, Corpus, standard_library
 SHOWN_STEPS = 8
 MIB = 2**20
 ROUND_OFF = 1e-5
-"""Of a loss or a gradient in float32 whose sums are added in another order, relative: what `autopar.verify` allows."""
+"""Relative error of a loss or a gradient in float32 whose sums are added in another order: what `autopar.verify`
+allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the models and their batches. batch_size: rows of a step over all processes."""
+    """The sizes of the models and their batches. batch_size: rows of a step over all processes."""
 
     width: int
     layers: int

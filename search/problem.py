@@ -23,7 +23,7 @@ It is less than one byte for every limit below a terabyte.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variable:
-    """One decision.
+    """One thing to decide: its options with their costs and what they take from each budget.
 
     Args:
         name: used in messages only; need not be unique.
@@ -148,7 +148,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver returns.
+    """The answer of a solver.
 
     Args:
         choices: one option index per variable.

@@ -35,7 +35,7 @@ Tables = Mapping[Kind, Array]
 Library = dict[tuple[int, Kind], StageCosts]
 
 MOST_NUMBERS = 1 << 20
-"""Of one intermediate array."""
+"""Numbers that one intermediate array may have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +108,8 @@ class Chain:
             self.shapes[kind] = np.where(forbidden, len(cost.counts), cost.shape_of)
 
     def _moves(self) -> list[list[tuple[Indices, Indices]]]:
-        """Per i and submesh, which entries of layers[i] use it for stage i, and the entries of layers[i + 1] that the
-        other stages then use."""
+        """For each i and submesh: which entries of layers[i] use it for stage i, and the entries of layers[i + 1] that
+        the other stages then use."""
         found = []
         for own, following in itertools.pairwise(self.layers):
             number = {used: row for row, used in enumerate(following)}
@@ -124,7 +124,8 @@ class Chain:
         return found
 
     def _reachable(self) -> list[list[Used]]:
-        """Per i: the device counts that stages i ... p - 1 may use so that stages 0 ... i - 1 can use the others."""
+        """For each i: the device counts that stages i ... p - 1 may use so that stages 0 ... i - 1 can use the
+        others."""
         total = tuple(self.problem.groups.values())
         sums: list[set[Used]] = [{(0,) * len(total)}]
         for _ in range(self.num_stages):
@@ -266,8 +267,8 @@ class Chain:
         return result, choice
 
     def _shortest(self, own: Array, following: Array, bottleneck: bool) -> tuple[Array, Indices]:
-        """Of stages with costs `own` [N, L], each followed by `following` [R, N + 1]: the best cost and length
-        [R, N]."""
+        """The best cost and length [R, N] of stages with costs `own` [N, L], each followed by `following` [R, N +
+        1]."""
         end = self.end[:, : own.shape[1]]
         if len(following) == 1:
             total = following[0][end]

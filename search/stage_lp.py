@@ -24,7 +24,8 @@ from search.problem import Array
 Indices = npt.NDArray[np.int64]
 
 MAX_PIVOTS = 60
-"""Then the multipliers reached so far are taken: this ends the cycles that degenerate tableaus can run into."""
+"""Pivots after which the multipliers reached so far are taken: this ends the cycles that degenerate tableaus can run
+into."""
 
 FEASIBILITY_TOLERANCE = 1e-9
 """Least violation, relative to a row's limit, that counts as infeasible."""

@@ -16,7 +16,7 @@ from search.problem import Array
 from search.stage_lp import Indices
 
 MAX_WAYS = 4096
-"""More ways than this are left to ``stage_knapsack``."""
+"""Ways to run a stage that are enumerated at most; stages with more are left to ``stage_knapsack``."""
 
 
 def num_ways(sizes: Sequence[int], num_points: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from search.stage_lp import Indices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shapes:
-    """All read-only.
+    """The distinct shapes of stages, as read-only arrays.
 
     shape_of: [N, L] the shape of the stage that starts at a block and has a length less one, -1 where there is none.
     counts: [S, C] blocks of each class. busy: [S] seconds of its borders. second_alone, one_alone: [S, T] whether it

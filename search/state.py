@@ -38,7 +38,7 @@ class Search:
 
     @property
     def cutoff(self) -> float:
-        """Only objectives below this are of interest."""
+        """The objective below which a choice is still of interest."""
         return self.best - RELATIVE_CUTOFF * abs(self.best) if np.isfinite(self.best) else np.inf
 
     def offer(self, core: Core, choices: Sequence[int]) -> float:

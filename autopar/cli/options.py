@@ -267,6 +267,6 @@ def is_plan_file(source: str) -> bool:
 
 
 def console() -> Console:
-    """As wide as the terminal up to the report's width, which is also what a file gets."""
+    """A console as wide as the terminal, up to the report's width, which is also what a file gets."""
     made = Console(highlight=False)
     return Console(highlight=False, markup=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)

@@ -46,7 +46,7 @@ def activity_seconds(
     choices: Choices,
     known: Known | None = None,
 ) -> dict[str, BusySeconds]:
-    """Of every block, from `activity_costs` without counting any bytes."""
+    """The seconds of every block, as `activity_costs` has them, without counting any bytes."""
     costs = _Meter(graph, operators, pricer, choices, known).measure(with_bytes=False)
     return {
         name: BusySeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.beside_seconds)

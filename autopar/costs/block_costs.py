@@ -42,15 +42,15 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class BusySeconds:
-    """Of a block per micro-batch. together: forward and backward. weight: of these, weight gradients of linear layers.
-    beside: of sums beside weight gradients, which are not in `together` unless these are put off."""
+    """Seconds of a block per micro-batch. together: forward and backward. weight: of these, weight gradients of linear
+    layers. beside: of sums beside weight gradients, which are not in `together` unless these are put off."""
 
     together: float
     weight: float
     beside: float = 0.0
 
     def under(self, schedule: str) -> float:
-        """Forward and backward under a schedule."""
+        """Seconds of forward and backward under a schedule."""
         return self.together + (self.beside if puts_off(schedule) else 0.0)
 
 

@@ -21,7 +21,7 @@ from cost_models.mixed import AnyCluster, MixedCluster
 
 
 def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...]:
-    """Per block, the local bytes per micro-batch that cross the border before it: tensors with a gradient that an
+    """For each block, the local bytes per micro-batch that cross the border before it: tensors with a gradient that an
     earlier block makes and this one or a later one reads. What needs no gradient is computed again on each stage."""
     place, scopes = Placer(graph, choices), {scope.name: scope for scope in scopes_of(graph)}
     made: dict[Ref, int] = {}
@@ -96,7 +96,7 @@ def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float)
 def tie_costs(
     graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], pp: int
 ) -> dict[str, tuple[tuple[float, float, float], float]]:
-    """Per shared parameter: bytes of a second copy (weights, gradients, state), and seconds to sum both gradients.
+    """For each shared parameter, bytes of a second copy (weights, gradients, state) and seconds to sum both gradients.
 
     The sum is priced between pipeline ranks half of the pipeline apart.
     """

@@ -23,13 +23,14 @@ from codegen.runtime.codes import BLOCK_SIZE
 from cost_models.hardware import Device
 
 WIRE_BYTES = 1 + 4 / BLOCK_SIZE
-"""Per element, of a code and its share of the scale."""
+"""Bytes per element of a code and its share of the scale."""
 REFERENCE_BYTES: Mapping[str, float] = {"quantise": 58.0, "sum": 25.0, "e4m3": 4.0}
-"""Beyond what a kernel moves. quantise: zeros 4, their copy 4, abs 8, amax 4, quotient 8, rounding 8, clamping 8,
-removal of NaN 8, conversion 4, copy 2. sum: conversion 5, product 8, sum 12. e4m3: written and read in bf16."""
+"""Bytes per element that the reference moves beyond what a kernel moves. quantise: zeros 4, their copy 4, abs 8, amax
+4, quotient 8, rounding 8, clamping 8, removal of NaN 8, conversion 4, copy 2. sum: conversion 5, product 8, sum 12.
+e4m3: written and read in bf16."""
 CPU_BYTES: Mapping[str, float] = {"quantise": 35.0, "sum": 15.0, "e4m3": 100.0}
-"""The same by time, in bytes of a copy: one thread on 2**22 elements quantised in 2.3 to 2.7 ns each and summed in 0.9
-to 1.3, where a copy of fp32 took 0.44 to 0.56; torch converts e4m3 one by one."""
+"""Bytes per element whose copy takes as long as coding on a CPU: one thread on 2**22 elements quantised in 2.3 to 2.7
+ns each and summed in 0.9 to 1.3, where a copy of fp32 took 0.44 to 0.56; torch converts e4m3 one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def can_compress(meta: TensorMeta) -> bool:
 
 
 def wire_of(compression: Compression, meta: TensorMeta, size: int, compute_bytes: float, gradient_bytes: float) -> Wire:
-    """Of a parameter whose state is sharded over `size` ranks."""
+    """The bytes per element that travel of a parameter whose state is sharded over `size` ranks."""
     if size == 1 or not can_compress(meta):
         return Wire(compute_bytes, gradient_bytes)
     gather, reduce = compression.gather, compression.reduce

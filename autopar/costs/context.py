@@ -29,7 +29,7 @@ AttentionSeconds = Callable[[int, bool], tuple[float, float]]
 """(keys, whether the mask's diagonal runs through them) -> (forward, backward) of a kernel with the rank's queries."""
 
 WIDE_BYTES = 4
-"""Of an element of what is merged or travels as a sum; 8 for float64."""
+"""Bytes of an element of what is merged or travels as a sum; 8 for float64."""
 
 SCORES_HELD = (3, 4)
 SCORES_MOVED = (6, 10)
@@ -58,18 +58,18 @@ class ContextCall:
 
     @property
     def whole(self) -> float:
-        """B."""
+        """Bytes of the whole keys and values, B in the formulas above."""
         return self.size * self.part
 
     @property
     def num_blocks(self) -> int:
-        """Kernels of the forward, of the last rank."""
+        """Number of kernels of the forward on the last rank."""
         return self.size if self.exchange == "ring" else 1 + self.is_causal
 
     def seconds(
         self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
     ) -> tuple[float, float]:
-        """(forward, backward). memory: seconds to move so many bytes."""
+        """Seconds (forward, backward) of the call. memory: seconds to move so many bytes."""
         merged, packed = self._merging(memory), memory(2 * self.part)
         in_scores = [memory(n * self.size * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
         if self.exchange == "ring":
@@ -89,7 +89,7 @@ class ContextCall:
         return around + forward + merged + in_scores[0], around + backward + scatter + added + in_scores[1]
 
     def again_seconds(self, collectives: CollectiveSeconds, memory: Callable[[float], float]) -> float:
-        """Of a forward that runs again where the results of its kernels are kept."""
+        """Seconds of a forward that runs again where the results of its kernels are kept."""
         around = memory(2 * self.part) + self._merging(memory)
         if self.exchange == "ring":
             return around + (self.size - 1) * collectives("p2p", self.axis, self.part)

@@ -111,7 +111,7 @@ class Contractions(Rates):
 
 
 def contraction_flops(operator: Operator) -> float:
-    """Multiply-adds times two of the whole call."""
+    """Floating-point operations of the whole call, a multiply-add counted as two."""
     node = operator.node
     if base_name(node.op) in ATTENTION:
         query, key = operator.inputs[0], operator.inputs[1]

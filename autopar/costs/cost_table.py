@@ -24,7 +24,7 @@ def block_costs(
 
 
 def combined(costs: Mapping[str, BlockCost], stored: Mapping[str, StoredCost]) -> dict[str, BlockCost]:
-    """Blocks with their parameters."""
+    """The cost of every block with its parameters."""
     found = {}
     for name, cost in costs.items():
         own = stored.get(name, StoredCost())

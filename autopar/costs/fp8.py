@@ -48,16 +48,16 @@ class _Product:
 
     @property
     def rows(self) -> int:
-        """N"""
+        """The rows of x and y, N in the formulas above."""
         return self.x // self.depth
 
     @property
     def columns(self) -> int:
-        """M"""
+        """The columns of y, M in the formulas above."""
         return self.weight // self.depth
 
     def forward_temporary(self, on_cpu: bool) -> float:
-        """Beside y, which is counted as if it were there from the start."""
+        """Bytes that are alive during the forward beside y, which is counted as if it were there from the start."""
         made = self.width * self.y
         scales = 4.0 * (self.rows + self.columns)
         casting = _cast(0, self.x, self.width, on_cpu), _cast(self.x, self.weight, self.width, on_cpu, self.is_addmm)
@@ -66,7 +66,7 @@ class _Product:
         return max(*casting, multiplying, self.x + self.weight + scales + made, adding) - made
 
     def backward_temporary(self, on_cpu: bool) -> float:
-        """Until dx is there, beside dx and dw, which are counted as if they were there."""
+        """Bytes that are alive until dx is there, beside dx and dw, which are counted as if they were there."""
         dx, dw = self.width * self.x, self.width * self.weight
         scales = 4.0 * (self.rows + self.depth)
         casting = (
@@ -130,7 +130,7 @@ class Fp8Pricer(Pricer):
         return num_sharing(operator)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """None: the gradients of such weights are not put off."""
+        """Deferrable seconds of a weight's gradient: 0 for a layer in fp8."""
         return 0.0 if self.is_fp8(operator, option) else super().weight_seconds(operator, option, whole_seconds)
 
     def may_put_off(self, operator: Operator, option: Option) -> bool:
@@ -138,7 +138,7 @@ class Fp8Pricer(Pricer):
         return not self.is_fp8(operator, option) and super().may_put_off(operator, option)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(kept beside inputs and results, temporaries of the forward)."""
+        """Bytes (kept beside inputs and results, temporaries of the forward)."""
         kept, temporary = super().kernel_bytes(operator, option)
         if self.is_fp8(operator, option):
             temporary += self._product(operator, option).forward_temporary(is_cpu(self.cluster))
@@ -152,7 +152,7 @@ class Fp8Pricer(Pricer):
         return found
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Of what the units give before the bias is added, and a CPU before scales are multiplied."""
+        """Bytes of the product before the bias is added, and on a CPU before scales are multiplied."""
         own = self._product(operator, option) if self.is_fp8(operator, option) else None
         if own is None or not (is_cpu(self.cluster) or own.has_bias):
             return 0.0
@@ -171,7 +171,7 @@ class Fp8Pricer(Pricer):
 
 @dataclass
 class Fp8KernelPricer(Fp8Pricer, KernelPricer):
-    """Prices with them."""
+    """Prices of calls with fp8 layers and fused kernels."""
 
 
 def num_sharing(operator: Operator) -> int:

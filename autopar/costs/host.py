@@ -15,11 +15,11 @@ from cost_models.machine import Cluster
 VIEW = 0.25
 """A view, and the same again in its backward."""
 GRADIENT = 0.4
-"""Of one parameter, added up in the buffer that is reduced, per micro-batch."""
+"""Launches per micro-batch to add the gradient of one parameter to the buffer that is reduced."""
 UPDATE = 2.0
-"""Of one parameter per step: its state looked up, its gradient in its place."""
+"""Launches per step to update one parameter: its state looked up, its gradient put in its place."""
 ACTION = 6.0
-"""One forward or backward of a pipeline's stage: what it needs received, what it made sent."""
+"""Launches for one forward or backward of a pipeline's stage: what it needs received, what it made sent."""
 LOSS = (20.0, 10.0)
 """Small kernels of cross-entropy in programs, forward and backward: about as many as codegen/runtime/cross_entropy.py
 calls, counted by reading."""
@@ -47,5 +47,5 @@ OWN_CORES = Host()
 
 
 def host_of(cluster: Cluster) -> Host:
-    """Of the processes of a cluster."""
+    """What the host of a cluster's processes adds to a pipeline's actions."""
     return Host(ACTION * launch_seconds(cluster), cluster.device.core_share, cluster.device.is_cpu)

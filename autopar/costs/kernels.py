@@ -38,7 +38,7 @@ HEAD = "linear and cross-entropy"
 HEAD_CALL = "kernels.linear_cross_entropy"
 
 Key = tuple[str, str]
-"""(scope, call)"""
+"""Name of a call: (scope, call)."""
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "gpu": 1 << 28}
 CHUNK_GRANULE = 128
@@ -78,8 +78,9 @@ TERMS: Mapping[str, Terms] = {
     "cross-entropy": Terms(needs_whole=True, launches=(3, 1)),
     HEAD: Terms(on_cpu=True),
 }
-"""By pattern. Backward, partial sums of a weight's and a bias' gradient are added up; cross-entropy's forward adds up
-the losses and divides. GELU is torch's own call. Dropout's backward draws its mask again, in the same kernel."""
+"""The terms by the pattern's name. In backward, partial sums of a weight's and a bias' gradient are added up;
+cross-entropy's forward adds up the losses and divides. GELU is torch's own call. Dropout's backward draws its mask
+again, in the same kernel."""
 
 
 @dataclass
@@ -129,7 +130,7 @@ class KernelPricer(Pricer):
         return self._head_seconds(operator, option) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """None of a head whose weight gradient is made in its forward."""
+        """Deferrable seconds of a weight's gradient: 0 for an LM head whose weight gradient is made in its forward."""
         if self.fused(operator, option) is not None:
             return 0.0
         return super().weight_seconds(operator, option, whole_seconds)
@@ -226,7 +227,7 @@ class KernelPricer(Pricer):
         return _Head(*own, float(x_elements * size), float(classes * width * wide))
 
     def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
-        """(how many chunks, rows of one) as the kernel cuts them."""
+        """How the kernel cuts the rows: (number of chunks, rows of one)."""
         most = max(1, CHUNK_ELEMENTS["cpu" if is_cpu(self.cluster) else "gpu"] // max(1, classes))
         even = -(-rows // max(1, -(-rows // most)))
         height = max(1, min(most, -(-even // CHUNK_GRANULE) * CHUNK_GRANULE))
@@ -251,7 +252,7 @@ class _Head:
 
     @property
     def kept_bytes(self) -> float:
-        """Both gradients, made in the forward."""
+        """Bytes of both gradients, made in the forward."""
         return self.x_bytes * self.needs_x + self.sums_bytes * self.needs_weight
 
 

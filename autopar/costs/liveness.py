@@ -200,7 +200,7 @@ class Walk:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def measure(self) -> Liveness:
-        """All figures."""
+        """All figures of the walk."""
         loose, peak, again = self._forward()
         backward, _, entering = self._backward()
         waiting, _, _ = self._backward(waits=True)
@@ -212,7 +212,7 @@ class Walk:
         )
 
     def _forward(self) -> tuple[float, float, float]:
-        """(loose, peak, peak of a second forward), beside nothing."""
+        """Bytes of a forward beside nothing: (loose, peak, peak of a second forward)."""
         storages = {key for parts in self.kept.values() for key, _ in parts if key is not None}
         savers = [n.name for n in self.nodes if any(size for _, size in self.kept[n.name])]
         last = savers[-1] if savers else ""

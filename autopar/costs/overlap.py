@@ -37,7 +37,7 @@ ADDMM = "aten.addmm.default"
 VIEWS = frozenset({"aten.view.default", "aten.reshape.default"})
 
 Site = tuple[str, Ref]
-"""(scope, tensor)"""
+"""Name of a tensor: (scope, tensor)."""
 
 
 class Overlaps:
@@ -50,7 +50,7 @@ class Overlaps:
         self._beside: dict[tuple[Site, Placements], float] = {}
 
     def seconds(self, site: Site, source: Placements, target: Placements, is_kept: bool = False) -> float:
-        """Of the reshard of a tensor for its only reader, or (is_kept) from its maker to where it is kept for all."""
+        """Hidden seconds of a tensor's reshard for its only reader, or (is_kept) from its maker to where it is kept."""
         if source == target or not self._is_priced(site, is_kept):
             return 0.0
         beside = self._beside_seconds(site, target)
@@ -59,7 +59,7 @@ class Overlaps:
     def reshard_matrix(
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
     ) -> np.ndarray:
-        """`Rates.reshard_matrix` less what is hidden."""
+        """The seconds of `Rates.reshard_matrix` less what is hidden."""
         found = self._pricer.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
         if self._is_priced(site, is_kept):
             pairs = {(s, t): self.seconds(site, s, t, is_kept) for s in set(sources) for t in set(targets)}
@@ -70,7 +70,7 @@ class Overlaps:
         return site in self._layers and is_kept == (len(self._layers[site]) > 1)
 
     def _beside_seconds(self, site: Site, placements: Placements) -> float:
-        """Of the gradients of all weights and biases of a tensor's readers; 0 where programs do not join them."""
+        """Seconds of all weights' and biases' gradients of a tensor's readers; 0 where programs do not join them."""
         key = site, placements
         if key not in self._beside:
             readers = [self._operators[site[0], name] for name in self._layers[site]]

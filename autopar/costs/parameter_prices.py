@@ -127,7 +127,7 @@ class ParameterPrices(Rates):
         return is_gathered and can_compress(meta)
 
     def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """Per micro-batch: a parameter's gradient moved into the line that is reduced, and added up there.
+        """Seconds per micro-batch to move a parameter's gradient into the line that is reduced, and to add it up there.
 
         With c and g the bytes of an element as computed and as reduced, and m micro-batches: read c, write g, and from
         the second micro-batch on read g; where every micro-batch is reduced (zero 2 and 3), its shard is added up.
@@ -144,8 +144,8 @@ class ParameterPrices(Rates):
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """Per micro-batch: this rank's masters rounded for ZeRO-3's gathers, in forward and in backward, if it computes
-        in low precision. With an optimiser elsewhere, what is sent lies ready."""
+        """Seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in forward and in backward, if it
+        computes in low precision. With an optimiser elsewhere, what is sent lies ready."""
         training, device, size = self.training, self.cluster.device, self.zero_size(stored)
         if not (meta.requires_grad and training.master_bytes and stored.zero == 3 and size > 1) or training.offload:
             return 0.0

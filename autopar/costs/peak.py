@@ -117,8 +117,8 @@ class _Bucket:
 
 
 def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
-    """Of a stage's blocks in order. received_bytes, sent_bytes: of what crosses its borders per micro-batch: while an
-    action runs, what the next one waits for is on its way."""
+    """The peaks of a stage whose blocks, in order, are these. received_bytes, sent_bytes: of what crosses its borders
+    per micro-batch: while an action runs, what the next one waits for is on its way."""
     gathered = [sum(slot.gathered for slot in life.slots) if life.is_layer else 0.0 for life in blocks]
     root = sum(slot.gathered for life in blocks if not life.is_layer for slot in life.slots)
     forward = before = loose = 0.0
@@ -157,7 +157,7 @@ def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float
 
 
 def _held(blocks: Sequence[Life]) -> list[float]:
-    """Per block: gradients of parameters that a later block uses too: autograd adds up before it hands them on."""
+    """For each block, bytes of gradients of parameters that a later block uses too, which autograd adds up first."""
     held = [0.0] * len(blocks)
     for first, life in enumerate(blocks):
         for slot in life.slots:
@@ -168,8 +168,8 @@ def _held(blocks: Sequence[Life]) -> list[float]:
 
 
 def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
-    """Per block: bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether its
-    own gradients wait."""
+    """For each block, bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether
+    its own gradients wait."""
     buckets = _buckets(blocks)
     lines: list[float] = []
     found: list[tuple[float, float, bool]] = []
@@ -190,7 +190,7 @@ def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
 
 
 def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
-    """As zero.py makes them: from the last layer to the first, then what is outside of layers; ZeRO-3: per layer."""
+    """The buckets as zero.py makes them: from the last layer to the first, then the rest; under ZeRO-3 per layer."""
     layers = [i for i in reversed(range(len(blocks))) if blocks[i].is_layer]
     tops = [i for i in range(len(blocks)) if not blocks[i].is_layer]
     done: list[_Bucket] = []

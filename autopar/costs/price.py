@@ -25,7 +25,7 @@ class Pricer(Contractions, ParameterPrices):
     """Prices of calls and parameters. Holds no decision."""
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(forward, backward) compute of one call at its local sizes."""
+        """Seconds of compute (forward, backward) of one call at its local sizes."""
         name = base_name(operator.node.op)
         metas_in = operator.inputs
         if name in FREE and not any(a.lowering for a in option.axes):
@@ -113,7 +113,7 @@ class Pricer(Contractions, ParameterPrices):
         return 0.0
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Of a matmul whose result is not its product: bytes of that; see fp8.py."""
+        """Bytes of the product of a matmul whose result is another tensor (see fp8.py); 0 for all others."""
         return 0.0
 
     def may_put_off(self, operator: Operator, option: Option) -> bool:
@@ -121,7 +121,7 @@ class Pricer(Contractions, ParameterPrices):
         return base_name(operator.node.op) in DEFERRABLE
 
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:
-        """Under which kinds the seconds of a call's forward and backward are told."""
+        """The kinds under which the seconds of a call's forward and backward are told."""
         return "forward compute", "backward compute"
 
 

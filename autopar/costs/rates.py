@@ -131,7 +131,7 @@ class Rates:
         return self._matrices[key]
 
     def hidden_seconds(self, source: Placements, target: Placements, meta: TensorMeta, beside_seconds: float) -> float:
-        """Of `reshard_seconds`, what the sum over ranks of its backward takes beside weight gradients.
+        """The part of `reshard_seconds` in which the sum over ranks of the backward runs beside weight gradients.
 
         beside_seconds: of these. The last step alone makes what their layers read, and so it alone sums what they give.
         """

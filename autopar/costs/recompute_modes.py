@@ -94,7 +94,7 @@ def _kept(
 
 
 def _repeated(live: Liveness) -> Liveness:
-    """With the forward once more before the backward."""
+    """The live bytes of a layer whose forward runs once more before its backward."""
     repeated = live.again + live.leaving
     return replace(
         live,
@@ -105,7 +105,7 @@ def _repeated(live: Liveness) -> Liveness:
 
 
 def _fetched(live: Liveness, num_bytes: float) -> Liveness:
-    """With `num_bytes` on the device again while the backward runs."""
+    """The live bytes of a layer with `num_bytes` on the device again while its backward runs."""
     return replace(
         live,
         backward=live.backward + num_bytes,

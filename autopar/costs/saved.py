@@ -48,7 +48,7 @@ def saved_tensors(
     parameters: frozenset[str],
     copied: Callable[[Node, Ref], object] = _is_first,
 ) -> dict[str, tuple[Ref, ...]]:
-    """Per node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs.
+    """For each node, the tensors that it is first to keep: Refs of its inputs, or of its own outputs.
 
     copied: as what a node gets an input that is copied for it (how a resharded one lies); None if it is not. By default
     nothing is, so that what is kept does not depend on how tensors lie.

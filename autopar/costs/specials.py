@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from autopar.ir.graph import Node, base_name
 
 Counts = tuple[float, float]
-"""Forward and backward."""
+"""Special functions per element, in forward and in backward."""
 
 COUNTS: Mapping[str, Counts] = {
     "exp": (0.6, 0.0),
@@ -42,7 +42,7 @@ PRODUCTS = (0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 3.0)
 
 
 def specials(node: Node) -> Counts:
-    """Of one call of `node`; (0, 0) for calls that only add and multiply."""
+    """Special functions per element of one call of `node`; (0, 0) for calls that only add and multiply."""
     name = base_name(node.op)
     if name == "gelu" and "tanh" in (*node.args, *dict(node.kwargs).values()):
         return GELU_TANH

@@ -92,7 +92,7 @@ def stored_costs(
 
 
 def unread_bytes(graph: Graph) -> int:
-    """Of the parameters and buffers that no call reads."""
+    """Bytes of the parameters and buffers that no call reads."""
     return sum(parameter.meta.num_bytes for parameter in unread(graph))
 
 

@@ -112,7 +112,7 @@ def _umask() -> int:
 
 
 def _is_device(path: Path) -> bool:
-    """/dev/stdout, a named pipe: written to, never replaced."""
+    """Whether a path is a device or a named pipe, such as /dev/stdout: written to, never replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

@@ -16,11 +16,11 @@ import yaml
 from autopar.errors import AutoparError, ConstraintError
 
 MOST_BYTES = 16 * 2**20
-"""Of a plan or a configuration; the plan of a model of 405 billion parameters has some thousands."""
+"""Bytes that a plan or a configuration may have; the plan of a model of 405 billion parameters has some thousands."""
 MOST_VALUES = 200_000
-"""In one YAML text, an alias counted as all that it stands for."""
+"""Values that one YAML text may have, an alias counted as all that it stands for."""
 MOST_NESTED = 40
-"""Brackets within brackets, and as many indentations: PyYAML takes seconds and its stack for thousands."""
+"""Depth to which brackets, and indentations, may be nested: PyYAML takes seconds and its stack for thousands."""
 LARGEST = 2**63
 _COLLECTIONS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
@@ -92,7 +92,7 @@ def shown(value: object, length: int = 80) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Of nodes and scalars. Dates stay text: nothing that autopar reads is one."""
+    """The loader of YAML's nodes and scalars. Dates stay text: nothing that autopar reads is one."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own table, narrowed)
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
@@ -123,7 +123,7 @@ def _problem(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 
 
 class _Builder:
-    """YAML nodes -> dicts, lists and scalars, remembering lines."""
+    """Builds dicts, lists and scalars from YAML nodes, remembering lines."""
 
     def __init__(self, loader: _Loader, source: str, kind: type[AutoparError]) -> None:
         self.loader, self.source, self.kind = loader, source, kind

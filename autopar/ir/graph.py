@@ -260,7 +260,7 @@ def base_name(op: str) -> str:
 
 
 _COSTLY_OR_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "scaled_dot_product")
-"""In names of operators: calls that are not repeated even where they need no gradient."""
+"""Words in names of operators whose calls are not repeated even where they need no gradient."""
 
 
 def repeated_calls(graph: Graph) -> frozenset[str]:

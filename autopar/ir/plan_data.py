@@ -86,7 +86,7 @@ class Pipeline:
 
     @property
     def num_chunks(self) -> int:
-        """Stages of one position."""
+        """The number of stages of one position."""
         return max(len(self.stages) // self.num_positions, 1)
 
     @property
@@ -125,7 +125,7 @@ class PlanData:
 
     @property
     def seats(self) -> tuple[Seat, ...]:
-        """Of every position."""
+        """The seat of every position."""
         return self.pipeline.seats or (Seat(self.mesh),) * self.pipeline.num_positions
 
     @property
@@ -154,30 +154,30 @@ class PlanData:
         return self.at(*(("layers", scope) if scope else ("top",)), *path)
 
     def at(self, *path: str) -> str:
-        """The same for any key: `plan.yaml, line 3: pipeline.stages`."""
+        """The place of any key: `plan.yaml, line 3: pipeline.stages`."""
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
         line = 1 if line is None and self.lines else line
         return ("" if line is None else f"{self.source}, line {line}: ") + ".".join(path)
 
 
 def layout_text(num_positions: int, mesh: Mesh) -> str:
-    """`pp2 x dp2 x tp2`."""
+    """The mesh with the pipeline's axis before it: `pp2 x dp2 x tp2`."""
     if num_positions == 1:
         return str(mesh)
     return f"pp{num_positions}" + (f" x {mesh}" if mesh.axes else "")
 
 
 def placements_text(placements: Placements, mesh: Mesh) -> str:
-    """`dp=S(0) tp=R`."""
+    """Placements with their axes: `dp=S(0) tp=R`."""
     return " ".join(f"{axis}={p}" for axis, p in zip(mesh.axes, placements, strict=True))
 
 
 def labels_text(labels: tuple[str, ...], mesh: Mesh) -> str:
-    """`dp=b.0 tp=n`."""
+    """Labels of an option with their axes: `dp=b.0 tp=n`."""
     return " ".join(f"{axis}={label}" for axis, label in zip(mesh.axes, labels, strict=True))
 
 
 def stored_text(stored: Stored, mesh: Mesh) -> str:
-    """`dp=Rp tp=S(0) zero=1`."""
+    """A parameter's placements and ZeRO stage: `dp=Rp tp=S(0) zero=1`."""
     zero = f" zero={stored.zero}" if stored.zero else ""
     return placements_text(stored.placements, mesh) + zero

@@ -38,7 +38,7 @@ from cost_models.schedule import SCHEDULES
 
 FORMAT = 1
 LONGEST = 500
-"""Characters of a text."""
+"""Characters that a text may have at most."""
 REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
 OPTIONAL = (
     *("compression", "fp8", "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
@@ -53,7 +53,7 @@ Keys = tuple[str, ...]
 
 
 def write(plan: PlanData) -> str:
-    """The file's text."""
+    """The text of a plan's file."""
     return yaml.safe_dump(_to_data(plan), sort_keys=False, width=120, default_flow_style=False)
 
 

@@ -31,7 +31,7 @@ class Seat:
 
     @classmethod
     def parse(cls, text: str) -> Seat:
-        """Raises ValueError."""
+        """The inverse of `str`. Raises ValueError."""
         match = re.fullmatch(r"(.*?)(?: of group (\d+))?", text.strip())
         assert match is not None
         return cls(Mesh.parse(match.group(1)), int(match.group(2) or 0))
@@ -45,8 +45,8 @@ def envelope(meshes: Sequence[Mesh]) -> Mesh:
 
 
 def first_ranks(seats: Sequence[Seat]) -> tuple[int, ...]:
-    """Of each position. Ranks are numbered group by group; in a group larger meshes come first, so that none lies
-    across nodes that fits into one."""
+    """The first rank of each position. Ranks are numbered group by group; in a group larger meshes come first, so that
+    none lies across nodes that fits into one."""
     order = sorted(range(len(seats)), key=lambda i: (seats[i].group, -seats[i].mesh.num_ranks))
     firsts = itertools.accumulate((seats[i].mesh.num_ranks for i in order), initial=0)
     found = dict(zip(order, firsts, strict=False))

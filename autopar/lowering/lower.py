@@ -58,7 +58,7 @@ class Staging:
     first_ranks: tuple[int, ...] = ()
 
     def mesh(self, stage: int, default: Mesh) -> Mesh:
-        """That a stage runs on."""
+        """The mesh that a stage runs on."""
         return self.meshes[self.positions[stage]] if self.meshes else default
 
 
@@ -236,7 +236,7 @@ def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) 
 
 
 def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:
-    """Of the latest stage before `before` that sends `name`."""
+    """How `name` lies where the latest stage before `before` sends it."""
     return placements[max(stage for stage, sent in placements if sent == name and stage < before), name]
 
 

@@ -90,7 +90,7 @@ class Lowering:
         self.taken = set(self.names.values())
 
     def define(self, ref: Ref, placements: Placements) -> Var:
-        """`ref` lies in `placements` under its own name."""
+        """Notes that `ref` lies in `placements` under its own name."""
         self.lies[ref] = placements
         self.at_hand[ref, placements] = self.variable(ref, placements, self.names[ref])
         return self.at_hand[ref, placements]

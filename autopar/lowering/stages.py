@@ -29,7 +29,7 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One link of the chain.
+    """One unit of the chain.
 
     kind: a layer class' name, or "" for top-level calls. calls: names of those calls. run, index: the layer is
     `run.instances[index]` of the LayerRun of that name; path: that instance's path.

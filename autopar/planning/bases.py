@@ -33,10 +33,10 @@ from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
 PRICES = (0.0, 0.1, 1.0)
-"""Of one device's memory, in times of the step's compute: 0 asks for speed alone."""
+"""Prices of the bytes of one device's memory, in times of the step's compute: 0 asks for speed alone."""
 
 TYPICAL_MICRO_BATCHES = 4
-"""By which a base weighs what is done per micro-batch against what is done per step."""
+"""Micro-batches by which a base weighs what is done per micro-batch against what is done per step."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Base:
 
     @property
     def costs(self) -> Mapping[str, BlockCost]:
-        """Of every block, without its parameters."""
+        """The cost of every block, without its parameters."""
         return self.activity.costs
 
     def choices(self, zero: int, rows: int) -> Choices:
@@ -142,7 +142,7 @@ class Bases:
     _known: Known = field(default_factory=dict)
 
     def base(self, mesh: Mesh, rows: int, price: float) -> Base | None:
-        """For a mesh whose tensor-parallel ranks share `rows` rows of a micro-batch; None where the constraints leave
+        """The base of a mesh whose tp ranks share `rows` rows of a micro-batch; None where the constraints leave
         nothing."""
         key = (mesh, rows, price)
         if key not in self._bases:
@@ -200,13 +200,13 @@ class Bases:
         return Bases(request, self.typical_rows, dict(self._choices), _operators=dict(self._operators))
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
-        """Of the graph at `rows` rows over all ranks."""
+        """The calls of the graph at `rows` rows over all ranks."""
         if rows not in self._operators:
             self._operators[rows] = operators_of(self.request.trace.estimate(rows))
         return self._operators[rows]
 
     def pricer(self, mesh: Mesh) -> Pricer:
-        """On a base's mesh."""
+        """The prices on a base's mesh."""
         return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
 
     def choices(self, tp: int, has_dp: bool, rows: int, price: float) -> Choices | None:

@@ -90,7 +90,7 @@ def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
 
 
 def bytes_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """Of the fullest rank: no cut needs less, with every block as in `recompute_bound`."""
+    """Bytes of the fullest rank below which no cut gets, with every block as in `recompute_bound`."""
     blocks, fixed = _kept_of_blocks(costs, config)
     holding = HOLDING[config.schedule](config.num_micro_batches)
     return (fixed + least_kept(blocks, holding, _ranks(config))) / config.pp

@@ -23,7 +23,7 @@ from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, Pi
 CHUNKED = ("interleaved", "zero-bubble-v")
 GROUP = "devices"
 FREE_MEMORY = 1e18
-"""Bytes: more than any stage needs."""
+"""Bytes that are more than any stage needs."""
 
 MOST_REFINED = 3
 """How many configs are refined; with a pinned schedule, how many feasible ones are compared."""

@@ -156,7 +156,7 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
 
 
 def block_names(blocks: tuple[str, ...]) -> str:
-    """`0 top 0, 1-8 Block, 9 top 1`."""
+    """The blocks of a model with their numbers: `0 top 0, 1-8 Block, 9 top 1`."""
     parts = []
     for name, group in itertools.groupby(range(len(blocks)), key=lambda i: blocks[i]):
         numbers = list(group)

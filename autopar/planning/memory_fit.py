@@ -26,7 +26,7 @@ Held = Callable[[PipelineSolution], Mapping[str, float]]
 MAX_ROUNDS = 8
 
 NOTHING = 1.0
-"""Bytes: less than any stage needs."""
+"""Bytes that are less than any stage needs."""
 
 SAME = 1e-6
 """Share of their time by which two solutions may differ of which the second is no other for having less memory."""
@@ -44,7 +44,7 @@ class Fitting:
     memory_bytes: Mapping[str, float]
 
     def within(self, num_bytes: float) -> Fitting:
-        """With `num_bytes` on a rank of the roomiest submesh, and as much more or less on the others."""
+        """The same with `num_bytes` on a rank of the roomiest submesh, and as much more or less on the others."""
         raised = num_bytes - max(self.memory_bytes.values())
         return replace(self, memory_bytes={name: own + raised for name, own in self.memory_bytes.items()})
 
@@ -91,7 +91,8 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
 
 
 def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution | None:
-    """As `solve_in_rounds`; None where a pipeline fits by the closed form, and none is found that fits as counted."""
+    """The pipeline of `solve_in_rounds`; None where one fits by the closed form but none is found that fits as
+    counted."""
     memory_bytes = fitting.memory_bytes
     limits = dict(memory_bytes)
     before, stride = math.inf, 1.0
@@ -132,7 +133,7 @@ class Lean:
 
 
 def leanest(fitting: Fitting, least: float) -> Lean | None:
-    """Of a pipeline whose `least_bytes` are known; None where they are without limit."""
+    """The leanest cut of a pipeline whose `least_bytes` are known; None where they are without limit."""
     if least == math.inf:
         return None
     enough = fitting.within(least * (1 + 1e-9)).memory_bytes

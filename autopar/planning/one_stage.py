@@ -48,7 +48,7 @@ class Failure:
 
     @property
     def where(self) -> str:
-        """Such as `dp4, 2 micro-batches`."""
+        """What failed, in words such as `dp4, 2 micro-batches`."""
         return f"{self.mesh}, {self.num_micro_batches} micro-batch{'es' if self.num_micro_batches > 1 else ''}"
 
 

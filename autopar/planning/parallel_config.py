@@ -57,6 +57,6 @@ class ParallelConfig:
 
     @property
     def key(self) -> tuple[int, tuple[str, ...], int, int, float, str, str]:
-        """For a fixed order among equals."""
+        """A key by which layouts that are equally good have a fixed order."""
         meshes = tuple(map(str, self.stage_meshes))
         return self.pp, meshes, self.num_micro_batches, self.zero, self.price, self.offload, self.schedule

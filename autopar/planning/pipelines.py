@@ -32,7 +32,7 @@ from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import PipelineInfeasibleError
 
 EXACT_BASES = 16
-"""Up to this many (tp, rows) every base is solved for its own rows; beyond, for TYPICAL_ROWS and reused."""
+"""Number of (tp, rows) up to which every base is solved for its own rows; beyond, for TYPICAL_ROWS and reused."""
 
 TYPICAL_ROWS = 2
 

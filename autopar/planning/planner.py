@@ -35,7 +35,8 @@ from autopar.planning.stage_problem import Found
 from autopar.units import bytes_text
 
 ONE_STAGE_DEVICES = 8
-"""On larger clusters the exact search of one stage only polishes meshes on which pipelines.py found the best plan."""
+"""Devices up to which one stage is searched exactly; on larger clusters that search only polishes the mesh on which
+pipelines.py found the best plan."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
 UNEQUAL_GAIN = 0.01

@@ -34,7 +34,7 @@ _PRICERS: Mapping[tuple[bool, bool], type[Pricer]] = {
     (False, True): Fp8Pricer,
     (True, True): Fp8KernelPricer,
 }
-"""By whether there are fused kernels, and whether linear layers are in fp8."""
+"""Classes of prices by whether there are fused kernels, and whether linear layers are in fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Request:
         return self.trace.whole_batch_reason(count) is None
 
     def of_group(self, group: int) -> Request:
-        """The same for one of the cluster's groups of equal nodes."""
+        """The same request for one of the cluster's groups of equal nodes."""
         num_waiting = self.num_waiting or self.whole.num_devices
         return replace(self, cluster=self.whole.groups[group], mixed=None, num_waiting=num_waiting)
 
     def compressed(self, compression: Compression) -> Request:
-        """The same with ZeRO's collectives compressed like this."""
+        """The same request with ZeRO's collectives compressed like this."""
         return replace(self, training=replace(self.training, compression=compression))
 
     def capacity_bytes(self, group: int = 0) -> int:
@@ -112,7 +112,7 @@ def usable_bytes(request: Request) -> float:
 
 
 def decode(space: Space, chosen: tuple[int, ...]) -> Choices:
-    """Options by name."""
+    """The options that a solver chose, by the names of what they decide."""
     picked = {d.key: d.options[i] for d, i in zip(space.decisions, chosen, strict=True)}
     return Choices(
         {key[1:3]: value for key, value in picked.items() if key[0] == "operator"},
@@ -128,5 +128,5 @@ def operators_at(request: Request, rows: int) -> tuple[Graph, dict[tuple[str, st
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """The divisors of a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -19,7 +19,7 @@ from autopar.planning.request import Request, pricer_for
 from cost_models.machine import Cluster
 
 TYPICAL_ROWS = 2
-"""Of one data-parallel rank, for which decisions are made."""
+"""Rows of one data-parallel rank for which decisions are made."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class SharedDecisions:
         return rows > 1 and 2 * tp <= self.request.whole.groups[self._main(tp)].num_devices
 
     def priced_for(self, request: Request) -> SharedDecisions:
-        """The same on other devices or links."""
+        """The same decisions on other devices or links."""
         return SharedDecisions(request, {n: bases.priced_for(request.of_group(n)) for n, bases in self.bases.items()})
 
     def _bases(self, tp: int) -> Bases:

@@ -34,7 +34,7 @@ from autopar.settings.constraints import Constraints
 from search.problem import Budget, Edge, Problem, Variable
 
 Key = tuple[str, str, str, int]
-"""(kind, scope, name, output index)"""
+"""Name of a decision: (kind, scope, name, output index)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class _Builder:
     # --- edges ------------------------------------------------------------------------------------------------
 
     def add_edges(self) -> None:
-        """Producer to kept tensor, and kept tensor to each use."""
+        """Adds the edges from each producer to its kept tensor, and from there to each use."""
         micro = self.pricer.training.num_micro_batches
         for scope in self.scopes.values():
             weight = scope.count * micro

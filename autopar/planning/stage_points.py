@@ -51,12 +51,12 @@ SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
 
 
 def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
-    """1 + 2 w / (f + i + w) / (m - 1); 1 for one micro-batch."""
+    """The factor 1 + 2 w / (f + i + w) / (m - 1); 1 for one micro-batch."""
     return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0
 
 
 def stretch_of(costs: Mapping[str, BlockCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
-    """By what the bottleneck's time per micro-batch is multiplied under zero bubble. counts: of every block; count: of
+    """The factor on the bottleneck's time per micro-batch under zero bubble. counts: of every block; count: of
     micro-batches.
 
     With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the

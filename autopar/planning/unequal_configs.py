@@ -23,7 +23,7 @@ from autopar.planning.stage_points import HOLDING, SEARCHED_SCHEDULES
 from cost_models.machine import Cluster
 
 MANY_DEVICES = 8
-"""In larger groups of several nodes a submesh has half a node at least."""
+"""Devices of a group of several nodes above which a submesh has half a node at least."""
 
 
 def unequal_configs(request: Request, decisions: SharedDecisions, num_blocks: int) -> Iterator[ParallelConfig]:

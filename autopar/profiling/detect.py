@@ -23,7 +23,7 @@ from autopar.profiling.samples import Samples
 from cost_models.machine import Cluster
 
 BUSY_CACHE_SECONDS = 600.0
-"""For how long a measurement of a busy machine is used."""
+"""Seconds for which a measurement of a busy machine is used."""
 CACHE_FORMAT = 3
 """Part of the cache's key; to be raised when the same machine would be described differently."""
 
@@ -66,7 +66,7 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        """This machine."""
+        """The machine that this process runs on."""
         return Machine(cpu_model(), available_cores(), torch.__version__)
 
     def cache_path(self, num_devices: int) -> Path:
@@ -113,7 +113,7 @@ def _kept(path: Path) -> Cluster | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of the file or nothing, whoever reads it meanwhile."""
+    """Writes a file such that who reads it meanwhile sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     with os.fdopen(handle, "w", encoding="utf-8") as stream:

@@ -39,7 +39,7 @@ def time_rows(seconds: Mapping[str, float]) -> list[TimeRow]:
 
 
 def kind_words(kind: str) -> str:
-    """`all_gather tp` -> `all_gather over tp`."""
+    """A kind of seconds in words: `all_gather tp` -> `all_gather over tp`."""
     name, _, axis = kind.rpartition(" ")
     collectives = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
     return f"{name} over {axis}" if name in collectives else kind

@@ -28,7 +28,8 @@ class DimNames:
     fallbacks: Mapping[Key, str]
 
     def of(self, scope: str, ref: Ref, shard: Placement, num_dims: int) -> str:
-        """Such as "heads"; "features" for the last dim of a tensor that nothing is known of, else "dim 1"."""
+        """The name of a sharded dim, such as "heads"; "features" for the last dim of a tensor that nothing is known of,
+        else "dim 1"."""
         key = (scope, ref, shard)
         unknown = "features" if shard.dim == num_dims - 1 else f"dim {shard.dim}"
         return self.names.get(key) or self.fallbacks.get(key) or unknown
@@ -111,7 +112,7 @@ def _spread(
 
 
 def _through(operator: Operator, ref: Ref, shard: Placement) -> Iterator[Key]:
-    """The same factor's shards of the other tensors of a call."""
+    """The shards of a call's other tensors by the factor that `shard` shards."""
     node, rule = operator.node, operator.rule
     tensors = [*zip(node.inputs, rule.inputs, strict=True)]
     tensors += [(Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)]

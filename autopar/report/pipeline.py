@@ -17,7 +17,7 @@ from autopar.units import bytes_text, seconds_text
 
 
 def pipeline_panels(compiled: GeneratedProgram) -> Iterator[RenderableType]:
-    """Nothing for a plan of one position that keeps all activations and everything on the device."""
+    """The panels on stages and schedule; none for a plan of one position that keeps everything on the device."""
     plan = compiled.plan
     if plan.pipeline.is_plain or compiled.request is None:
         return

@@ -10,7 +10,7 @@ from autopar.plan import Plan
 
 
 def plan_words(plan: Plan) -> str:
-    """`dp2 x tp2, 4 micro-batches`."""
+    """A plan in words: `dp2 x tp2, 4 micro-batches`."""
     count = plan.num_micro_batches
     return f"{plan.layout}, {count} micro-batch{'es' if count > 1 else ''}"
 

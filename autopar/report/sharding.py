@@ -102,7 +102,7 @@ def _words(scope: Scope, node: Node, choices: Choices, mesh: Mesh, names: DimNam
 
 
 def activation_words(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh, names: DimNames) -> str:
-    """`batch over dp, sequence over tp`."""
+    """How an activation lies, in words: `batch over dp, sequence over tp`."""
     num_dims = len(scope.metas[ref].shape)
     parts = []
     for axis, placement in zip(mesh.axes, placements, strict=True):

@@ -15,15 +15,15 @@ from typing import Any
 from autopar.errors import AutoparError
 
 STOPPED_SECONDS = 10.0
-"""After which a rank that is stopped (SIGSTOP, Ctrl-Z of it alone) counts as lost."""
+"""Seconds after which a rank that is stopped (SIGSTOP, Ctrl-Z of it alone) counts as lost."""
 
 _LOOK_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
-"""For ranks that have answered to leave; on a busy machine they may have to wait for it."""
+"""Seconds for ranks that have answered to leave; on a busy machine they may have to wait for it."""
 _SILENT_SECONDS = 10.0
-"""For ranks that wait for one that has given up to notice, and to say so."""
+"""Seconds for ranks that wait for one that has given up to notice, and to say so."""
 _END_SECONDS = 2.0
-"""For ranks to remove their files in, when they are told to end."""
+"""Seconds for ranks to remove their files in, when they are told to end."""
 
 
 class RankError(RuntimeError):
@@ -62,7 +62,7 @@ def collect(
 
 
 def _answer(receiver: Connection) -> tuple[str, Any] | None:
-    """None: not yet, or never, where the rank is gone."""
+    """The rank's answer; None where there is none yet, or never will be because the rank is gone."""
     try:
         answer: tuple[str, Any] | None = receiver.recv() if receiver.poll() else None
     except (EOFError, OSError):
@@ -85,7 +85,7 @@ def _raise(
 
 
 def _end_of(code: int) -> str:
-    """In words; an exit with 128 + number is how a rank ends that a signal told to (`exit_on`)."""
+    """How a rank ended, in words; an exit with 128 + number is how a rank ends that a signal told to (`exit_on`)."""
     number = -code if code < 0 else code - 128
     by = f" (ended by {signal.Signals(number).name})" if number in set(signal.Signals) else ""
     return f"died with exit code {code}{by}"

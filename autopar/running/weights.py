@@ -80,7 +80,7 @@ def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.T
 
 
 def write_values(values: Iterable[tuple[tuple[str, ...], torch.Tensor]], folder: Path) -> None:
-    """For `read_values` of another process: one file per tensor, so that one at a time is in memory."""
+    """Writes values for `read_values` of another process: one file per tensor, so that one at a time is in memory."""
     for number, (names, value) in enumerate(values):
         torch.save((names, value.detach().cpu().clone()), folder / f"{number:06d}.pt")
 

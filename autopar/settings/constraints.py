@@ -178,7 +178,7 @@ class Constraints:
         )
 
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
-        """Those that agree with `context`. Raises ConstraintError where tp does not divide the sequence."""
+        """The options that agree with `context`. Raises ConstraintError where tp does not divide the sequence."""
         if not operator.rule.joints or self.context == "auto":
             return options
         if self.context is None:

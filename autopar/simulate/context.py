@@ -126,7 +126,7 @@ def context_exchanges(base: Base, pricer: Pricer, cp: int, by_ring: bool) -> dic
 
 
 def all_gather(whole_bytes: float, pricer: Pricer, cp: int) -> Exchange:
-    """whole_bytes: of K and V of all ranks of cp (the module's B)."""
+    """The exchange by all_gather. whole_bytes: of K and V of all ranks of cp (the module's B)."""
     group = collective.Group(cp, pricer.mesh.size("tp"))
     gather, scatter = (
         collective.seconds(kind, whole_bytes, group, pricer.cluster) for kind in ("all_gather", "reduce_scatter")

@@ -48,7 +48,7 @@ EXPERT_MODES = ("selective", "full")
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Those of the form that the module's docstring tells."""
+    """The modules of a model that have the form that this file's docstring tells."""
     return [module for module in model.modules() if _is_experts(module)]
 
 
@@ -143,7 +143,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Of one experts module as it is traced: experts of one rank, tokens and choices of each."""
+    """One experts module as it is traced: experts of one rank, tokens and choices of each."""
 
     experts: int
     tokens: int
@@ -162,11 +162,11 @@ class Experts:
 
     @property
     def calls(self) -> frozenset[Key]:
-        """(scope, call) of all matmuls."""
+        """The (scope, call) of all matmuls."""
         return frozenset((scope, call) for (scope, _), calls in (self.modules or {}).items() for call in calls)
 
     def fullest_load(self, ep: int, rows: float, skew: float) -> float:
-        """Of all modules, the most tokens that the fullest of `ep` ranks gets by the mean. rows: on each of them, by
+        """The most tokens, over all modules, that the fullest of `ep` ranks gets by the mean. rows: on each of them, by
         those of the graph."""
         return max(
             (

@@ -12,7 +12,7 @@ from autopar.simulate.prediction import StrategyPrediction
 from autopar.units import bytes_text
 
 SHOWN = 4
-"""Other strategies that an error names."""
+"""Number of other strategies that an error names."""
 
 
 def require_fit(found: StrategyPrediction) -> None:

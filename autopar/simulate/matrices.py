@@ -25,12 +25,12 @@ class Matrices:
     residuals: tuple[str, ...]
 
     def names(self, tp: int) -> tuple[str, ...]:
-        """Those that can be cut into tp parts; of experts, each of them."""
+        """The names of the matrices that can be cut into tp parts; of experts, each of them."""
         return tuple(n for n, shape in self.shapes.items() if all(size % tp == 0 for size in shape[-2:]))
 
 
 def matrices_of(graph: Graph, experts: Experts) -> Matrices:
-    """Of a graph with these experts, whose weights are matrices too."""
+    """The matrices of a graph with these experts, whose weights are matrices too."""
     shapes: dict[str, tuple[int, ...]] = {}
     modules = experts.modules or {}
     weights: dict[str, float] = {}

@@ -127,8 +127,8 @@ class Predictor:
 
     @classmethod
     def of_trace(cls, traced: BatchedTrace, rows: int, precision: str, shares: ShareTrace | None = None) -> Predictor:
-        """From a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32. shares: traces for
-        strategies with cp or ep, which are refused without it."""
+        """The predictor of a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32. shares: traces
+        for strategies with cp or ep, which are refused without it."""
         self = cls.__new__(cls)
         self.traced_as, self.precision, self.rows = _traced_as(precision), precision, rows
 
@@ -226,7 +226,8 @@ class Predictor:
     def _settings(
         self, share: Share, cluster: AnyCluster, terms: _Terms, wanted: Strategy, rows: int
     ) -> dict[int, Setting]:
-        """By group of equal nodes. Decisions are made for the one with the highest rate, and hold for all."""
+        """The setting of each group of equal nodes. Decisions are made for the one with the highest rate, and hold for
+        all."""
         order = sorted(range(len(cluster.groups)), key=lambda number: -_rate(cluster.groups[number]))
         found: dict[int, Setting] = {}
         for number in order:
@@ -243,7 +244,7 @@ class Predictor:
         rows: int,
         decided: Setting | None,
     ) -> Setting:
-        """Of one group of `whole`. decided: whose decisions it has, None for its own."""
+        """The setting of one group of `whole`. decided: whose decisions it has, None for its own."""
         profile, cluster = terms.framework, whole.groups[number]
         tp = wanted.mesh.size("tp")
         sp = _is_sequence_parallel(profile, wanted)
@@ -287,12 +288,12 @@ def _in_group(share: Share, setting: Setting, number: int, terms: _Terms, wanted
 
 
 def _rate(cluster: Cluster) -> float:
-    """Of all devices together."""
+    """The peak flops per second of all devices together."""
     return cluster.num_devices * max(cluster.device.peak_flops_per_second.values())
 
 
 def _priced(plain: Pricer, terms: _Terms, share: Share) -> Pricer:
-    """Under the profile's prices; the planner's own where it is the profile of generated programs."""
+    """The prices under the profile; the planner's own where it is the profile of generated programs."""
     has_experts = bool(share.experts.calls)
     own: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
     if terms.is_planners:
@@ -339,7 +340,7 @@ def _fullest_load(wanted: Strategy, share: Share) -> float:
 def _exchanges(
     share: Share, base: Base, pricer: Pricer, terms: _Terms, wanted: Strategy
 ) -> list[dict[str, list[Exchange]]]:
-    """Of cp and ep."""
+    """The exchanges that context and expert parallelism need."""
     found, profile = [], terms.framework
     if wanted.cp > 1:
         by_ring = (wanted.cp_exchange or profile.cp_exchange) == "ring"
@@ -368,7 +369,7 @@ def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequenc
 
 
 def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, tp: int) -> Constraints:
-    """With the framework's ways of tensor parallelism forbidden that are not its own."""
+    """The constraints with those ways of tensor parallelism forbidden that are not the framework's own."""
     if tp == 1:
         return limits
     parameters, activations = limits.forbid_parameters, limits.forbid_activations
@@ -383,7 +384,7 @@ def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: boo
 
 @cache
 def _usual_training(precision: str, on_gpu: bool) -> Training:
-    """Of the optimiser where none is given."""
+    """How a step is run with the optimiser that stands where none is given."""
     return training_of(adamw, precision, on_gpu)
 
 

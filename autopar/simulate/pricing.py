@@ -28,7 +28,7 @@ FORWARD_PASSES = 6.5 / 14.0
 """Share of an unfused attention's passes over the scores that forward makes (frameworks.toml)."""
 
 UNFUSED_LOSS_BYTES = 40.0
-"""From so many bytes moved per logit, a loss keeps its softmax for backward (frameworks.toml)."""
+"""Bytes moved per logit from which a loss keeps its softmax for backward (frameworks.toml)."""
 
 VECTOR_EFFICIENCY = 0.93
 """The fraction of the peak that fp32 matmuls reach without matrix units, where a device's own figure is of those: what
@@ -62,7 +62,7 @@ class ProfiledPricer(Pricer):
     # --- compute ----------------------------------------------------------------------------------------------
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(forward, backward) of one call."""
+        """Seconds (forward, backward) of one call."""
         forward, backward = self._plain_seconds(operator, option)
         name, device = base_name(operator.node.op), self.cluster.device
         if name not in MATMULS:
@@ -167,7 +167,7 @@ class ProfiledPricer(Pricer):
         return elements * moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """None here: `stages.profiled` adds what the framework moves."""
+        """Seconds of adding up gradients: 0, as `stages.profiled` adds what the framework moves."""
         return 0.0
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a scenario predicts itself again, so both sides name each o
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All that a prediction depends on. strategy: as the user wrote it."""
+    """Everything that a prediction depends on. strategy: as the user wrote it."""
 
     predictor: Predictor
     cluster: AnyCluster

@@ -38,7 +38,7 @@ class ScoredBases(Bases):
     _whole: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
 
     def pricer(self, mesh: Any) -> Pricer:
-        """On a base's mesh."""
+        """The profile's prices on a base's mesh."""
         return self.priced(super().pricer(mesh))
 
     def priced_for(self, request: Request) -> ScoredBases:
@@ -46,7 +46,7 @@ class ScoredBases(Bases):
         return ScoredBases(request, priced=self.priced, cp=self.cp, _choices=self._choices)
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
-        """Of the graph at `rows` rows over all ranks, with the keys that attention sees."""
+        """The calls of the graph at `rows` rows over all ranks, with the keys that attention sees."""
         if self.cp == 1:
             return super().operators(rows)
         if rows not in self._whole:
@@ -64,7 +64,7 @@ class Setting:
 
 
 class Share:
-    """See the module's docstring. Raises ConstraintError where cp ranks cannot share the attention."""
+    """One rank's share of the model. Raises ConstraintError where cp ranks cannot share the attention."""
 
     def __init__(self, traced: BatchedTrace, cp: int) -> None:
         self.traced = traced

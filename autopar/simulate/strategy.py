@@ -128,7 +128,7 @@ def _limits(given: Mapping[str, Any]) -> Constraints:
 def _data_ranks(
     limits: Constraints, given: Mapping[str, Any], cluster: AnyCluster, cp: int, global_batch_size: int
 ) -> tuple[int, int]:
-    """(dp, rows of a micro-batch on one rank)."""
+    """The pair (dp, rows of a micro-batch on one rank)."""
     pp, tp, ddp = (limits.degrees.get(axis, 1) for axis in ("pp", "tp", "ddp"))
     if "dp" not in limits.degrees:
         raise _missing("dp", given, f"dp={cluster.num_devices // (pp * tp * ddp * cp) or 1}")

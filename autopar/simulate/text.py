@@ -29,7 +29,7 @@ def prediction_lines(found: Prediction) -> Iterator[str]:
 
 
 def warning_lines(found: StrategyPrediction) -> Iterator[str]:
-    """Nothing where it fits."""
+    """Lines that warn of a strategy that does not fit; none where it fits."""
     if not found.fits:
         yield (
             f"WARNING: does not fit: the fullest rank needs {bytes_text(found.peak_bytes)} of "

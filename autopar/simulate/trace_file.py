@@ -27,7 +27,7 @@ def trace_of(simulated: Simulated) -> dict[str, Any]:
 
 
 def _rows(event: StepEvent, number: int) -> Iterator[dict[str, Any]]:
-    """Of what `chrome_trace` does not have. number: of the event, for a pair of asynchronous rows."""
+    """The rows of one event in `chrome_trace`'s form. number: of the event, for a pair of asynchronous rows."""
     common = {"name": event.kind, "pid": 0, "tid": event.position}
     if event.stream == "compute":
         if event.stage is None:
@@ -41,5 +41,5 @@ def _rows(event: StepEvent, number: int) -> Iterator[dict[str, Any]]:
 
 
 def write_trace(simulated: Simulated, path: str | Path, force: bool = False) -> Path:
-    """`write_timeline` of a simulated step."""
+    """Writes a simulated step as `write_timeline` does."""
     return write_output(path, json.dumps(trace_of(simulated)), force)

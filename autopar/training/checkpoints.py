@@ -55,7 +55,7 @@ write = readable()(checkpoint_folder.write)
 
 @contextlib.contextmanager
 def locked(directory: str | Path | None) -> Iterator[None]:
-    """As codegen/runtime/checkpoint_folder.py's."""
+    """Holds a folder's lock as `checkpoint_folder.locked` does, with its errors as autopar's own."""
     with readable(), checkpoint_folder.locked(directory):
         yield
 
@@ -181,7 +181,7 @@ def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, 
 
 
 def _under_stored_names(model: nn.Module, manifest: files.Manifest) -> dict[str, Tensor]:
-    """As `_tensors`; what has several names, under that which the checkpoint has."""
+    """The tensors of `_tensors`; those with several names stand under the one that the checkpoint has."""
     names: dict[int, list[str]] = {}
     for name, value in (
         *model.named_parameters(remove_duplicate=False),
@@ -215,7 +215,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a run needs to continue, so buffers outside of the state dict too."""
+    """All tensors of a model that a run needs to continue, so buffers outside of the state dict too."""
     state = state_of(model)
     return state | {NON_PERSISTENT + name: b for name, b in model.named_buffers() if name not in state}
 

@@ -34,7 +34,7 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
 
 
 def untouched(batches: Iterable[Any]) -> Iterable[Any]:
-    """Of a DataLoader a copy without the iterator that persistent workers have, which belong to one process."""
+    """The batches; of a DataLoader a copy without its persistent workers' iterator, which belongs to one process."""
     if not isinstance(batches, DataLoader):
         return batches
     own = copy.copy(batches)

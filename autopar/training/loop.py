@@ -152,7 +152,7 @@ def fit_plain(
 
 
 def first_batch(batches: Batches, config: TrainerConfig) -> Any:
-    """Of the batches, which have the rows of a whole step. Raises ConstraintError, DataError."""
+    """The first of the batches, which have the rows of a whole step. Raises ConstraintError, DataError."""
     with peeking(batches):
         first = named_batch(next(batches_from(batches, 0, 1)))
     rows = num_rows(first)

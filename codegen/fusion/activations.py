@@ -32,12 +32,12 @@ def written_gelu(x: Template) -> tuple[Op, Op]:
 
 
 def _gelu_of(x: Template, share: Op) -> Op:
-    """x / 2 * (1 + share)"""
+    """The template of x / 2 * (1 + share)."""
     return _mul(_mul(x, Is(0.5)), Op("aten.add.Tensor", (share, Is(1)), commutes=True))
 
 
 def _gelu(x: Template) -> Either:
-    """torch's call, or as it is written."""
+    """GELU as torch's call, or as models write it."""
     return Either((Op("aten.gelu.default", (x,), keywords=("approximate",)), *written_gelu(x)))
 
 
@@ -52,7 +52,7 @@ def _gelu_fits(bound: Bindings) -> bool:
 
 
 def _build_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
-    """torch's own call: it is one kernel, forward and backward."""
+    """GELU as torch's own call, which is one kernel, forward and backward."""
     return (fused("aten.gelu.default", bound, ("x",), last, _approximate(bound)),)
 
 
@@ -73,7 +73,7 @@ _BIASED: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("bias")), commutes=True)
 
 
 def _gated_fits(bound: Bindings) -> bool:
-    """No broadcasting and no promotion."""
+    """Whether nothing is broadcast or promoted."""
     return bound["gate"].type.is_alike(bound["up"].type)
 
 

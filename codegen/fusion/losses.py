@@ -12,7 +12,7 @@ from codegen.program import Call, Program, Raw, TensorType, Var
 
 ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ACCUMULATOR_BYTES: Final = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}
-"""Per element of the weight's gradient while it is summed over chunks (kernels/linear_cross_entropy.py)."""
+"""Bytes per element of the weight's gradient while it is summed over chunks (kernels/linear_cross_entropy.py)."""
 
 
 # --- cross-entropy ----------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def _cross_entropy_template() -> Op:
 
 
 def _cross_entropy_fits(bound: Bindings) -> bool:
-    """Without vocab_axis and label_smoothing, which are keywords that the template does not have.
+    """Whether the kernel computes this loss; the template has no vocab_axis and no label_smoothing.
 
     Logits of more dims, of which lowering makes rows that are no tensor of the graph, are priced without the kernel.
     """

@@ -196,7 +196,7 @@ def _each(founds: Iterator[_Found], step: Callable[[_Found], Iterator[_Found]]) 
 
 
 def _bind(name: str, bound: Bound, found: _Found) -> Iterator[_Found]:
-    """Nothing where the name stands for something else already."""
+    """The match with a name bound; nothing where the name stands for something else already."""
     known = found.bound.get(name)
     if known is None or (known.value, known.origin) == (bound.value, bound.origin):
         yield _Found({name: bound, **found.bound}, found.statements)

@@ -31,7 +31,8 @@ def normalised(x: Template, squares: tuple[Op, ...]) -> Op:
 
 
 def _rms_norm_template(x: Template) -> Op:
-    """In half precision models widen x first and round before the weight (Hugging Face's, and Meta's own with type_as).
+    """RMSNorm as models write it. In half precision they widen x first and round before the weight (Hugging Face's, and
+    Meta's own with type_as).
 
     Models that do all in half precision match too; the kernel's arithmetic is fp32, so the result is a better one.
     """

@@ -14,7 +14,7 @@ PLACE: Final = ("call", "layout", "batched")
 
 
 def _fits(bound: Bindings) -> bool:
-    """No broadcasting and no promotion, and something is dropped."""
+    """Whether nothing is broadcast or promoted, and something is dropped."""
     p = bound["p"].value
     return bound["x"].type.is_alike(bound["residual"].type) and isinstance(p, float) and 0.0 < p < 1.0
 

@@ -15,13 +15,13 @@ DATA_AXES = frozenset({"ddp", "dp"})
 
 
 def fused(program: Program, patterns: tuple[Pattern, ...]) -> Program:
-    """With every match of the patterns replaced in all classes; where two share calls, the earlier pattern's."""
+    """The program with every match replaced in all classes; where two share calls, the earlier pattern's."""
     layers = tuple(_fuse_class(cls, program, patterns) for cls in program.layers)
     return replace(program, layers=layers, root=_fuse_class(program.root, program, patterns))
 
 
 def chosen(found: Iterable[Match], num_data_ranks: int) -> tuple[Match, ...]:
-    """Those that pay, without any that shares calls with one before it."""
+    """The matches that pay, without any that shares calls with one before it."""
     kept: list[Match] = []
     taken: set[int] = set()
     for match in found:

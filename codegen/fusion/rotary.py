@@ -22,7 +22,7 @@ def _angles(name: str, interleaved: bool) -> Op:
 
 
 def _turned(x: Template, interleaved: bool) -> Op:
-    """(-b, a) for each pair (a, b)."""
+    """The template of (-b, a) for each pair (a, b)."""
     if not interleaved:
         first, second = _part(x, Is(0), Value("half")), _part(x, Value("half"), Value("stop"))
         return Op("aten.cat.default", ((Op("aten.neg.default", (second,)), first), Value("cat_dim")))

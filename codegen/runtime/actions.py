@@ -16,7 +16,7 @@ _FORM = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`kind` is one of F, B, I and W."""
+    """One action of a stage on a micro-batch; `kind` is one of F, B, I and W."""
 
     kind: str
     stage: int
@@ -55,7 +55,7 @@ def _parse(word: str, position: int) -> Action:
 
 
 def digest(schedule: Sequence[str], program: str) -> str:
-    """Equal for equal schedules of equal programs."""
+    """A text that is equal for equal schedules of equal programs."""
     return hashlib.sha256("\n".join((program, *(" ".join(line.split()) for line in schedule))).encode()).hexdigest()
 
 

@@ -95,7 +95,7 @@ def _scatters(axis: Axis, dim: int, x: Tensor, weight: Tensor) -> bool:
 
 
 class _GatherLinears(torch.autograd.Function):
-    """is_transposed: weights are [in, out]."""
+    """Linear layers joined with the gather before them. is_transposed: weights are [in, out]."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _GatherLinears(torch.autograd.Function):
 
 
 class _LinearReduceScatter(torch.autograd.Function):
-    """is_transposed: the weight is [in, out]."""
+    """A linear layer joined with the reduce_scatter after it. is_transposed: the weight is [in, out]."""
 
     @staticmethod
     def forward(
@@ -169,7 +169,7 @@ def _rows(x: Tensor, dim: int) -> Tensor:
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    """Contiguous, as generated code may view it, in one pass."""
+    """The result with its bias, contiguous, as generated code may view it, in one pass."""
     if bias is None:
         return product.contiguous()
     return torch.add(product, bias, out=product.new_empty(product.shape))

@@ -31,7 +31,7 @@ Block = tuple[Tensor, Tensor]
 """(out [B, H, L, F], lse [B, H, L]). lse, and a merged out, are float32 for half precision, else in the dtype of q."""
 
 _FLASH_HEAD_SIZES = (8, 256)
-"""Of the GPU kernel: what divides a head size, and the largest one."""
+"""Head sizes of the GPU kernel: what divides them, and the largest one."""
 
 
 def block_attention(
@@ -107,7 +107,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cp
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    """scale * q k^T + mask [B, H, L, T], in float32 at least."""
+    """The scores scale * q k^T + mask [B, H, L, T], in float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) * _factor(q, scale)) @ _per_head(k, q).to(wide).transpose(-2, -1)
     if is_causal:
@@ -118,7 +118,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); zeros in rows that see no key."""
+    """The probabilities exp(scores - lse); zeros in rows that see no key."""
     return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 

@@ -101,7 +101,7 @@ def _refuse_shape(name: str, value: Tensor, spec: Expected, count: int) -> None:
 
 
 class BatchCheck:
-    """Of one rank's step.
+    """The check of the batches that one rank's step gets.
 
     roots: the program's root class, or those of all stages. models: this rank's own.
     """
@@ -181,7 +181,7 @@ class _Local:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """Of values, bit by bit."""
+    """A digest of the values of tensors, bit by bit."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         line = tensor.detach().cpu().contiguous().view(-1)

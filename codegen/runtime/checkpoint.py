@@ -223,7 +223,7 @@ def _required(step: Step) -> Iterator[tuple[tuple[str, ...], Param]]:
 
 
 def _require_same_names(manifest: Manifest, known: set[str], others: set[str]) -> None:
-    """Of what the program lacks; what the checkpoint lacks each rank knows for itself."""
+    """Raises CheckpointError for what the program lacks; what the checkpoint lacks each rank knows for itself."""
     stored = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
     if strange := sorted(stored - known - others):
         some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")

@@ -24,7 +24,7 @@ OLD_FORMAT = ".metadata"
 """What a checkpoint of torch.distributed.checkpoint has, which is pickled."""
 FORMAT = "autopar checkpoint 1"
 FILE_BYTES = 256 * 2**20
-"""Of one file, about: what is held in host memory at a time."""
+"""Bytes of one file, about: what is held in host memory at a time."""
 _READ_BYTES = 4 * 2**20
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def _owners(held: list[dict[Any, int]]) -> dict[Any, int]:
 
 
 def _write_files(directory: Path, rank: int, pieces: list[Piece]) -> list[tuple[str, int, int, list[Any]]]:
-    """(file, bytes, CRC-32, its chunks) of each."""
+    """Writes a rank's files; gives (file, bytes, CRC-32, its chunks) of each."""
     from safetensors.torch import save
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _write_manifest(directory: Path, written: list[Any], record: Mapping[str, An
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """All of it on the disk when this returns."""
+    """Writes a file, all of which is on the disk when this returns."""
     try:
         with path.open("wb") as file:
             file.write(data)
@@ -203,7 +203,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename, on the disk when this returns."""
+    """Renames a file or folder, which is on the disk under its new name when this returns."""
     source.rename(target)
     _sync_folder(target.parent)
 
@@ -307,13 +307,13 @@ def fill(directory: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
 
 
 def require_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
-    """Raises CheckpointError."""
+    """Raises CheckpointError where a stored tensor has another shape than the program's."""
     if stored.shape != shape:
         raise CheckpointError(f"{name} has shape {stored.shape} in the checkpoint, {shape} in the program")
 
 
 def _overlap(piece: Piece, chunk: Chunk) -> list[tuple[int, int]]:
-    """(from, to) of each dim, in the global tensor."""
+    """What a piece and a chunk have in common: (from, to) of each dim, in the global tensor."""
     dims = zip(piece.offsets, piece.value.shape, chunk.offsets, chunk.shape, strict=True)
     return [(max(a, b), min(a + n, b + m)) for a, n, b, m in dims]
 

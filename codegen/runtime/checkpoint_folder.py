@@ -158,7 +158,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _set_aside(path: Path, why: str) -> Path:
-    """Out of the way, and out of the count of those that are kept."""
+    """Moves a checkpoint out of the way, and out of the count of those that are kept; gives its new path."""
     target, number = path.with_name(f"{path.name}.{why}"), 1
     while target.exists() or target.is_symlink():
         number += 1

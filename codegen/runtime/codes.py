@@ -14,4 +14,4 @@ CODES: Mapping[str, Mapping[str, torch.dtype]] = {
 }
 """Collective -> name of a code -> its dtype. A sum of e4m3 codes would err by 1/16 of each part."""
 LEGAL = "; ".join(f"{collective}: {' or '.join(codes)}" for collective, codes in CODES.items())
-"""The same in words."""
+"""The codes of each collective, in words."""

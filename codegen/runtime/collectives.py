@@ -27,7 +27,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def wire(x: Tensor) -> Tensor:
-    """The same bytes, flat (gloo compares shapes), in a dtype that every backend moves (gloo knows no bool, no fp8)."""
+    """The bytes of x, flat (gloo compares shapes), in a dtype that every backend moves (gloo knows no bool, no fp8)."""
     flat = x.view(-1)
     return flat.view(torch.uint8) if x.dtype.itemsize == 1 else flat
 

@@ -106,7 +106,7 @@ class CompiledLayers:
 
     @contextmanager
     def running(self, is_training: bool) -> Iterator[None]:
-        """Around a step or an evaluation; the first of each compiles."""
+        """The context around a step or an evaluation; the first of each compiles."""
         if is_training in self._have_run:
             yield
             return

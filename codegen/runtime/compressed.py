@@ -44,10 +44,10 @@ from .collectives import Work
 from .mesh import Axis
 
 _CPU_ELEMENTS = 2**18
-"""Of one call on a CPU, whose reference makes several fp32 copies: they then stay in its cache. (Of 2**15 to 2**22 it
-took the least time per element.)"""
+"""Elements of one call on a CPU, whose reference makes several fp32 copies: they then stay in its cache. (Of 2**15 to
+2**22 it took the least time per element.)"""
 _MAX_PUBLISHING = 2
-"""Messages of that many buckets are held while parameters are published."""
+"""Number of buckets whose messages are held while parameters are published."""
 
 
 class Compression:

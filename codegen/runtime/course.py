@@ -46,7 +46,7 @@ class Accumulation:
         self.rng = rng
 
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """As in `Course`."""
+        """Trains as `Course.train` says."""
         (part,) = self.parts
         batches, targets = part.prepare(local_batch)
         losses = []
@@ -61,7 +61,7 @@ class Accumulation:
         return mean_loss(losses)
 
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """As in `Course`."""
+        """Evaluates as `Course.evaluate` says."""
         (part,) = self.parts
         batches, targets = part.prepare(local_batch)
         losses = []
@@ -74,7 +74,7 @@ class Accumulation:
         return mean_loss(losses)
 
     def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """As in `Course`; all ranks get everything anyway."""
+        """Reads as `Course.read` says; all ranks get everything anyway."""
         (part,) = self.parts
         for whole, value in zip(part.describe(what), part.read(what), strict=True):
             yield whole.names, value

@@ -48,7 +48,7 @@ class DeferredGradients:
         self._micro_batch: int | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """To all parameters of a stage, once they are in place."""
+        """Attaches the queue to all parameters of a stage, once they are in place."""
         for parameter in model.parameters():
             setattr(parameter, _ATTRIBUTE, self)
 
@@ -59,7 +59,7 @@ class DeferredGradients:
 
     @contextmanager
     def collecting(self, micro_batch: int) -> Iterator[None]:
-        """Around the backward of an I action."""
+        """The context around the backward of an I action."""
         self._micro_batch = micro_batch
         self._tasks[micro_batch] = []
         try:
@@ -130,14 +130,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, is_transposed: bool) -> Tensor:
-    """[..., in], [..., out] -> [out, in], or [in, out]."""
+    """The gradient of a weight: [..., in], [..., out] -> [out, in], or [in, out]."""
     if is_transposed:
         x, grad = grad, x
     return grad.flatten(0, -2).t() @ x.flatten(0, -2) if x.ndim > 1 else torch.outer(grad, x)
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
-    """[..., out] -> [out]."""
+    """The gradient [out] of a bias, from that of the result [..., out]."""
     return grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
 
 

@@ -61,7 +61,7 @@ def _signed(value: int) -> int:
 
 
 def _constants(key: int) -> tuple[int, int]:
-    """(multiplier, offset) of a key."""
+    """The constants (multiplier, offset) of a key."""
     first = split_mix(key)
     return first | 1, split_mix(first)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .host_memory import HostMemory
 
 _ALIGNMENT = 8
-"""Elements; every rank's range starts at 16 bytes even in bf16."""
+"""Elements of which ranges are multiples: every rank's range starts at 16 bytes even in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class Bucket:
         return collectives.all_gather(self.flat, part, self.axis.group, async_op=True)
 
     def finish_gather(self) -> None:
-        """`flat` may be read when this returns."""
+        """Waits for the gather; `flat` may be read when this returns."""
         self.start_gather()
         if self._work is not None:
             if self.compresses_gathers:
@@ -293,7 +293,7 @@ class Bucket:
         return collectives.reduce_scatter(target, line, self.axis.group, async_op=True)
 
     def expect_gradients(self) -> None:
-        """A backward begins."""
+        """Tells that a backward begins."""
         self._missing = len(self.entries)
         self._moved.clear()
         self.is_complete = False
@@ -366,7 +366,7 @@ class Bucket:
     # Whole lines, for reading out -------------------------------------------------------------------------------------
 
     def whole(self, part: Tensor) -> list[Tensor]:
-        """From everyone's range (master or gradient): each entry's tensor in its local shape."""
+        """Each entry's tensor in its local shape, gathered from everyone's range (master or gradient). Collective."""
         part = part.to(self.mesh.device)
         line = part if self.axis.size == 1 else self.axis.gather_parts(part).view(-1)
         return self._views(line)

@@ -18,7 +18,7 @@ from .part import Part
 
 
 class GradientNorm:
-    """Of the parts of one rank, whose gradients stay where they are."""
+    """The gradient norm of the parts of one rank, whose gradients stay where they are."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         rows: dict[torch.dtype, list[tuple[Tensor, float]]] = defaultdict(list)

@@ -21,7 +21,7 @@ MOST_SKIPS = 10
 
 
 class Guard:
-    """Of one rank's step.
+    """The guard of one rank's step against losses and gradients that are not finite.
 
     buffers: those that a forward writes. num_skipped: steps without an update so far. loss: of the last step, read to
     the host; None where the guard is off.

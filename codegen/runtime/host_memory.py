@@ -115,7 +115,7 @@ class HostMemory:
             yield
 
     def _cast(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """On the host: half precision is half the traffic. Pinned memory is not reused before it was read."""
+        """Casts on the host: half precision is half the traffic. Pinned memory is not reused before it was read."""
         return source if source.dtype == dtype else self.staging(source.numel(), dtype).copy_(source)
 
     def _side_streams(self) -> tuple[Any, Any]:

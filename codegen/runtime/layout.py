@@ -34,7 +34,7 @@ class AxisLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The same indices as `Layout.index`, as an outer sum: index = rows[:, None] + columns[None, :], both int64.
+    """The indices of `Layout.index` as an outer sum: index = rows[:, None] + columns[None, :], both int64.
 
     `columns` is the part of the last dim; where that is odd, of as many trailing dims as make the rows even. `paired`
     says that this was possible: the columns come in pairs (2i, 2i + 1) and every row starts at an even index.
@@ -170,7 +170,7 @@ class Layout:
         return None
 
     def row_offset(self, batch_offset: int) -> int:
-        """By how much `batch_offset` rows in dim 0 move every index."""
+        """How far `batch_offset` rows in dim 0 move every index."""
         return batch_offset * math.prod(self.global_shape[1:]) if batch_offset else 0
 
     def index(self, mesh: object, device: torch.device | str = "cpu", batch_offset: int = 0) -> Tensor:

@@ -58,7 +58,7 @@ class Axis:
         return _apply(function, x, dim % x.ndim, sections, self)
 
     def reduce_scatter(self, x: Tensor, dim: int, sections: int = 1) -> Tensor:
-        """P -> S (backward: all_gather)."""
+        """Reshards P -> S (backward: all_gather)."""
         return x if self.size == 1 else _apply(reshard.ReduceScatter, x, dim % x.ndim, sections, self)
 
     def all_reduce(self, x: Tensor, grad: Literal["partial", "full"] = "full", wait: bool = True) -> Tensor:
@@ -70,7 +70,7 @@ class Axis:
         return _apply(reshard.AllReduce, x, self if wait else _Later(self))
 
     def for_use(self, x: Tensor) -> Tensor:
-        """R -> Rp: nothing forward, all_reduce backward."""
+        """Reshards R -> Rp: nothing forward, all_reduce backward."""
         return x if self.size == 1 else _apply(reshard.ForUse, x, self)
 
     def slice(self, x: Tensor, dim: int, sections: int = 1, grad: Literal["partial", "full"] = "full") -> Tensor:
@@ -94,7 +94,7 @@ class Axis:
     def all_to_all(
         self, x: Tensor, split_dim: int, concat_dim: int, split_sections: int = 1, concat_sections: int = 1
     ) -> Tensor:
-        """S(concat_dim) -> S(split_dim) (backward: the reverse)."""
+        """Reshards S(concat_dim) -> S(split_dim) (backward: the reverse)."""
         if self.size == 1:
             return x
         split, concat = (split_dim % x.ndim, split_sections), (concat_dim % x.ndim, concat_sections)
@@ -170,7 +170,7 @@ class Arrival:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """For sums in place: the argument may be saved for a backward, or be the gradient of several values."""
+    """A copy for sums in place: the argument may be saved for a backward, or be the gradient of several values."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -366,7 +366,7 @@ def _checked(axes: tuple[str, ...], sizes: tuple[int, ...], device: torch.device
 
 
 def _everyone() -> Axis:
-    """All processes."""
+    """The axis of all processes."""
     if dist.is_available() and dist.is_initialized():
         return Axis("everyone", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     return Axis("everyone")

@@ -28,15 +28,16 @@ from .optimizers import Factory, GlobalParameter, OptimizerError, whole_optimize
 STEPS = 8
 """Enough for what starts late (Lookahead's fifth step, RAdam's sixth)."""
 SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.1, 3.0, 1.0)
-"""Of the gradients in each step, so that limits on norms are met."""
+"""Factors on the gradients of each step, so that limits on norms are met."""
 LARGEST = {1: 4224, 2: 136}
 """Elements of a dim, by the number of dims (else 12). Some optimisers do otherwise from 4,096 elements on, or from 128
 in a dim."""
 RESUMED = 4
 """Steps before the optimiser is made anew."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of the largest change. In fp64 sums in another order are off by 1e-13, updates by another formula by 1e-3 and more.
-Optimisers that take no fp64 are tried in fp32, where those that change little are taken for ones that need more."""
+"""Allowed difference, as a share of the largest change. In fp64 sums in another order are off by 1e-13, updates by
+another formula by 1e-3 and more. Optimisers that take no fp64 are tried in fp32, where those that change little are
+taken for ones that need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class _Course:
 
     @classmethod
     def draw(cls, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> _Course:
-        """Neither symmetric nor alike in rows and columns."""
+        """A random value and gradients, neither symmetric nor alike in rows and columns."""
 
         def normal(dims: Sequence[int]) -> Tensor:
             return torch.randn(tuple(dims), generator=generator, dtype=dtype, device="cpu")
@@ -87,7 +88,7 @@ class _Course:
         return cls(normal(shape) + 0.3, tuple((normal(shape) + 0.2) * uneven * scale for scale in SCALES[:STEPS]))
 
     def part(self, cut: Any) -> _Course:
-        """The same of a part of it."""
+        """The course of a part of the tensor, which `cut` takes from values and gradients."""
         return _Course(cut(self.value), tuple(cut(gradient) for gradient in self.gradients))
 
 
@@ -223,7 +224,7 @@ class _Trial:
     def _again(
         self, before: torch.optim.Optimizer, initial: list[dict[str, Any]], tensors: list[list[nn.Parameter]]
     ) -> torch.optim.Optimizer:
-        """Another one, with what a checkpoint holds of the one before."""
+        """Another optimiser, with what a checkpoint holds of the one before."""
         fresh = self._made(tensors)
         states = {
             tensor: copy.deepcopy(before.state[tensor]) for own in tensors for tensor in own if tensor in before.state
@@ -264,7 +265,7 @@ class _Trial:
                     yield name
 
     def _run_parts(self, parts: list[list[_Course]]) -> Sequence[list[Tensor] | None]:
-        """As `run`; None for tensors whose parts it does not take (Muon wants matrices)."""
+        """The results of `run` on parts; None for tensors whose parts it does not take (Muon wants matrices)."""
         try:
             return self.run(parts)
         except OptimizerError:

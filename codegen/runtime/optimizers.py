@@ -145,7 +145,7 @@ def whole_optimizer(
 def of_values(
     factory: Factory, parameters: Sequence[GlobalParameter], base: float, device: torch.device | str = "cpu"
 ) -> WholeOptimizer:
-    """As `whole_optimizer`, of stand-ins of a certain value, and without a look at what the constructor made."""
+    """The optimiser of `whole_optimizer`, of stand-ins of a certain value, whatever the constructor made."""
     stand_ins = {parameter.name: parameter.stand_in(base, device) for parameter in parameters}
     with ThinState():
         optimizer = call(factory, stand_ins.items())
@@ -261,7 +261,7 @@ def imported(path: str, **arguments: Any) -> Factory:
 
 
 def written(parameters: Sequence[GlobalParameter]) -> tuple[GlobalParameter, ...]:
-    """The same with such attributes alone as a file can have."""
+    """The parameters with such attributes alone as a file can have."""
     kinds = (bool, int, float, str, type(None))
     return tuple(
         replace(each, attributes={k: v for k, v in each.attributes.items() if isinstance(v, kinds)})

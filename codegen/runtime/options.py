@@ -48,7 +48,7 @@ RANGES = {
     "collective_seconds": Range(0, 1e9, is_open=True, is_optional=True),  # clocks count nanoseconds in 64 bits
     "tolerance": Range(0, is_optional=True),
 }
-"""By the names that TrainerConfig has."""
+"""The ranges of numbers by the names that TrainerConfig has."""
 
 
 def problem(name: str, value: object) -> str:
@@ -57,7 +57,7 @@ def problem(name: str, value: object) -> str:
 
 
 def number(name: str) -> Callable[[str], float]:
-    """`type=` of an argparse option for a number of that name."""
+    """The `type=` of an argparse option for a number of that name."""
 
     def read(text: str) -> float:
         try:

@@ -146,7 +146,7 @@ class Part:
         return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
 
     def load(self, source: Source) -> None:
-        """As `Step.load`, without bringing the values to other ranks."""
+        """Loads values as `Step.load` does, without bringing them to other ranks."""
         places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
         for slot in self.model.slots():
             bucket, entry = places[slot.name]
@@ -203,7 +203,7 @@ class _Counts(list[Tensor]):
 
 
 def mean_loss(losses: list[Tensor]) -> Tensor:
-    """In fp32 at least; the micro-batches' shares of the targets are in the losses already."""
+    """The mean of the losses, in fp32 at least; the micro-batches' shares of the targets are in them already."""
     return _full(losses[0]) if len(losses) == 1 else torch.stack([_full(loss) for loss in losses]).mean()
 
 

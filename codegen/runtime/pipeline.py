@@ -49,7 +49,7 @@ class Stage:
         return type(self.program.__name__, (self.program,), tables) if tables else self.program
 
     def parameters(self) -> Iterator[tuple[str, Param, tuple[str, ...]]]:
-        """(name, spec, aliases) of every parameter, by full names."""
+        """The (name, spec, aliases) of every parameter, by full names."""
         return declared(self.root())
 
 
@@ -95,7 +95,7 @@ class Pipeline:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Of each stage."""
+        """The position of each stage."""
         return tuple(stage.position for stage in self.stages)
 
     def place(self, stage: int) -> Place:
@@ -227,7 +227,7 @@ class Pipeline:
     # For checks -------------------------------------------------------------------------------------------------------
 
     def links(self) -> list[Link]:
-        """What waits for what."""
+        """The links between stages: which stage waits for which."""
         return [Link(edge.source, edge.target, bool(edge.backward)) for edge in self.edges("fp32")]
 
     def describe(self) -> str:

@@ -99,7 +99,7 @@ class _Exchange:
     incoming: Mapping[int, Sequence[Message]]
 
     def sum_gradients(self, mesh: Mesh, directions: Directions) -> None:
-        """In the order of the stages, so that all copies stay equal."""
+        """Sums the gradients of the copies in the order of the stages, so that all copies stay equal."""
         here = self.buckets[0].gradient
         for bucket in self.buckets[1:]:
             here.add_(bucket.gradient)
@@ -317,7 +317,7 @@ class PipelineCourse:
         return losses
 
     def _forward(self, stage: _StageRun, index: int, mail: Mail) -> Tensor | None:
-        """F. The loss, if this is the last stage."""
+        """Runs an action F; gives the loss, if this is the last stage."""
         inputs = {}
         for edge in stage.takes:
             x = mail.receive(Parcel(edge, index)).detach()
@@ -346,7 +346,7 @@ class PipelineCourse:
         return None
 
     def _backward(self, stage: _StageRun, action: Action, mail: Mail) -> None:
-        """B or I."""
+        """Runs an action B, or I."""
         index, held, zero = action.micro_batch, stage.held.pop(action.micro_batch), stage.part.zero
         gradients: dict[str, Tensor] = {
             name: output.gradient for name, output in held.outputs.items() if output.gradient is not None
@@ -375,7 +375,7 @@ class PipelineCourse:
                 mail.send(Parcel(edge, index, True), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
 
     def _deferred(self, stage: _StageRun, index: int) -> None:
-        """W."""
+        """Runs an action W: the deferred weight gradients of a micro-batch."""
         assert stage.deferred is not None
         stage.num_backward += 1
         stage.part.zero.begin_deferred(stage.num_backward == self.num_micro_batches)
@@ -419,7 +419,7 @@ class PipelineCourse:
                     yield whole.names, value
 
     def _bring(self, value: Tensor, source: int, rank0_only: bool) -> None:
-        """From process `source` to all, or to process 0."""
+        """Brings a value from process `source` to all, or to process 0."""
         line = collectives.wire(value)
         if self.mesh.everyone.size == 1 or (rank0_only and source == 0):
             return

@@ -88,7 +88,7 @@ class Ending:
         self._is_told = True
 
     def is_told(self) -> bool:
-        """The same on all ranks, if any was told. Collective."""
+        """Whether any rank was told to end; the answer is the same on all. Collective."""
         told = torch.tensor(int(self._is_told), device=self._device)
         if dist.get_world_size() > 1:
             dist.all_reduce(told, dist.ReduceOp.MAX)

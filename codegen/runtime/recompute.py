@@ -124,7 +124,7 @@ class _Unwritten:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Of `create_selective_checkpoint_contexts`."""
+    """The policy that `create_selective_checkpoint_contexts` takes: results of matmuls and attention are kept."""
     namespace, _, name = operator._schema.name.partition("::")
     # With a given output (`out=`, as collectives have) the caller's tensor would stay empty.
     keeps = namespace == "aten" and name in _KEPT and not operator._schema.is_mutable

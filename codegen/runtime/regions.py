@@ -118,7 +118,7 @@ class _Splitter:
         return regions
 
     def _outline(self, name: str, run: Sequence[ast.Assign], read_later: set[str]) -> tuple[ast.FunctionDef, ast.stmt]:
-        """(the region, the statement that calls it)."""
+        """The region as a function, and the statement that calls it."""
         arguments: dict[str, ast.expr] = {}
         known: set[str] = set()
         for statement in run:
@@ -235,6 +235,6 @@ def _names(nodes: Sequence[ast.AST], context: type[ast.expr_context]) -> set[str
 
 
 def _tuple(names: Sequence[str], context: ast.expr_context) -> ast.expr:
-    """`a`, or `(a, b)`."""
+    """The names as an expression: `a`, or `(a, b)`."""
     variables: list[ast.expr] = [ast.Name(name, context) for name in names]
     return variables[0] if len(variables) == 1 else ast.Tuple(variables, context)

@@ -105,12 +105,12 @@ def pad_part(part: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
 
 
 def gather(part: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
-    """S -> replicated."""
+    """The whole of a tensor of which each rank has the part S."""
     return join_parts(axis.gather_parts(part), dim, sections)
 
 
 def scatter(x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
-    """P -> S."""
+    """This rank's part S of the sum over ranks of x."""
     return axis.scatter_sum(split_parts(x, dim, sections, axis.size))
 
 
@@ -143,7 +143,7 @@ def _finished(ctx: Any, grad: Tensor) -> Tensor | None:
 
 
 class ForUse(torch.autograd.Function):
-    """R -> Rp."""
+    """The reshard R -> Rp."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
@@ -158,7 +158,7 @@ class ForUse(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """P -> R."""
+    """The reshard P -> R."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
@@ -170,7 +170,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class AllReducePartial(torch.autograd.Function):
-    """P -> Rp."""
+    """The reshard P -> Rp."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
@@ -185,7 +185,7 @@ class AllReducePartial(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """S -> Rp."""
+    """The reshard S -> Rp."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
@@ -201,7 +201,7 @@ class AllGather(torch.autograd.Function):
 
 
 class AllGatherFull(torch.autograd.Function):
-    """S -> R."""
+    """The reshard S -> R."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
@@ -215,7 +215,7 @@ class AllGatherFull(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """P -> S."""
+    """The reshard P -> S."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
@@ -229,7 +229,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class Slice(torch.autograd.Function):
-    """R -> S."""
+    """The reshard R -> S."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
@@ -243,7 +243,7 @@ class Slice(torch.autograd.Function):
 
 
 class SlicePartial(torch.autograd.Function):
-    """Rp -> S."""
+    """The reshard Rp -> S."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
@@ -257,7 +257,7 @@ class SlicePartial(torch.autograd.Function):
 
 
 class FirstRankOnly(torch.autograd.Function):
-    """R -> P."""
+    """The reshard R -> P."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
@@ -269,7 +269,7 @@ class FirstRankOnly(torch.autograd.Function):
 
 
 class FirstRankOnlyPartial(torch.autograd.Function):
-    """Rp -> P."""
+    """The reshard Rp -> P."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
@@ -283,7 +283,7 @@ class FirstRankOnlyPartial(torch.autograd.Function):
 
 
 class FirstRankGrad(torch.autograd.Function):
-    """Rp -> R."""
+    """The reshard Rp -> R."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:

@@ -165,7 +165,7 @@ class Step:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Of all parts."""
+        """The buckets of all parts."""
         return buckets_of(self.parts)
 
     @property

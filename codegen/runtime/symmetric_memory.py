@@ -33,7 +33,7 @@ _PROBE_SIZE: Final = 16
 
 
 def set_up(mesh: Mesh, name: str) -> None:
-    """From now on products run beside the transfers on the axis of that name, if its ranks can.
+    """Makes products run beside the transfers on the axis of that name from now on, if its ranks can.
 
     Collective over the axis: every rank must call it, before the axis is used. Warns where GPUs cannot.
     """

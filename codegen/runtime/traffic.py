@@ -21,15 +21,15 @@ class Traffic:
 
     @property
     def bytes_out(self) -> int:
-        """All that left the device."""
+        """Bytes that left the device."""
         return self.activations_out + self.gradients_out
 
     @property
     def bytes_in(self) -> int:
-        """All that came to the device."""
+        """Bytes that came to the device."""
         return self.activations_in + self.masters_in + self.parameters_in
 
     def reset(self) -> None:
-        """A step begins."""
+        """Sets all counts to 0, as a step begins."""
         for name in Traffic.__slots__:
             setattr(self, name, 0)

@@ -157,7 +157,7 @@ class Parcel:
 
     @property
     def copies(self) -> tuple[Copy, ...]:
-        """What is sent to whom."""
+        """The boxes that are sent, and to whom."""
         return self.edge.backward if self.is_gradient else self.edge.forward
 
     @property
@@ -183,13 +183,13 @@ class Directions:
 
     @classmethod
     def create(cls, mesh: Mesh) -> Directions:
-        """Collective over all processes."""
+        """Makes the groups. Collective over all processes."""
         if mesh.everyone.size == 1:
             return cls()
         return cls(dist.new_group(timeout=mesh.timeout), dist.new_group(timeout=mesh.timeout))
 
     def group(self, copy: Copy) -> Group:
-        """For a message from copy.source to copy.target."""
+        """The process group of a message from copy.source to copy.target."""
         return self.up if copy.source < copy.target else self.down
 
     def connect(self, pairs: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:

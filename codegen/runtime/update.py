@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Update:
-    """Of the parameters that one rank stores.
+    """The update of the parameters that one rank stores.
 
     host: updates in its place where the optimiser's state is in host memory. kernels: take the norm, and the update of
     a `FusedAdamW`, where they can run.
@@ -45,7 +45,7 @@ class Update:
             kernels.attach(parts, optimizer, is_offloaded=host is not None)
 
     def global_norm(self) -> Tensor:
-        """Of all gradients, equal on all ranks (0-dim). Collective."""
+        """The norm of all gradients, equal on all ranks (0-dim). Collective."""
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         if self.kernels is not None and self.kernels.norm is not None:
             total = total + self.kernels.norm.squared()
@@ -82,7 +82,7 @@ def _clip_factor(max_norm: float, grad_norm: Tensor | None) -> Tensor | None:
 
 
 def buckets_of(parts: Sequence[Part]) -> list[Bucket]:
-    """Of all parts."""
+    """The buckets of all parts."""
     return [bucket for part in parts for bucket in part.zero.buckets]
 
 

@@ -150,17 +150,17 @@ class ZeroUnits:
     # The course of a micro-batch --------------------------------------------------------------------------------------
 
     def begin(self, accumulate: bool, is_last: bool) -> None:
-        """Before a forward. accumulate: add to the gradients there are. is_last: of the step's micro-batches."""
+        """Prepares a forward. accumulate: add to the gradients there are. is_last: of the step's micro-batches."""
         self._expect(accumulate, is_last)
         self._gather_root(self._order[0] if self._order else None)
 
     def begin_backward(self, accumulate: bool, is_last: bool) -> None:
-        """Before a backward that does not follow its forward directly (which ended with has_backward=False)."""
+        """Prepares a backward that does not follow its forward directly (which ended with has_backward=False)."""
         self._expect(accumulate, is_last)
         self._gather_root(self._order[-1] if self._order else None)
 
     def begin_split_step(self) -> None:
-        """Before a step in which backwards come in parts: gradients start from zero."""
+        """Prepares a step in which backwards come in parts: gradients start from zero."""
         self._is_split = True
         for bucket in self._trainable:
             bucket.gradient.zero_()
@@ -168,7 +168,7 @@ class ZeroUnits:
                 bucket.whole_gradient.zero_()
 
     def begin_deferred(self, is_last: bool) -> None:
-        """Before the rest of a backward, which needs no parameters. Its `end` reduces all gradients there are."""
+        """Prepares the rest of a backward, which needs no parameters. Its `end` reduces all gradients there are."""
         self._expect(accumulate=True, is_last=is_last)
 
     def _expect(self, accumulate: bool, is_last: bool) -> None:
@@ -187,7 +187,7 @@ class ZeroUnits:
             bucket.finish_gather()
 
     def end(self, has_backward: bool = True) -> None:
-        """After the backward (or, without one, the forward): all gradients are reduced when the last one returns."""
+        """Ends the backward (or, without one, the forward): all gradients are reduced when the last one returns."""
         if has_backward:
             for bucket in self._trainable:
                 if not bucket.is_complete:
@@ -200,7 +200,7 @@ class ZeroUnits:
             bucket.release()
 
     def publish(self, is_copied: bool = False) -> None:
-        """After the masters changed: the parameters that are kept whole follow. is_copied: as in `start_publish`."""
+        """Copies changed masters to the parameters that are kept whole. is_copied: as in `start_publish`."""
         works = [bucket.start_publish(is_copied) for bucket in self.buckets]
         for work in works:
             if work is not None:
