@@ -115,9 +115,10 @@ class _Meter:
         where = partial(self.place.where, scope)
         scope, operators, choices = as_run(scope, self.operators, self.choices, self.passed.fusions)
         kept = saved_tensors(scope.nodes, scope.metas, parameters, partial(self._copied, scope, choices))
+        unnamed = {call for name, call in self.passed.unnamed if name == scope.name}
         for name, (nodes, ends) in self._pieces(scope).items():
             own = scope, nodes, operators, choices, self.pricer, where, kept, parameters, ends
-            self.costs[name].live = Walk(*own).measure()
+            self.costs[name].live = Walk(*own, unnamed).measure()
 
     def _copied(self, scope: Scope, choices: Choices, node: Node, ref: Ref) -> Placements | None:
         """How an input lies that is resharded for a call, where that copies it."""

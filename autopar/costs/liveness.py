@@ -9,7 +9,7 @@ derived from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
@@ -123,7 +123,8 @@ class Walk:
     """The calls of one block in order.
 
     scope: of the calls; nodes: those of the block. saved: what each is first to keep (`saved_tensors`). ends: results
-    that are read outside of the block, as they lie when it ends.
+    that are read outside of the block, as they lie when it ends. unnamed: calls whose results are freed when the next
+    call that is not among them returns (passed.py).
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Walk:
         saved: Mapping[str, tuple[Ref, ...]],
         parameters: frozenset[str],
         ends: Iterable[Key],
+        unnamed: Collection[str] = (),
     ) -> None:
         self.scope, self.nodes, self.operators, self.pricer = scope, nodes, operators, pricer
         self.options = {n.name: choices.operators[scope.name, n.name] for n in nodes}
@@ -144,7 +146,7 @@ class Walk:
         self.scale = 1.0 + pricer.fragmentation
         self.roots: dict[Key, Key] = {}
         self.events: list[Node | _Move] = []
-        self.ends = tuple(ends)
+        self.ends, self.unnamed = tuple(ends), unnamed
         self._order(choices, where)
         self.kept = {n.name: self._kept(n, saved.get(n.name, ())) for n in nodes}
         self.kept_bytes = sum(size for parts in self.kept.values() for _, size in parts)
@@ -218,6 +220,7 @@ class Walk:
         last = savers[-1] if savers else ""
         live = loose = peak = again = 0.0
         saved_before: set[Key] = set()
+        passing: dict[Key, float] = {}
         for event in self.events:
             made, temporary = self._made(event), self._forward_temporary(event)
             if isinstance(event, Node) and event.name == last:
@@ -231,6 +234,12 @@ class Walk:
                 live += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
                 saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
             peak = max(peak, live + temporary)
+            if isinstance(event, Node) and event.name in self.unnamed:
+                passing |= {key: size for key, size in made.items() if key not in storages}
+            elif isinstance(event, Node):
+                for index, lies in enumerate(self.options[event.name].outputs):
+                    passing.pop(self._root(Ref(event.name, index), lies), None)
+                live, loose, passing = live - sum(passing.values()), loose - sum(passing.values()), {}
         return loose, peak, max(again, 0.0)
 
     def _made(self, event: Node | _Move) -> dict[Key, float]:

@@ -1,9 +1,9 @@
 """What passes make of decisions, read off the program that is emitted for them.
 
-Which reshards' sums run beside weight gradients, which runs of calls are one kernel, and which products are in e4m3 is
-decided where programs are rewritten (codegen/overlap.py, codegen/fusion, codegen/fp8.py). A prediction asks the program
-that they give, so that it cannot count what no rank runs. The search has no program yet: it prices an option by what
-passes do where nothing beside it is in their way (overlap.py, kernels.py, fp8.py).
+Which reshards' sums run beside weight gradients, which runs of calls are one kernel or one function, and which products
+are in e4m3 is decided where programs are rewritten (codegen/overlap.py, fusion, idioms.py, fp8.py). A prediction asks
+the program that they give, so that it cannot count what no rank runs. The search has no program yet: it prices an
+option by what passes do where nothing beside it is in their way (overlap.py, kernels.py, fp8.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.lowering.passes import passes
 from autopar.options.choices import Choices
 from autopar.options.fused import Fusion
 from autopar.options.strategies import Operator, scopes_of
+from codegen.idioms import with_idioms
 from codegen.program import Call, Program
 
 OVERLAPPED = {"overlapped.linear": 0, "overlapped.linears": 0, "overlapped.addmm": 1}
@@ -53,10 +54,15 @@ Known = dict[Hashable, Facts]
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The facts of one program for a graph. fusions: call -> the run that is one kernel and has it as a member."""
+    """The facts of one program for a graph.
+
+    fusions: call -> the run that is one kernel and has it as a member. unnamed: calls whose results have no variable,
+    since a function of the run time makes them on its way (codegen/idioms.py), and frees them when it returns.
+    """
 
     facts: Facts
     fusions: Mapping[Key, Fusion]
+    unnamed: frozenset[Key] = frozenset()
 
     def priced(self, pricer: Pricer) -> Pricer:
         """The pricer for calls as this program has them."""
@@ -78,10 +84,10 @@ class _OneStage:
 
 def passed(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choices: Choices, known: Known) -> Passed:
     """What the passes that the pricer prices make of these decisions."""
+    if not pricer.has_program:
+        return Passed(Facts(), {})
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
-    if not (has_kernels or has_fp8 or overlaps):
-        return Passed(Facts(), {})
     runs = _runs(graph, operators) if has_kernels else []
     pays = tuple((f.node.name, f.node.op, f.pays(pricer.mesh.num_data_ranks)) for _, f in runs)
     key = has_fp8, overlaps, pricer.mesh, pays, _signature(choices)
@@ -89,13 +95,15 @@ def passed(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choi
         program = lower(graph, operators, _OneStage(pricer.mesh), choices)
         for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
             program = rewrite(program)
-        known[key] = _facts(program)
+        known[key] = _facts(with_idioms(program))
     facts, fusions = known[key], dict[Key, Fusion]()
     for scope, fusion in runs:
         assert isinstance(pricer, KernelPricer)
         if (scope, fusion.node.op, fusion.node.name) in facts.made and pricer.is_one_call(fusion):
             fusions |= {(scope, member.name): fusion for member in fusion.members}
-    return Passed(facts, fusions)
+    named = {(scope, name) for scope, _, name in facts.made}
+    calls = {(scope.name, node.name) for scope in scopes_of(graph) for node in scope.nodes}
+    return Passed(facts, fusions, frozenset(calls - named))
 
 
 def _facts(program: Program) -> Facts:

@@ -7,6 +7,7 @@ reshards are priced in rates.py, matmuls and attention in contractions.py, param
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from autopar.costs import host
 from autopar.costs.contractions import Contractions
@@ -22,7 +23,12 @@ FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"resha
 
 @dataclass
 class Pricer(Contractions, ParameterPrices):
-    """Prices of calls and parameters. Holds no decision."""
+    """Prices of calls and parameters. Holds no decision.
+
+    has_program: whether what is priced is emitted, so that predictions can ask the program (passed.py).
+    """
+
+    has_program: ClassVar[bool] = True
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Seconds of compute (forward, backward) of one call at its local sizes."""

@@ -102,10 +102,10 @@ def test_a_plain_run_refuses_it() -> None:
 @pytest.mark.slow
 def test_saved_programs_have_the_kernels_and_the_option(tmp_path: Any) -> None:
     folder = compiled(compression=BOTH, constraints={"zero": 3}).save(tmp_path / "run", weights=False)
-    assert 'compression={"gather": "int8", "reduce": "int8"},' in (folder / "main.py").read_text()
+    assert 'compression=Compression({"gather": "int8", "reduce": "int8"})' in (folder / "program.py").read_text()
     assert (folder / "kernels" / "quantize.py").exists()
     folder = compiled(constraints={"zero": 3}).save(tmp_path / "exact", weights=False)
-    assert "compression" not in (folder / "main.py").read_text()
+    assert "compression" not in (folder / "program.py").read_text()
     assert not (folder / "kernels").exists()
 
 

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import training
 from autopar.costs.live_bytes import LiveBytes
 from autopar.errors import CheckpointError, ConstraintError, WorldSizeError
 from autopar.launch import RankError, run_ranks
 from autopar.trainer import Trainer
-from autopar.training import checkpoints
+from autopar.training import checkpoints, loop
 from autopar.training.config import TrainerConfig, TrainResult
 from autopar.training.loop import batches_from
 from examples.models import Example, gpt2
@@ -226,7 +225,7 @@ def test_another_models_checkpoint_is_refused_before_ranks_are_started(
     config = replace(CONFIG, checkpoint_directory=str(tmp_path / "run"), steps=1)
     fit(gpt2(), replace(config, auto_parallel=False))
     with monkeypatch.context() as patched:
-        patched.setattr(training, "run_ranks", lambda *args: pytest.fail("ranks were started"))
+        patched.setattr(loop, "run_ranks", lambda *args: pytest.fail("ranks were started"))
         for other, text in ((gpt2(layers=1), "it has, and the model has not,"), (gpt2(layers=3), "it lacks")):
             with pytest.raises(CheckpointError, match=f"is of another model: {text}"):
                 fit(other, config)
