@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -143,17 +143,27 @@ def with_options(
     [Callable[[nn.Module, AnyCluster | str, Options], Found]],
     Callable[Concatenate[nn.Module, AnyCluster | str, P], Found],
 ]:
-    """Turns `f(model, cluster_spec, options)` into a function that takes the fields of the options by keyword."""
+    """Turns `f(model, cluster_spec, options)` into a function that takes the fields of the options by keyword.
+
+    That function raises TypeError, with the options that there are, for a call that does not fit its signature.
+    """
 
     def decorate(function: Callable[[nn.Module, AnyCluster | str, Options], Found]) -> Any:
-        @functools.wraps(function)
-        def called(model: nn.Module, cluster_spec: AnyCluster | str, *nothing: P.args, **given: P.kwargs) -> Found:
-            return function(model, cluster_spec, options(*nothing, **given))
+        own, keywords = inspect.signature(function), inspect.signature(options).parameters
+        signature = own.replace(parameters=[*list(own.parameters.values())[:2], *keywords.values()])
 
-        first = list(inspect.signature(function).parameters.values())[:2]
-        keywords = inspect.signature(options).parameters.values()
-        result = inspect.signature(function).return_annotation
-        called.__signature__ = inspect.Signature([*first, *keywords], return_annotation=result)  # type: ignore[attr-defined]
+        @functools.wraps(function)
+        def called(*given: Any, **named: Any) -> Found:
+            try:
+                model, cluster_spec = signature.bind(*given, **named).args
+            except TypeError as error:
+                legal = f"after the model and the cluster, options are given by keyword: {', '.join(keywords)}"
+                raise TypeError(f"autopar.{function.__name__}: {error}; {legal}") from None
+            return function(
+                model, cluster_spec, cast(Any, options)(**{k: v for k, v in named.items() if k in keywords})
+            )
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
         return called
 
     return decorate
