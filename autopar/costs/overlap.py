@@ -7,13 +7,13 @@ multiprocessors from the products beside them),
 
     hidden = min(b, h w)
 
-is taken off the reshard wherever it is priced: on the edges of the search and in predictions.
+is taken off the reshard on the edges of the search, and in predictions where the program has it so (passed.py).
 
 A tensor that several layers read is resharded from its maker to where it is kept, and then its readers are known but
 not their options. One that takes it as it is kept, Rp on some axes, has its result cut on these. So w follows from the
 placement alone, and of all options that read the tensor so, it is the least. A reader that takes the tensor in another
-way is not joined; the sum counts as hidden even so, since an edge does not see it. Left out the other way are reshards
-from where a tensor is kept to one of several readers, and layers whose parameters have other readers.
+way is not joined; the search counts the sum as hidden even so, since an edge does not see it. Left out the other way
+are reshards from where a tensor is kept to one of several readers, and layers whose parameters have other readers.
 """
 
 from __future__ import annotations

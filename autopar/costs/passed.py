@@ -90,7 +90,7 @@ def passed(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choi
     overlaps = pricer.overlap_share > 0
     runs = _runs(graph, operators) if has_kernels else []
     pays = tuple((f.node.name, f.node.op, f.pays(pricer.mesh.num_data_ranks)) for _, f in runs)
-    key = has_fp8, overlaps, pricer.mesh, pays, _signature(choices)
+    key = has_kernels, has_fp8, overlaps, pricer.mesh, pays, _signature(choices)
     if key not in known:
         program = lower(graph, operators, _OneStage(pricer.mesh), choices)
         for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
