@@ -94,7 +94,8 @@ def as_one(layers: Sequence[Layer], target: str) -> Call:
     weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
     more = (biases,) if any(bias is not None for bias in biases) else ()
     results = tuple(layer.call.results[0] for layer in layers)
-    return replace(first.call, target=target, args=(first.x, weights, *more), results=results)
+    members = tuple(layer.call for layer in layers)
+    return replace(first.call, target=target, args=(first.x, weights, *more), results=results, members=members)
 
 
 def _reader(index: int, read: Var, flow: Flow) -> Layer | None:

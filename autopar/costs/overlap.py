@@ -7,7 +7,7 @@ multiprocessors from the products beside them),
 
     hidden = min(b, h w)
 
-is taken off the reshard on the edges of the search, and in predictions where the program has it so (passed.py).
+is taken off the reshard on the edges of the search, and in predictions where the program has it so (emitted.py).
 
 A tensor that several layers read is resharded from its maker to where it is kept, and then its readers are known but
 not their options. One that takes it as it is kept, Rp on some axes, has its result cut on these. So w follows from the
@@ -19,7 +19,7 @@ are reshards from where a tensor is kept to one of several readers, and layers w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -27,8 +27,9 @@ from autopar.costs.fp8 import Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import num_local_dim
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, derived
 from autopar.ir.placement import Placements, Rp
+from autopar.options.reshard import Step, steps
 from autopar.options.strategies import Operator, Scope, num_local, scopes_of
 from cost_models import compute
 
@@ -47,14 +48,24 @@ class Overlaps:
         self._operators, self._pricer = operators, pricer
         self._layers = joined_layers(graph) if pricer.overlap_share else {}
         self._metas = {scope.name: scope.metas for scope in scopes_of(graph)}
-        self._beside: dict[tuple[Site, Placements], float] = {}
+        self._seconds: dict[tuple[str, str, Placements], float] = {}
 
     def seconds(self, site: Site, source: Placements, target: Placements, is_kept: bool = False) -> float:
         """Hidden seconds of a tensor's reshard for its only reader, or (is_kept) from its maker to where it is kept."""
         if source == target or not self._is_priced(site, is_kept):
             return 0.0
-        beside = self._beside_seconds(site, target)
-        return self._pricer.hidden_seconds(source, target, self._metas[site[0]][site[1]], beside)
+        path, readers = steps(source, target, self._pricer.mesh.sizes), self._readers(site)
+        return self.hidden(self._metas[site[0]][site[1]], target, path[-1], readers) if path and readers else 0.0
+
+    def hidden(self, meta: TensorMeta, target: Placements, last: Step, readers: Iterable[Operator]) -> float:
+        """Hidden seconds of a reshard to `target` whose last step's sum runs beside these layers' gradients."""
+        beside = 0.0
+        for reader in readers:
+            key = reader.scope, reader.node.name, target
+            if key not in self._seconds:
+                self._seconds[key] = self._weight_seconds(reader, meta, target)
+            beside += self._seconds[key]
+        return self._pricer.hidden_seconds(last, meta, beside)
 
     def reshard_matrix(
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
@@ -69,14 +80,10 @@ class Overlaps:
     def _is_priced(self, site: Site, is_kept: bool) -> bool:
         return site in self._layers and is_kept == (len(self._layers[site]) > 1)
 
-    def _beside_seconds(self, site: Site, placements: Placements) -> float:
-        """Seconds of all weights' and biases' gradients of a tensor's readers; 0 where programs do not join them."""
-        key = site, placements
-        if key not in self._beside:
-            readers = [self._operators[site[0], name] for name in self._layers[site]]
-            is_joined = all(map(self._is_joined, readers))
-            self._beside[key] = sum(self._weight_seconds(r, site, placements) for r in readers) if is_joined else 0.0
-        return self._beside[key]
+    def _readers(self, site: Site) -> list[Operator]:
+        """The layers that are all that reads a tensor; none where programs do not join them."""
+        readers = [self._operators[site[0], name] for name in self._layers[site]]
+        return readers if all(map(self._is_joined, readers)) else []
 
     def _is_joined(self, operator: Operator) -> bool:
         """Whether it is torch's own call that computes the layer: of those in fp8 and in kernels, none is joined."""
@@ -84,11 +91,11 @@ class Overlaps:
             return False
         return not (isinstance(self._pricer, Fp8Pricer) and operator.scope)
 
-    def _weight_seconds(self, operator: Operator, site: Site, placements: Placements) -> float:
+    def _weight_seconds(self, operator: Operator, x: TensorMeta, placements: Placements) -> float:
         """The gradients of a layer's weight and bias where x lies in `placements` and Rp means that the result is
         cut."""
         pricer, result = self._pricer, operator.node.outputs[0]
-        mesh, x = pricer.mesh, self._metas[site[0]][site[1]]
+        mesh = pricer.mesh
         ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p == Rp)
         depth, columns = num_local_dim(x, placements, mesh), max(result.shape[-1] // ways, 1)
         rows = max(num_local(x, placements, mesh) // depth, 1)
