@@ -8,7 +8,7 @@ prices an option by what passes do where nothing beside it is in their way (over
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.costs.fp8 import Fp8Pricer
@@ -29,9 +29,18 @@ IN_FP8 = frozenset({"fp8.linear", "fp8.linears", "fp8.addmm"})
 Key = tuple[str, str]
 """(scope, call)"""
 
-Known = dict[Hashable, Program]
-"""Programs of one model that were made already, by all that they follow from. Sizes in them are those of the graph that
-was first asked for: a program for other rows has the same statements."""
+
+@dataclass(slots=True)
+class Emitted:
+    """A program, with the units of its classes by scope where they were read already (events.py). Sizes are those of
+    the graph that was first asked for: a program for other rows has the same statements."""
+
+    program: Program
+    units: dict[str, Any] = field(default_factory=dict)
+
+
+Known = dict[Hashable, Emitted]
+"""Programs of one model that were made already, by all that they follow from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class _OneStage:
     num_micro_batches: int = 1
 
 
-def emitted(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choices: Choices, known: Known) -> Program:
+def emitted(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choices: Choices, known: Known) -> Emitted:
     """The program of these decisions, after the passes that the pricer prices."""
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
@@ -55,7 +64,7 @@ def emitted(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, cho
         program = lower(graph, operators, _OneStage(pricer.mesh), choices)
         for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
             program = rewrite(program)
-        known[key] = with_idioms(program) if pricer.has_idioms else program
+        known[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
     return known[key]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from autopar.costs.block_costs import BlockCost, BusySeconds
-from autopar.costs.emitted import Known, emitted, priced
+from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
 from autopar.costs.events import Moved, Ran, Reader, Unit
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.liveness import Walk
@@ -24,7 +24,6 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.placement import Placements
 from autopar.options.choices import Choices
 from autopar.options.strategies import Operator, Scope, scopes_of
-from codegen.program import Program
 
 
 def layer_costs(
@@ -36,8 +35,8 @@ def layer_costs(
 ) -> dict[str, BlockCost]:
     """What forward and backward do and keep, without parameters: it depends on the shape of one data-parallel rank's
     micro-batch, and not on how many such ranks there are. known: programs of the model that were made already."""
-    program = emitted(graph, operators, pricer, choices, {} if known is None else known)
-    return _Evaluation(program, graph, operators, pricer, choices).costs()
+    made = emitted(graph, operators, pricer, choices, {} if known is None else known)
+    return _Evaluation(made, graph, operators, pricer, choices).costs()
 
 
 def layer_seconds(
@@ -48,8 +47,8 @@ def layer_seconds(
     known: Known | None = None,
 ) -> dict[str, BusySeconds]:
     """The seconds of every unit, as `layer_costs` has them, without counting any bytes."""
-    program = emitted(graph, operators, pricer, choices, {} if known is None else known)
-    costs = _Evaluation(program, graph, operators, pricer, choices).costs(with_bytes=False)
+    made = emitted(graph, operators, pricer, choices, {} if known is None else known)
+    costs = _Evaluation(made, graph, operators, pricer, choices).costs(with_bytes=False)
     return {
         name: BusySeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.beside_seconds)
         for name, cost in costs.items()
@@ -61,25 +60,21 @@ class _Evaluation:
 
     def __init__(
         self,
-        program: Program,
+        made: Emitted,
         graph: Graph,
         operators: Mapping[tuple[str, str], Operator],
         pricer: Pricer,
         choices: Choices,
     ) -> None:
-        self.program, self.graph, self.operators, self.choices = program, graph, operators, choices
-        self.searched, self.pricer = pricer, priced(program, graph, operators, pricer)
+        self.made, self.graph, self.operators, self.choices = made, graph, operators, choices
+        self.searched, self.pricer = pricer, priced(made.program, graph, operators, pricer)
         self.overlaps = Overlaps(graph, operators, pricer)
         self.found: dict[str, BlockCost] = {name: BlockCost() for name in chain(graph)}
 
     def costs(self, with_bytes: bool = True) -> dict[str, BlockCost]:
         """All units; without bytes there are only seconds, and no modes."""
-        fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
-        classes = {"": self.program.root} | {layer.name: layer for layer in self.program.layers}
         for scope in scopes_of(self.graph):
-            own = self.operators, self.choices, fusions, segments(self.graph)
-            before = () if scope.layer else self.program.whole_sums
-            units = Reader(scope, self.pricer.mesh, *own).units(classes[scope.name], before)
+            units = self._units(scope, anew=with_bytes)
             for name, unit in units.items():
                 self._seconds(scope, unit, self.found[name])
             if with_bytes:
@@ -88,6 +83,17 @@ class _Evaluation:
                 cost = self.found[scope.name]
                 cost.modes = recompute_modes(self.graph, self.operators, self.pricer, self.choices, scope, cost)
         return self.found
+
+    def _units(self, scope: Scope, anew: bool) -> Mapping[str, Unit]:
+        """What happens in the units of a scope. anew: with the calls of this graph, of which bytes need the sizes."""
+        if anew or scope.name not in self.made.units:
+            fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
+            own = self.operators, self.choices, fusions, segments(self.graph)
+            before = () if scope.layer else self.made.program.whole_sums
+            cls = dict(classes(self.made.program))[scope.name]
+            self.made.units[scope.name] = Reader(scope, self.pricer.mesh, *own).units(cls, before)
+        found: Mapping[str, Unit] = self.made.units[scope.name]
+        return found
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ ABSORBED = ("aten.view.default", "aten.reshape.default")
 
 def events_of(it: Setting, choices: Choices) -> tuple[Program, dict[str, list[Event]]]:
     """The program of the decisions, and the events of each of its classes."""
-    program = emitted(it.graph, it.operators, it.pricer, choices, {})
+    program = emitted(it.graph, it.operators, it.pricer, choices, {}).program
     pricer = priced(program, it.graph, it.operators, it.pricer)
     fusions = (pricer.fusions if isinstance(pricer, KernelPricer) else None) or {}
     bodies, found = dict(classes(program)), {}

@@ -118,7 +118,7 @@ def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str,
 
 def calls_of(it: Setting, scope: Scope, choices: Choices) -> tuple[Node, ...]:
     """What predictions count of a scope."""
-    program = emitted(it.graph, it.operators, it.pricer, choices, {})
+    program = emitted(it.graph, it.operators, it.pricer, choices, {}).program
     fusions = priced(program, it.graph, it.operators, it.pricer).fusions
     own = it.operators, choices, fusions, segments(it.graph)
     cls = next((layer for layer in program.layers if layer.name == scope.name), program.root)
