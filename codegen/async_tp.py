@@ -83,7 +83,7 @@ def _joints(flow: Flow) -> Iterator[_Joint]:
 
 def _gathered(gather: Reshard, index: int, flow: Flow) -> _Joint | None:
     """An all_gather with the layers that are all that reads it."""
-    readers = readers_of(index, flow)
+    readers = readers_of(gather.result, index, flow)
     if readers is None:
         return None
     first, gone = readers.calls[0], readers.gone | {index}

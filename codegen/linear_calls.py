@@ -1,4 +1,4 @@
-"""Which calls of a body are linear layers with stored weights, and which of them are all that reads a reshard."""
+"""Which calls of a body are linear layers with stored weights, and which of them are all that reads a tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from codegen.fusion.match import Flow
-from codegen.program import Call, Reshard, Statement, TensorType, Var
+from codegen.program import Call, Statement, TensorType, Var
 
 LINEAR: Final = "aten.linear.default"
 ADDMM: Final = "aten.addmm.default"
@@ -65,12 +65,11 @@ def is_stored(value: Any) -> bool:
     return isinstance(value, Var) and value.is_stored
 
 
-def readers_of(index: int, flow: Flow) -> Readers | None:
-    """The layers that are all that reads the reshard at `index`, if they may be one call; torch.addmm only alone."""
-    reshard = flow.body[index]
-    assert isinstance(reshard, Reshard)
-    read, view = reshard.result, -1
-    calls = flow.readers.get((index, read.name), frozenset())
+def readers_of(x: Var, made: int, flow: Flow) -> Readers | None:
+    """The layers that are all that reads x, if they may be one call; torch.addmm only alone. made: by that statement,
+    -1 for what no statement makes."""
+    read, view = x, -1
+    calls = flow.readers.get((made, x.name), frozenset())
     if len(calls) == 1:
         (only,) = calls
         flattened = _flattened(only, flow)
@@ -83,9 +82,9 @@ def readers_of(index: int, flow: Flow) -> Readers | None:
     if view >= 0 and not layers[0].is_addmm:
         return None
     first = order[0]
-    holds = flow.value_at(reshard.result.name, first, frozenset((view,))) == index
+    holds = flow.value_at(x.name, first, frozenset((view,))) == made
     may_move = all(flow.may_move(i, first) for i in order[1:])
-    return Readers(reshard.result, order, layers, view) if holds and may_move else None
+    return Readers(x, order, layers, view) if holds and may_move else None
 
 
 def as_one(layers: Sequence[Layer], target: str) -> Call:
@@ -94,7 +93,8 @@ def as_one(layers: Sequence[Layer], target: str) -> Call:
     weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
     more = (biases,) if any(bias is not None for bias in biases) else ()
     results = tuple(layer.call.results[0] for layer in layers)
-    return replace(first.call, target=target, args=(first.x, weights, *more), results=results)
+    members = tuple(layer.call for layer in layers)
+    return replace(first.call, target=target, args=(first.x, weights, *more), results=results, members=members)
 
 
 def _reader(index: int, read: Var, flow: Flow) -> Layer | None:

@@ -28,9 +28,9 @@ def overlap(program: Program) -> Program:
     return replace(program, layers=layers, root=_overlap_class(program.root))
 
 
-def sums_backward(statement: Statement) -> bool:
-    """Whether a statement is a reshard to Rp, whose backward sums over the axis."""
-    return isinstance(statement, Reshard) and statement.result.type.placement(statement.axis) == "Rp"
+def sums_backward(reshard: Reshard) -> bool:
+    """Whether it is a reshard to Rp, whose backward sums over the axis."""
+    return reshard.result.type.placement(reshard.axis) == "Rp"
 
 
 def joined(readers: Readers) -> Call:
@@ -48,7 +48,9 @@ def _overlap_class(cls: ModuleClass) -> ModuleClass:
     flow = Flow.of(cls.body, cls.outputs)
     body: list[Statement | None] = list(cls.body)
     for index, statement in enumerate(cls.body):
-        readers = readers_of(index, flow) if sums_backward(statement) else None
+        if not isinstance(statement, Reshard) or not sums_backward(statement):
+            continue
+        readers = readers_of(statement.result, index, flow)
         if readers is not None:
             for gone in readers.gone:
                 body[gone] = None

@@ -71,7 +71,8 @@ class Call:
     """`results = target(*args, **kwargs)`, divided by `divisor`.
 
     target: an operator ("aten.linear.default"), a runtime function ("runtime.dropout") or a fused kernel
-    ("kernels.swiglu"). section: the module that made the call, for a comment where it changes.
+    ("kernels.swiglu"). section: the module that made the call, for a comment where it changes. members: the calls that
+    a pass put this one in the place of, in their order; () for one that stands for itself.
     """
 
     target: str
@@ -80,6 +81,12 @@ class Call:
     results: tuple[Var, ...]
     section: str = ""
     divisor: int = 1
+    members: tuple[Call, ...] = field(default=(), compare=False)
+
+    @property
+    def original(self) -> tuple[Call, ...]:
+        """The calls of the lowered program that it stands for: its members' members, or itself."""
+        return tuple(call for member in self.members for call in member.original) or (self,)
 
 
 @dataclass(frozen=True, slots=True)

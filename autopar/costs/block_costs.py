@@ -3,7 +3,7 @@
 Every price of space.py falls into exactly one block: a call's into its own, a reshard's into its reader's (into its
 maker's where several read what was made once), a parameter's into that of its first use.
 
-What calls do is counted in activity_costs.py and recompute_modes.py, what parameters cost in stored_costs.py, and
+What calls do is counted in evaluate.py and recompute_modes.py, what parameters cost in stored_costs.py, and
 cost_table.py has both together.
 """
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.costs.activity_costs import activity_costs
 from autopar.costs.block_costs import BlockCost
+from autopar.costs.evaluate import layer_costs
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.ir.graph import Graph
@@ -19,7 +19,7 @@ def block_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
 ) -> dict[str, BlockCost]:
     """The cost of every block, by name."""
-    activity = activity_costs(graph, operators, pricer, choices)
+    activity = layer_costs(graph, operators, pricer, choices)
     return combined(activity, stored_costs(graph, pricer, choices.parameters))
 
 

@@ -92,7 +92,7 @@ def _multiply(a: int, b: int, result: int, on_cpu: bool) -> float:
 @dataclass
 class Fp8Pricer(Pricer):
     """Prices without other fused kernels. products: (scope, call) -> how many calls in e4m3 share its cast of x, of one
-    program (passed.py); None while there is no program, and an option alone says whether a call may be in e4m3."""
+    program (emitted.py); None while there is no program, and an option alone says whether a call may be in e4m3."""
 
     products: Mapping[tuple[str, str], int] | None = None
 

@@ -9,7 +9,7 @@ leaves, k of what is kept, and g of the gradients that are made, all on one rank
 are shared by the calls of the run: what enters is charged to the first that reads it, what leaves to the call that made
 it. A call is priced by itself where its own decision parts the run: a normalised dim, a head or a vocabulary that is
 cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once there is a
-program: predictions price the runs that it has (passed.py, `as_run`). The search's seconds are those of runs that no
+program: predictions price the runs that it has (emitted.py). The search's seconds are those of runs that no
 reshard parts; as each call is charged its own share, parting a run never seems to pay.
 
 The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) makes no whole logits: its forward has all
@@ -20,17 +20,16 @@ alone (the sum over chunks is fp32) and is put where it needs less memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.costs.saved import KEEPS_INPUTS
 from autopar.costs.specials import specials
-from autopar.ir.graph import Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
-from autopar.options.choices import Choices
 from autopar.options.fused import Fusion
-from autopar.options.strategies import Operator, Option, Scope, num_local
+from autopar.options.strategies import Operator, Option, num_local
 from codegen.fusion.losses import ACCUMULATOR_BYTES
 from cost_models import compute
 
@@ -85,8 +84,11 @@ again, in the same kernel."""
 
 @dataclass
 class KernelPricer(Pricer):
-    """Prices with fused kernels. fusions: (scope, call) -> the run that it is part of, of one program (passed.py); None
-    while there is no program, and a run is taken for whole where each call's own decision leaves it whole."""
+    """Prices with fused kernels.
+
+    fusions: (scope, call) -> the run that it is part of, of one program (emitted.py); None while there is no program,
+    and a run is taken for whole where each call's own decision leaves it whole.
+    """
 
     fusions: Mapping[Key, Fusion] | None = None
 
@@ -273,39 +275,3 @@ def kept_by(fusion: Fusion) -> frozenset[Ref]:
     """What a run keeps for its backward, of what enters it and of its results."""
     held = ((node.inputs, KEEPS_INPUTS.get(base_name(node.op)) or ()) for node in fusion.nodes)
     return frozenset(inputs[i] for inputs, positions in held for i in positions if i < len(inputs))
-
-
-# --- in a program -----------------------------------------------------------------------------------------------------
-
-
-def as_run(
-    scope: Scope, operators: Mapping[Key, Operator], choices: Choices, fusions: Mapping[Key, Fusion]
-) -> tuple[Scope, Mapping[Key, Operator], Choices]:
-    """The scope's calls as a program has them, with its fused ones and how what they read lies."""
-    found = [f for (name, call), f in fusions.items() if name == scope.name and call == f.node.name]
-    if not found:
-        return scope, operators, choices
-    gone = {member.name for fusion in found for member in fusion.members}
-    made = {node.name: (node, fusion) for fusion in found for node in fusion.nodes}
-    nodes: list[Node] = []
-    calls, options = dict(operators), dict(choices.operators)
-    for node in scope.nodes:
-        if node.name not in made:
-            nodes += [] if node.name in gone else [node]
-            continue
-        node, fusion = made[node.name]
-        key, lies = (scope.name, node.name), _lies(fusion, scope.name, choices)
-        metas = tuple(scope.metas[ref] for ref in node.inputs)
-        nodes.append(node)
-        calls[key] = replace(operators[key], node=node, inputs=metas, runs=None)
-        options[key] = replace(options[key], inputs=tuple(lies[ref] for ref in node.inputs))
-    return replace(scope, nodes=tuple(nodes)), calls, replace(choices, operators=options)
-
-
-def _lies(fusion: Fusion, scope: str, choices: Choices) -> dict[Ref, Placements]:
-    """How what enters a run lies there, and how its results do."""
-    found = {Ref(node.name): choices.operators[scope, node.name].outputs[0] for node in fusion.nodes}
-    members = {member.name: member for member in fusion.members}
-    for ref, name in fusion.readers.items():
-        found[ref] = choices.operators[scope, name].inputs[members[name].inputs.index(ref)]
-    return found

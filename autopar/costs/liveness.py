@@ -9,17 +9,16 @@ derived from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
 from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
-from autopar.options.choices import Choices
-from autopar.options.reshard import Step, steps
-from autopar.options.strategies import Operator, Scope, num_local
+from autopar.options.strategies import Scope, num_local
 
 HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
 """Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
@@ -30,8 +29,6 @@ BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div
 DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
 CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
 """Elements of a chunk of temporaries (dropout.py `_fill_keep`: 24 bytes a pair; cross_entropy.py: fp32)."""
-
-Key = tuple[Ref, Placements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +53,6 @@ class Liveness:
     weight: float = 0.0
     entering: float = 0.0
     leaving: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A reshard of `ref`."""
-
-    ref: Ref
-    source: Placements
-    target: Placements
-    path: tuple[Step, ...]
-
-
-def is_free(path: Iterable[Step]) -> bool:
-    """Whether a reshard copies nothing forward."""
-    return all({step.source.kind, step.target.kind} == {"R", "Rp"} for step in path)
 
 
 def _statistics(node: Node, num_local: int) -> float:
@@ -119,63 +101,71 @@ class _Gradients:
         self.drop(number)
 
 
-class Walk:
-    """The calls of one block in order.
+@dataclass(slots=True)
+class _Variables:
+    """Results that nothing keeps, which live as long as a variable has them or a view of them."""
 
-    scope: of the calls; nodes: those of the block. saved: what each is first to keep (`saved_tensors`). ends: results
-    that are read outside of the block, as they lie when it ends. unnamed: calls whose results are freed when the next
-    call that is not among them returns (passed.py).
+    of: dict[str, Key] = field(default_factory=dict)
+    sizes: dict[Key, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def made(self, key: Key, num_bytes: float) -> None:
+        self.sizes[key] = num_bytes
+        self.total += num_bytes
+
+    def assign(self, name: str, key: Key) -> None:
+        """`name` has `key` from now on, and no longer what it had."""
+        old, self.of[name] = self.of.get(name), key
+        if old is not None:
+            self.drop_unnamed([old])
+
+    def drop_unnamed(self, keys: Iterable[Key]) -> None:
+        """Frees those of `keys` that no variable has."""
+        for key in set(keys) - set(self.of.values()):
+            self.total -= self.sizes.pop(key, 0.0)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Variables that are gone."""
+        gone = [self.of.pop(name) for name in names if name in self.of]
+        self.drop_unnamed(gone)
+
+
+class Walk:
+    """The events of one unit in order.
+
+    scope: of its calls. saved: what each is first to keep (`saved_tensors`). Results of calls that are passing are
+    freed when the next call that is not returns.
     """
 
     def __init__(
         self,
         scope: Scope,
-        nodes: tuple[Node, ...],
-        operators: Mapping[tuple[str, str], Operator],
-        choices: Choices,
+        unit: Unit,
         pricer: Pricer,
-        where: Callable[[Ref], Placements],
         saved: Mapping[str, tuple[Ref, ...]],
         parameters: frozenset[str],
-        ends: Iterable[Key],
-        unnamed: Collection[str] = (),
     ) -> None:
-        self.scope, self.nodes, self.operators, self.pricer = scope, nodes, operators, pricer
-        self.options = {n.name: choices.operators[scope.name, n.name] for n in nodes}
+        self.scope, self.events, self.ends, self.rebound = scope, unit.events, unit.ends, unit.rebound
+        self.pricer = pricer
         self.parameters, self.kind = parameters, "cpu" if is_cpu(pricer.cluster) else "gpu"
         self.scale = 1.0 + pricer.fragmentation
+        self.ran = tuple(event for event in self.events if isinstance(event, Ran))
         self.roots: dict[Key, Key] = {}
-        self.events: list[Node | _Move] = []
-        self.ends, self.unnamed = tuple(ends), unnamed
-        self._order(choices, where)
-        self.kept = {n.name: self._kept(n, saved.get(n.name, ())) for n in nodes}
+        for event in self.events:
+            self._find_roots(event)
+        self.kept = {ran.name: self._kept(ran, saved.get(ran.name, ())) for ran in self.ran}
         self.kept_bytes = sum(size for parts in self.kept.values() for _, size in parts)
 
-    def _order(self, choices: Choices, where: Callable[[Ref], Placements]) -> None:
-        at_hand: set[Key] = set()
-
-        def move(ref: Ref, source: Placements, target: Placements) -> None:
-            if source != target and (ref, target) not in at_hand:
-                path = steps(source, target, self.pricer.mesh.sizes) or ()
-                self.events.append(_Move(ref, source, target, path))
-                at_hand.add((ref, target))
-                if is_free(path):
-                    self.roots[ref, target] = self._root(ref, source)
-
-        for node in self.nodes:
-            option = self.options[node.name]
-            for position, ref in enumerate(node.inputs):
-                move(ref, where(ref), option.inputs[position])
-            self.events.append(node)
-            if base_name(node.op) in VIEWS and node.inputs:
-                root = self._root(node.inputs[0], option.inputs[0])
-                self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
-            for index, placements in enumerate(option.outputs):
-                kept = choices.tensors.get((self.scope.name, Ref(node.name, index)))
-                if kept is not None:
-                    move(Ref(node.name, index), placements, kept)
-        for ref, placements in self.ends:
-            move(ref, where(ref), placements)
+    def _find_roots(self, event: Event) -> None:
+        """Notes whose allocation a view or a free reshard shows."""
+        if isinstance(event, Moved):
+            if event.is_free:
+                self.roots[event.ref, event.target] = self._root(event.ref, event.source)
+            return
+        node, option = event.operator.node, event.option
+        if base_name(node.op) in VIEWS and node.inputs:
+            root = self._root(node.inputs[0], option.inputs[0])
+            self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
 
     def _root(self, ref: Ref, placements: Placements) -> Key:
         """The allocation behind a view."""
@@ -184,9 +174,9 @@ class Walk:
     def _bytes(self, meta: TensorMeta, placements: Placements) -> float:
         return num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * self.scale
 
-    def _kept(self, node: Node, refs: tuple[Ref, ...]) -> list[tuple[Key | None, float]]:
+    def _kept(self, ran: Ran, refs: tuple[Ref, ...]) -> list[tuple[Key | None, float]]:
         """(storage, bytes) of what a call is first to keep; None: made by the call for itself."""
-        option, operator = self.options[node.name], self.operators[self.scope.name, node.name]
+        node, option = ran.operator.node, ran.option
         found: list[tuple[Key | None, float]] = []
         for ref in refs:
             own = ref.node == node.name
@@ -194,8 +184,8 @@ class Walk:
             found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], placements)))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
-            extra = self.pricer.extra_saved_bytes(node, operator.inputs, local) + _statistics(node, local)
-            extra += self.pricer.kernel_bytes(operator, option)[0]
+            extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local) + _statistics(node, local)
+            extra += self.pricer.kernel_bytes(ran.operator, option)[0]
             found.append((None, extra * self.scale))
         return found
 
@@ -207,7 +197,7 @@ class Walk:
         backward, _, entering = self._backward()
         waiting, _, _ = self._backward(waits=True)
         split, deferred, _ = self._backward(defers=True)
-        weight = max((size for n in self.nodes for size in self._weights(n)), default=0.0)
+        weight = max((size for ran in self.ran for size in self._weights(ran)), default=0.0)
         leaving = sum(self._bytes(self.scope.metas[r], p) for r, p in self.ends if self.scope.metas[r].requires_grad)
         return Liveness(
             self.kept_bytes, loose, peak, again, backward, waiting, split, deferred, weight, entering, leaving
@@ -216,82 +206,87 @@ class Walk:
     def _forward(self) -> tuple[float, float, float]:
         """Bytes of a forward beside nothing: (loose, peak, peak of a second forward)."""
         storages = {key for parts in self.kept.values() for key, _ in parts if key is not None}
-        savers = [n.name for n in self.nodes if any(size for _, size in self.kept[n.name])]
+        savers = [ran.name for ran in self.ran if any(size for _, size in self.kept[ran.name])]
         last = savers[-1] if savers else ""
-        live = loose = peak = again = 0.0
+        held = _Variables()
+        kept = peak = again = 0.0
         saved_before: set[Key] = set()
-        passing: dict[Key, float] = {}
+        passing: list[Key] = []
         for event in self.events:
             made, temporary = self._made(event), self._forward_temporary(event)
-            if isinstance(event, Node) and event.name == last:
-                again = max(peak, live + sum(size for _, size in self.kept[last]))
+            if event.name == last and isinstance(event, Ran):
+                again = max(peak, kept + held.total + sum(size for _, size in self.kept[last]))
             for key, size in made.items():
-                live += size
-                loose += 0.0 if key in storages else size
-                saved_before |= {key} & storages
-            if isinstance(event, Node):
-                # Inputs of the block that it keeps, and what a call makes for its backward.
-                live += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
+                if key in storages:
+                    kept += size
+                    saved_before.add(key)
+                else:
+                    held.made(key, size)
+            if isinstance(event, Ran):
+                # Inputs of the unit that it keeps, and what a call makes for its backward.
+                kept += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
                 saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
-            peak = max(peak, live + temporary)
-            if isinstance(event, Node) and event.name in self.unnamed:
-                passing |= {key: size for key, size in made.items() if key not in storages}
-            elif isinstance(event, Node):
-                for index, lies in enumerate(self.options[event.name].outputs):
-                    passing.pop(self._root(Ref(event.name, index), lies), None)
-                live, loose, passing = live - sum(passing.values()), loose - sum(passing.values()), {}
-        return loose, peak, max(again, 0.0)
+            peak = max(peak, kept + held.total + temporary)
+            for name, (ref, lies) in event.names:
+                held.assign(name, self._root(ref, lies))
+            if isinstance(event, Ran) and event.is_passing:
+                passing += made
+            elif isinstance(event, Ran):
+                held.drop_unnamed(passing)
+                passing = []
+        held.forget(self.rebound)
+        return held.total, peak, max(again, 0.0)
 
-    def _made(self, event: Node | _Move) -> dict[Key, float]:
+    def _made(self, event: Event) -> dict[Key, float]:
         """New allocations by storage."""
-        if isinstance(event, _Move):
-            if is_free(event.path):
+        if isinstance(event, Moved):
+            if event.is_free:
                 return {}
             return {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
-        if base_name(event.op) in VIEWS:
+        node = event.operator.node
+        if base_name(node.op) in VIEWS:
             return {}
-        option = self.options[event.name]
         return {
-            (Ref(event.name, i), where): self._bytes(meta, where)
-            for i, (meta, where) in enumerate(zip(event.outputs, option.outputs, strict=True))
+            (Ref(node.name, i), where): self._bytes(meta, where)
+            for i, (meta, where) in enumerate(zip(node.outputs, event.option.outputs, strict=True))
         }
 
-    def _forward_temporary(self, event: Node | _Move) -> float:
-        if isinstance(event, _Move):
+    def _forward_temporary(self, event: Event) -> float:
+        if isinstance(event, Moved):
             return self._copies(event)
-        name, option = base_name(event.op), self.options[event.name]
-        local = num_local(event.outputs[0], option.outputs[0], self.pricer.mesh)
+        node, option = event.operator.node, event.option
+        name, local = base_name(node.op), num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
         if name == "dropout":
             return 24.0 * min(local // 2, DROPOUT_PAIRS[self.kind]) * self.scale
         if name == "cross_entropy_loss":
             return self._chunk(event)
-        in_kernel = self.pricer.kernel_bytes(self.operators[self.scope.name, event.name], option)[1]
+        in_kernel = self.pricer.kernel_bytes(event.operator, option)[1]
         return self._probabilities(event) + self._exchanged(event)[0] + in_kernel * self.scale
 
-    def _exchanged(self, node: Node) -> tuple[float, float]:
+    def _exchanged(self, ran: Ran) -> tuple[float, float]:
         """Keys and values of other ranks and what is merged of them, forward and backward (context_attention.py)."""
-        call = self.pricer.context_call(self.operators[self.scope.name, node.name], self.options[node.name])
+        call = self.pricer.context_call(ran.operator, ran.option)
         if call is None:
             return 0.0, 0.0
         return call.forward_temporary() * self.scale, call.backward_temporary() * self.scale
 
-    def _probabilities(self, node: Node) -> float:
+    def _probabilities(self, ran: Ran) -> float:
         """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""
-        option = self.options[node.name]
+        node = ran.operator.node
         if base_name(node.op) != "scaled_dot_product_attention":
             return 0.0
-        local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
-        extra = self.pricer.extra_saved_bytes(node, self.operators[self.scope.name, node.name].inputs, local)
+        local = num_local(node.outputs[0], ran.option.outputs[0], self.pricer.mesh)
+        extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local)
         width = node.outputs[0].dtype.itemsize
         return extra * width / (2 * width + 1) * self.scale if len(node.args) > 4 and node.args[4] else 0.0
 
-    def _chunk(self, node: Node) -> float:
+    def _chunk(self, ran: Ran) -> float:
         """Cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""
-        meta, option = self.scope.metas[node.inputs[0]], self.options[node.name]
-        elements = min(num_local(meta, option.inputs[0], self.pricer.mesh), CROSS_ENTROPY_ELEMENTS[self.kind])
+        meta = ran.operator.inputs[0]
+        elements = min(num_local(meta, ran.option.inputs[0], self.pricer.mesh), CROSS_ENTROPY_ELEMENTS[self.kind])
         return 4.0 * elements * ((meta.dtype.itemsize < 4) + (self.kind == "gpu")) * self.scale
 
-    def _copies(self, move: _Move) -> float:
+    def _copies(self, move: Moved) -> float:
         """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""
         meta = self.scope.metas[move.ref]
         whole = 0.0
@@ -314,26 +309,25 @@ class Walk:
         peak = kept + gradients.total
         stays = 0.0
         for event in reversed(self.events):
-            if isinstance(event, _Move):
+            if isinstance(event, Moved):
                 peak = max(peak, self._move_backward(event, gradients) + kept + stays)
                 continue
-            option = self.options[event.name]
+            node, option = event.operator.node, event.option
             outs = [(Ref(event.name, i), where) for i, where in enumerate(option.outputs)]
             present = [gradients.of[key] for key in outs if key in gradients.of]
             if not present:
-                present = [gradients.new(0.0)] if any(meta.requires_grad for meta in event.outputs) else []
+                present = [gradients.new(0.0)] if any(meta.requires_grad for meta in node.outputs) else []
             if not present:
                 continue
-            operator = self.operators[self.scope.name, event.name]
-            is_linear = defers and self.pricer.may_put_off(operator, option)
+            is_linear = defers and self.pricer.may_put_off(event.operator, option)
             weights = [] if is_linear else self._weights(event)
             found = self._inputs_backward(event, present[0], gradients)
             temporary = self._backward_temporary(event)
             peak = max(peak, kept + stays + gradients.total + sum(weights) + temporary)
             stays += sum(weights) if waits else 0.0
             if is_linear:
-                position = DEFERRABLE[base_name(event.op)] - 1  # of x, which the weight's gradient needs
-                put_off.add(self._root(event.inputs[position], option.inputs[position]))
+                position = DEFERRABLE[base_name(node.op)] - 1  # of x, which the weight's gradient needs
+                put_off.add(self._root(node.inputs[position], option.inputs[position]))
                 for number in present:
                     gradients.hold(number)
                     tasks.add(number)
@@ -350,7 +344,7 @@ class Walk:
         entering = sum(gradients.sizes[number] for number in set(gradients.of.values()))
         return peak, left + sum(gradients.sizes[number] for number in tasks), entering
 
-    def _move_backward(self, move: _Move, gradients: _Gradients) -> float:
+    def _move_backward(self, move: Moved, gradients: _Gradients) -> float:
         number = gradients.of.pop((move.ref, move.target), None)
         if number is None:
             return 0.0
@@ -367,8 +361,9 @@ class Walk:
         gradients.drop(number)
         return peak
 
-    def _inputs_backward(self, node: Node, given: int, gradients: _Gradients) -> list[tuple[Key, int]]:
-        name, option, output = base_name(node.op), self.options[node.name], node.outputs[0]
+    def _inputs_backward(self, ran: Ran, given: int, gradients: _Gradients) -> list[tuple[Key, int]]:
+        node, option = ran.operator.node, ran.option
+        name, output = base_name(node.op), node.outputs[0]
         found = []
         for position, ref in enumerate(node.inputs):
             meta, placements = self.scope.metas[ref], option.inputs[position]
@@ -381,19 +376,18 @@ class Walk:
             found.append(((ref, placements), given if hands_on else gradients.new(size)))
         return found
 
-    def _weights(self, node: Node) -> list[float]:
-        option = self.options[node.name]
+    def _weights(self, ran: Ran) -> list[float]:
         return [
             self._bytes(self.scope.metas[ref], placements)
-            for ref, placements in zip(node.inputs, option.inputs, strict=True)
+            for ref, placements in zip(ran.operator.node.inputs, ran.option.inputs, strict=True)
             if ref.node in self.parameters and self.scope.metas[ref].requires_grad
         ]
 
-    def _backward_temporary(self, node: Node) -> float:
-        name, option = base_name(node.op), self.options[node.name]
+    def _backward_temporary(self, ran: Ran) -> float:
+        name = base_name(ran.operator.node.op)
         if name == "cross_entropy_loss":
-            return self._chunk(node)
+            return self._chunk(ran)
         if name in BACKWARD_TEMPORARIES:
-            return BACKWARD_TEMPORARIES[name] * self._bytes(self.scope.metas[node.inputs[0]], option.inputs[0])
-        in_kernel = self.pricer.backward_bytes(self.operators[self.scope.name, node.name], option)
-        return self._probabilities(node) + self._exchanged(node)[1] + in_kernel * self.scale
+            return BACKWARD_TEMPORARIES[name] * self._bytes(ran.operator.inputs[0], ran.option.inputs[0])
+        in_kernel = self.pricer.backward_bytes(ran.operator, ran.option)
+        return self._probabilities(ran) + self._exchanged(ran)[1] + in_kernel * self.scale

@@ -7,19 +7,19 @@ multiprocessors from the products beside them),
 
     hidden = min(b, h w)
 
-is taken off the reshard on the edges of the search, and in predictions where the program has it so (passed.py).
+is taken off the reshard on the edges of the search, and in predictions where the program has it so (emitted.py).
 
 A tensor that several layers read is resharded from its maker to where it is kept, and then its readers are known but
 not their options. One that takes it as it is kept, Rp on some axes, has its result cut on these. So w follows from the
 placement alone, and of all options that read the tensor so, it is the least. A reader that takes the tensor in another
 way is not joined; the search counts the sum as hidden even so, since an edge does not see it. Left out the other way
-are reshards from where a tensor is kept to one of several readers, and layers whose parameters have other readers.
+are reshards from where a tensor is kept to one of several readers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -27,14 +27,14 @@ from autopar.costs.fp8 import Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import num_local_dim
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
+from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta, derived
 from autopar.ir.placement import Placements, Rp
-from autopar.options.strategies import Operator, Scope, num_local, scopes_of
+from autopar.options.fused import unsharded, unsharded_call
+from autopar.options.reshard import Step, steps
+from autopar.options.strategies import Operator, num_local, scopes_of
+from codegen.fusion.match import Flow
+from codegen.linear_calls import ADDMM, readers_of
 from cost_models import compute
-
-LINEAR = "aten.linear.default"
-ADDMM = "aten.addmm.default"
-VIEWS = frozenset({"aten.view.default", "aten.reshape.default"})
 
 Site = tuple[str, Ref]
 """Name of a tensor: (scope, tensor)."""
@@ -47,14 +47,24 @@ class Overlaps:
         self._operators, self._pricer = operators, pricer
         self._layers = joined_layers(graph) if pricer.overlap_share else {}
         self._metas = {scope.name: scope.metas for scope in scopes_of(graph)}
-        self._beside: dict[tuple[Site, Placements], float] = {}
+        self._seconds: dict[tuple[str, str, Placements], float] = {}
 
     def seconds(self, site: Site, source: Placements, target: Placements, is_kept: bool = False) -> float:
         """Hidden seconds of a tensor's reshard for its only reader, or (is_kept) from its maker to where it is kept."""
         if source == target or not self._is_priced(site, is_kept):
             return 0.0
-        beside = self._beside_seconds(site, target)
-        return self._pricer.hidden_seconds(source, target, self._metas[site[0]][site[1]], beside)
+        path, readers = steps(source, target, self._pricer.mesh.sizes), self._readers(site)
+        return self.hidden(self._metas[site[0]][site[1]], target, path[-1], readers) if path and readers else 0.0
+
+    def hidden(self, meta: TensorMeta, target: Placements, last: Step, readers: Iterable[Operator]) -> float:
+        """Hidden seconds of a reshard to `target` whose last step's sum runs beside these layers' gradients."""
+        beside = 0.0
+        for reader in readers:
+            key = reader.scope, reader.node.name, target
+            if key not in self._seconds:
+                self._seconds[key] = self._weight_seconds(reader, meta, target)
+            beside += self._seconds[key]
+        return self._pricer.hidden_seconds(last, meta, beside)
 
     def reshard_matrix(
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
@@ -69,14 +79,10 @@ class Overlaps:
     def _is_priced(self, site: Site, is_kept: bool) -> bool:
         return site in self._layers and is_kept == (len(self._layers[site]) > 1)
 
-    def _beside_seconds(self, site: Site, placements: Placements) -> float:
-        """Seconds of all weights' and biases' gradients of a tensor's readers; 0 where programs do not join them."""
-        key = site, placements
-        if key not in self._beside:
-            readers = [self._operators[site[0], name] for name in self._layers[site]]
-            is_joined = all(map(self._is_joined, readers))
-            self._beside[key] = sum(self._weight_seconds(r, site, placements) for r in readers) if is_joined else 0.0
-        return self._beside[key]
+    def _readers(self, site: Site) -> list[Operator]:
+        """The layers that are all that reads a tensor; none where programs do not join them."""
+        readers = [self._operators[site[0], name] for name in self._layers[site]]
+        return readers if all(map(self._is_joined, readers)) else []
 
     def _is_joined(self, operator: Operator) -> bool:
         """Whether it is torch's own call that computes the layer: of those in fp8 and in kernels, none is joined."""
@@ -84,11 +90,11 @@ class Overlaps:
             return False
         return not (isinstance(self._pricer, Fp8Pricer) and operator.scope)
 
-    def _weight_seconds(self, operator: Operator, site: Site, placements: Placements) -> float:
+    def _weight_seconds(self, operator: Operator, x: TensorMeta, placements: Placements) -> float:
         """The gradients of a layer's weight and bias where x lies in `placements` and Rp means that the result is
         cut."""
         pricer, result = self._pricer, operator.node.outputs[0]
-        mesh, x = pricer.mesh, self._metas[site[0]][site[1]]
+        mesh = pricer.mesh
         ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p == Rp)
         depth, columns = num_local_dim(x, placements, mesh), max(result.shape[-1] // ways, 1)
         rows = max(num_local(x, placements, mesh) // depth, 1)
@@ -121,28 +127,18 @@ def _bias_and_weight(operator: Operator) -> tuple[Ref | None, Ref]:
 @derived
 def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
     """Tensor -> the linear layers that are all that reads it, of which programs make one call where it is resharded to
-    Rp. torch.addmm is joined alone, and reads the tensor or its rows as a matrix."""
+    Rp: what codegen/linear_calls.py finds where nothing is sharded."""
     found: dict[Site, tuple[str, ...]] = {}
     for scope in scopes_of(graph):
-        names = {p.name for p in (scope.layer.parameters if scope.layer else graph.parameters)}
-        uses = _uses(graph, scope)
-        stored = frozenset(Ref(name) for name in names if len(uses.get(Ref(name), ())) == 1)
-        for ref, readers in uses.items():
-            if ref.node not in names:
-                layers = _layers(ref, readers, scope, uses, stored)
-                if layers:
-                    found[scope.name, ref] = layers
-    return found
-
-
-def _uses(graph: Graph, scope: Scope) -> dict[Ref, list[Node | None]]:
-    """The calls that read each tensor of a scope, once per reading; None for what else reads it."""
-    found: dict[Ref, list[Node | None]] = {}
-    for node in scope.nodes:
-        for ref in node.inputs:
-            found.setdefault(ref, []).append(node)
-    for ref in scope.layer.outputs if scope.layer else _read_beside(graph):
-        found.setdefault(ref, []).append(None)
+        stored = {p.name for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+        body = tuple(unsharded_call(node, scope.metas, stored) for node in scope.nodes)
+        outputs = scope.layer.outputs if scope.layer else tuple(_read_beside(graph))
+        flow = Flow.of(body, tuple(unsharded(ref, scope.metas[ref], stored) for ref in outputs))
+        made = {Ref(*result.type.tensor): index for index, call in enumerate(body) for result in call.results}
+        for ref, meta in scope.metas.items():
+            readers = None if ref.node in stored else readers_of(unsharded(ref, meta), made.get(ref, -1), flow)
+            if readers is not None:
+                found[scope.name, ref] = tuple(layer.call.results[0].type.tensor[0] for layer in readers.layers)
     return found
 
 
@@ -152,48 +148,3 @@ def _read_beside(graph: Graph) -> Iterator[Ref]:
     for piece in graph.body:
         if isinstance(piece, LayerRun):
             yield from piece.args
-
-
-def _layers(
-    ref: Ref,
-    readers: list[Node | None],
-    scope: Scope,
-    uses: Mapping[Ref, list[Node | None]],
-    stored: frozenset[Ref],
-) -> tuple[str, ...]:
-    """Names of the layers that are all that reads `ref`, () where something else does or they are not joined."""
-    calls = [node for node in readers if node is not None]
-    if len(calls) < len(readers):
-        return ()
-    if all(_is_linear(node, ref, stored) for node in calls):
-        return tuple(node.name for node in calls)
-    if len(calls) > 1:
-        return ()
-    (only,) = calls
-    if _flattens(only, ref, scope):
-        ref = Ref(only.name)
-        following = uses.get(ref, [])
-        if len(following) != 1 or following[0] is None:
-            return ()
-        only = following[0]
-    return (only.name,) if _is_addmm(only, ref, stored) else ()
-
-
-def _is_linear(node: Node, x: Ref, stored: frozenset[Ref]) -> bool:
-    if node.op != LINEAR or node.kwargs or len(node.args) not in (2, 3) or node.args[0] != x:
-        return False
-    return all(value is None or value in stored for value in node.args[1:])
-
-
-def _is_addmm(node: Node, x: Ref, stored: frozenset[Ref]) -> bool:
-    if node.op != ADDMM or node.kwargs or len(node.args) != 3 or node.args[1] != x:
-        return False
-    return node.args[0] in stored and node.args[2] in stored
-
-
-def _flattens(node: Node, x: Ref, scope: Scope) -> bool:
-    """Whether a call is x as a matrix of its rows."""
-    if node.op not in VIEWS or node.kwargs or len(node.args) != 2 or node.args[0] != x:
-        return False
-    sizes = node.args[1]
-    return isinstance(sizes, tuple) and len(sizes) == 2 and sizes[1] == scope.metas[x].shape[-1]

@@ -25,10 +25,10 @@ FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"resha
 class Pricer(Contractions, ParameterPrices):
     """Prices of calls and parameters. Holds no decision.
 
-    has_program: whether what is priced is emitted, so that predictions can ask the program (passed.py).
+    has_idioms: whether runs of calls that have a name are functions, which free what they make on their way.
     """
 
-    has_program: ClassVar[bool] = True
+    has_idioms: ClassVar[bool] = True
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Seconds of compute (forward, backward) of one call at its local sizes."""

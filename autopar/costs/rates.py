@@ -130,14 +130,13 @@ class Rates:
             self._matrices[key] = (small * np.where(cut, 1 + TIE, 1.0))[np.ix_(index_s, index_t)]
         return self._matrices[key]
 
-    def hidden_seconds(self, source: Placements, target: Placements, meta: TensorMeta, beside_seconds: float) -> float:
-        """The part of `reshard_seconds` in which the sum over ranks of the backward runs beside weight gradients.
+    def hidden_seconds(self, last: Step, meta: TensorMeta, beside_seconds: float) -> float:
+        """The part of a reshard's seconds in which the sum over ranks of its backward runs beside weight gradients.
 
-        beside_seconds: of these. The last step alone makes what their layers read, and so it alone sums what they give.
+        beside_seconds: of these. last: its last step, which alone makes what their layers read, and so alone sums what
+        they give.
         """
-        path = steps(source, target, self.mesh.sizes) if meta.requires_grad else ()
-        last = path[-1] if path else None
-        if last is None or last.target.kind != "Rp" or last.backward is None:
+        if not meta.requires_grad or last.target.kind != "Rp" or last.backward is None:
             return 0.0
         seconds = self.collective_seconds(last.backward, last.axis, meta.num_bytes * last.fraction)
         return min(seconds, self.overlap_share * beside_seconds)

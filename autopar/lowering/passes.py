@@ -1,6 +1,6 @@
 """The passes over a lowered program, each from Program to Program, in their order.
 
-What is emitted goes through them (assembly.py), and so does what is priced (autopar/costs/passed.py).
+What is emitted goes through them (assembly.py), and so does what is priced (autopar/costs/emitted.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ fused; it is where every tensor of the run lies for its reader as it was made (a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,9 +77,9 @@ class Fusions:
     def all(self) -> tuple[Fusion, ...]:
         """All fusions of the scope, in the order in which programs prefer them."""
         nodes, metas, leaving = self._scope
-        body = tuple(_call(node, metas) for node in nodes)
+        body = tuple(unsharded_call(node, metas) for node in nodes)
         found: list[Fusion] = []
-        for match in matches(PATTERNS, body, tuple(_variable(ref, metas[ref]) for ref in leaving)):
+        for match in matches(PATTERNS, body, tuple(unsharded(ref, metas[ref]) for ref in leaving)):
             rivals = tuple(other for other in found if other.match.statements & match.statements)
             found.append(_fusion(match, nodes, metas, rivals))
         return tuple(found)
@@ -136,13 +136,13 @@ def _fusion(
     return Fusion(tuple(results), members, entering, readers, leaves, match, rivals)
 
 
-def _call(node: Node, metas: Mapping[Ref, TensorMeta]) -> Call:
-    """A call as it is lowered where nothing is sharded."""
+def unsharded_call(node: Node, metas: Mapping[Ref, TensorMeta], stored: Collection[str] = ()) -> Call:
+    """A call as it is lowered where nothing is sharded. stored: parameters, which are attributes of the module."""
     inputs = [metas[ref] for ref in node.inputs]
-    results = tuple(_variable(Ref(node.name, index), meta) for index, meta in enumerate(node.outputs))
+    results = tuple(unsharded(Ref(node.name, index), meta) for index, meta in enumerate(node.outputs))
 
     def variable(ref: Ref) -> Var:
-        return _variable(ref, metas[ref])
+        return unsharded(ref, metas[ref], stored)
 
     args: tuple[Any, ...] = map_refs(node.args, variable)
     if is_plain_cross_entropy(node, inputs):
@@ -156,6 +156,9 @@ def _call(node: Node, metas: Mapping[Ref, TensorMeta]) -> Call:
     return Call(node.op, args, kwargs, results)
 
 
-def _variable(ref: Ref, meta: TensorMeta) -> Var:
+def unsharded(ref: Ref, meta: TensorMeta, stored: Collection[str] = ()) -> Var:
+    """The variable of a tensor where nothing is sharded."""
+    if ref.node in stored:
+        return replace(unsharded(ref, meta), name=f"self.{ref.node}")
     held = TensorType(meta.shape, str(meta.dtype).removeprefix("torch."), tensor=(ref.node, ref.index))
     return Var(ref.node if ref.index == 0 else f"{ref.node}:{ref.index}", held)

@@ -14,10 +14,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from autopar.costs.activity_costs import activity_costs, activity_seconds
 from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.borders import border_bytes
-from autopar.costs.passed import Known
+from autopar.costs.emitted import Known
+from autopar.costs.evaluate import layer_costs, layer_seconds
 from autopar.costs.price import Pricer
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -56,7 +56,7 @@ class Activity:
     @cached_property
     def seconds(self) -> Mapping[str, BusySeconds]:
         """Block -> seconds of forward and backward, and of weight gradients that can be put off."""
-        return activity_seconds(self.graph, self.operators, self.pricer, self.choices, self.known)
+        return layer_seconds(self.graph, self.operators, self.pricer, self.choices, self.known)
 
     @cached_property
     def border_bytes(self) -> tuple[float, ...]:
@@ -66,7 +66,7 @@ class Activity:
     @cached_property
     def costs(self) -> Mapping[str, BlockCost]:
         """Block -> seconds by kind and bytes."""
-        return activity_costs(self.graph, self.operators, self.pricer, self.choices, self.known)
+        return layer_costs(self.graph, self.operators, self.pricer, self.choices, self.known)
 
 
 @dataclass(frozen=True, slots=True)

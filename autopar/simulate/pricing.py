@@ -42,7 +42,7 @@ NO_GRADIENT_READ = frozenset({"add", "sub", "dropout", "neg", "to", "cat", "clon
 class ProfiledPricer(Pricer):
     """Prices of one framework. parts: fused calls; matmul_dtype, attention: see `Framework` and PRECISIONS."""
 
-    has_program = False
+    has_idioms = False
     framework: Framework = field(default_factory=lambda: Framework("", ""))
     parts: Mapping[tuple[str, str], Part] = field(default_factory=dict)
     matmul_dtype: str = "bf16"

@@ -39,7 +39,10 @@ def replaced(body: tuple[Statement, ...], found: Iterable[Match], program: Progr
     for index, statement in enumerate(body):
         if index in last:
             assert isinstance(statement, Call)
-            made += last[index].pattern.build(last[index].bound, statement, program)
+            match = last[index]
+            members = tuple(call for i in sorted(match.statements) if isinstance(call := body[i], Call))
+            calls = match.pattern.build(match.bound, statement, program)
+            made += [replace(c, members=members) if c.target == match.pattern.target else c for c in calls]
         elif index not in gone:
             made.append(statement)
     return tuple(made)

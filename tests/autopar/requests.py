@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.costs import activity_costs
-from autopar.costs.passed import Facts, Passed
+from autopar.costs import evaluate
+from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements
 from autopar.options.choices import Choices
-from autopar.options.strategies import Operator, operators_of
+from autopar.options.strategies import Operator, operators_of, scopes_of
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.space import Space, build_space
 from autopar.settings.constraints import Constraints
@@ -56,6 +58,12 @@ class Setting:
     pricer: Pricer
     space: Space
 
+    def without_overlap(self) -> Setting:
+        """The same where no sum runs beside weight gradients."""
+        pricer = replace(self.pricer, overlap_share=0.0)
+        space = build_space(self.graph, self.operators, pricer, request_for("llama").constraints, None)
+        return Setting(self.graph, self.operators, pricer, space)
+
     def choices(self, seed: int) -> tuple[tuple[int, ...], Choices]:
         """Option numbers and decisions of the optimum (seed 0), or of one under random extra costs."""
         problem = self.space.problem
@@ -77,17 +85,26 @@ def setting(name: str, mesh: str, micro_batches: int = 1, width: int = 512) -> S
     return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
 
 
-class _Everything(frozenset[Any]):
-    def __contains__(self, _: object) -> bool:
-        return True
-
-
-class _Unparted(Passed):
-    def priced(self, pricer: Pricer) -> Pricer:
-        return pricer
-
-
 def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions take for granted what the search does, which has no program: that no decision parts what passes
+    """Predictions take for granted what the search does, which has no program: that no decision parts what kernels
     could join."""
-    monkeypatch.setattr(activity_costs, "passed", lambda *_: _Unparted(Facts(_Everything()), {}))
+    monkeypatch.setattr(evaluate, "priced", lambda program, graph, operators, pricer: pricer)
+
+
+def shared_reshard_seconds(it: Setting, choices: Choices) -> float:
+    """Seconds of a step that the search counts for every reader of a reshard, and programs run for the first alone."""
+    place, total = Placer(it.graph, choices), 0.0
+    for scope in scopes_of(it.graph):
+        uses: list[tuple[Ref, Placements]] = []
+        for node in scope.nodes:
+            uses += zip(node.inputs, choices.operators[scope.name, node.name].inputs, strict=True)
+        for run in (piece for piece in it.graph.body if isinstance(piece, LayerRun)):
+            formal = [choices.tensors[run.layer.name, Ref(name)] for name, _ in run.layer.inputs]
+            if not scope.name:
+                uses += zip(run.args, formal, strict=True)
+            elif scope.name == run.layer.name:
+                uses += [(run.layer.outputs[output], formal[position]) for position, output in run.carried]
+        for (ref, target), count in Counter(uses).items():
+            seconds = it.pricer.reshard_seconds(place.where(scope, ref), target, scope.metas[ref])
+            total += (count - 1) * seconds * scope.count * it.pricer.training.num_micro_batches
+    return total

@@ -12,9 +12,11 @@ import torch
 
 import autopar
 from autopar.costs.cost_table import block_costs
-from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer, as_run
-from autopar.costs.passed import passed
+from autopar.costs.emitted import emitted, priced
+from autopar.costs.events import Ran, Reader
+from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer
 from autopar.frontend.trace import trace
+from autopar.ir.chain import segments
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P
@@ -34,7 +36,14 @@ from cost_models import compute
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.problem import evaluate
-from tests.autopar.requests import BATCH, Setting, graph_of, request_for, take_nothing_for_parted
+from tests.autopar.requests import (
+    BATCH,
+    Setting,
+    graph_of,
+    request_for,
+    shared_reshard_seconds,
+    take_nothing_for_parted,
+)
 
 WRITTEN_OUT = ("aten.gelu.default", "aten.tanh.default")
 """GPT-2 writes GELU operation by operation, which becomes one call."""
@@ -109,8 +118,12 @@ def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str,
 
 def calls_of(it: Setting, scope: Scope, choices: Choices) -> tuple[Node, ...]:
     """What predictions count of a scope."""
-    found = passed(it.graph, it.operators, it.pricer, choices, {})
-    return as_run(scope, it.operators, choices, found.fusions)[0].nodes
+    program = emitted(it.graph, it.operators, it.pricer, choices, {}).program
+    fusions = priced(program, it.graph, it.operators, it.pricer).fusions
+    own = it.operators, choices, fusions, segments(it.graph)
+    cls = next((layer for layer in program.layers if layer.name == scope.name), program.root)
+    units = Reader(scope, it.pricer.mesh, *own).units(cls)
+    return tuple(event.operator.node for unit in units.values() for event in unit.events if isinstance(event, Ran))
 
 
 def counts_what_is_written(it: Setting, name: str, seed: int) -> None:
@@ -157,9 +170,10 @@ def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("gpt2", "tp4"), ("t5", "dp4")])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = fused_setting(name, mesh)
+    it = fused_setting(name, mesh).without_overlap()
     chosen, choices = it.choices(seed)
     seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
+    seconds -= shared_reshard_seconds(it, choices)
     assert predict(it.graph, it.operators, it.pricer, choices).step_seconds >= seconds * (1 - 1e-9)
     take_nothing_for_parted(monkeypatch)
     prediction = predict(it.graph, it.operators, it.pricer, choices)

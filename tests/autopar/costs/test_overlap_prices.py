@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import autopar
-from autopar.costs import activity_costs as activity_module
+from autopar.costs import evaluate as evaluate_module
 from autopar.costs.overlap import Overlaps, joined_layers
 from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import Mesh
@@ -34,14 +34,15 @@ COLUMNS = {f"*.{name}_proj.weight": {"tp": "S(0)"} for name in ("q", "k", "v", "
 
 
 class Recorded(Overlaps):
-    """Keeps which sites something was taken off."""
+    """Keeps beside which layers something was taken off."""
 
-    found: set[tuple[str, Ref]] = set()  # noqa: RUF012
+    found: set[Layers] = set()  # noqa: RUF012
 
-    def seconds(self, site, source, target, is_kept=False):  # type: ignore[no-untyped-def]
-        hidden = super().seconds(site, source, target, is_kept)
+    def hidden(self, meta, target, last, readers):  # type: ignore[no-untyped-def]
+        hidden = super().hidden(meta, target, last, readers)
         if hidden:
-            Recorded.found.add(site)
+            names = frozenset(attribute_path(weight(reader.node).node) for reader in readers)
+            Recorded.found.add((readers[0].scope, names))
         return hidden
 
 
@@ -49,17 +50,12 @@ def weight(node: Node) -> Ref:
     return node.args[2] if node.op == "aten.addmm.default" else node.args[1]
 
 
-def discounted(graph, operators, pricer, choices, monkeypatch: pytest.MonkeyPatch) -> dict[Layers, tuple[str, Ref]]:  # type: ignore[no-untyped-def]
-    """Layers beside whose weight gradients the plan's prices take sums to run -> what they read."""
-    monkeypatch.setattr(activity_module, "Overlaps", Recorded)
+def discounted(graph, operators, pricer, choices, monkeypatch: pytest.MonkeyPatch) -> set[Layers]:  # type: ignore[no-untyped-def]
+    """Layers beside whose weight gradients the plan's prices take sums to run."""
+    monkeypatch.setattr(evaluate_module, "Overlaps", Recorded)
     monkeypatch.setattr(Recorded, "found", set())
-    activity_module.activity_costs(graph, operators, pricer, choices)
-    layers = joined_layers(graph)
-    found = {}
-    for scope, ref in Recorded.found:
-        nodes = [operators[scope, name].node for name in layers[scope, ref]]
-        found[scope, frozenset(attribute_path(weight(node).node) for node in nodes)] = (scope, ref)
-    return found
+    evaluate_module.layer_costs(graph, operators, pricer, choices)
+    return Recorded.found
 
 
 def joined(program: Program) -> set[Layers]:
@@ -93,7 +89,7 @@ def test_plans_count_what_their_programs_join(
     pricer = pricer_for(program.request, best.plan.mesh, best.plan.num_micro_batches)
     found = discounted(best.graph, best.operators, pricer, best.choices, monkeypatch)
     assert isinstance(program.program, Program)
-    assert set(found) == joined(program.program) and len(found) == count
+    assert found == joined(program.program) and len(found) == count
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)])
@@ -107,7 +103,7 @@ def test_under_any_decisions_nothing_is_taken_off_that_the_program_does_not_over
         _, choices = it.choices(seed)
         found = discounted(it.graph, it.operators, it.pricer, choices, monkeypatch)
         in_program = joined(overlap(lower(it.graph, it.operators, plan, choices)))
-        assert set(found) <= in_program, seed
+        assert found <= in_program, seed
         num_joined += len(found)
     assert num_joined
 

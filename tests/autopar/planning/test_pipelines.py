@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.costs.activity_costs import activity_costs
+from autopar.costs.evaluate import layer_costs
 from autopar.costs.rates import Training
 from autopar.errors import InfeasibleError
 from autopar.frontend.rebatch import BatchedTrace
@@ -56,7 +56,7 @@ def test_a_base_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
     assert base is not None
     rows_of_all = request.global_batch_size
     graph, operators = operators_at(request, rows_of_all)
-    whole = activity_costs(graph, operators, pricer_for(request, wanted, 1), base.choices(0, rows_of_all))
+    whole = layer_costs(graph, operators, pricer_for(request, wanted, 1), base.choices(0, rows_of_all))
     for block, cost in base.costs.items():
         for mine, its in ((cost.forward, whole[block].forward), (cost.backward, whole[block].backward)):
             # The scalar loss is summed over all data ranks.

@@ -1,0 +1,111 @@
+"""The program that decisions become, as the passes leave it, from which predictions are made.
+
+Which reshards' sums run beside weight gradients, which runs of calls are one kernel or one function, and which products
+are in e4m3 is decided where programs are rewritten (autopar/lowering/passes.py). The search has no program yet: it
+prices an option by what passes do where nothing beside it is in their way (overlap.py, kernels.py, fp8.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.costs.fp8 import Fp8Pricer
+from autopar.costs.kernels import KernelPricer
+from autopar.costs.price import Pricer
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.lowering.lower import lower
+from autopar.lowering.passes import passes
+from autopar.options.choices import Choices
+from autopar.options.fused import Fusion
+from autopar.options.strategies import Operator, scopes_of
+from codegen.idioms import with_idioms
+from codegen.program import Call, ModuleClass, Program
+
+IN_FP8 = frozenset({"fp8.linear", "fp8.linears", "fp8.addmm"})
+
+Key = tuple[str, str]
+"""(scope, call)"""
+
+
+@dataclass(slots=True)
+class Emitted:
+    """A program, with the units of its classes by scope where they were read already (events.py). Sizes are those of
+    the graph that was first asked for: a program for other rows has the same statements."""
+
+    program: Program
+    units: dict[str, Any] = field(default_factory=dict)
+
+
+Known = dict[Hashable, Emitted]
+"""Programs of one model that were made already, by all that they follow from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OneStage:
+    """What lowering reads of a plan, of which nothing but the mesh matters for the statements."""
+
+    mesh: Mesh
+    cluster: str = ""
+    precision: str = ""
+    global_batch_size: int = 1
+    num_micro_batches: int = 1
+
+
+def emitted(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choices: Choices, known: Known) -> Emitted:
+    """The program of these decisions, after the passes that the pricer prices."""
+    has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
+    overlaps = pricer.overlap_share > 0
+    pays = tuple((f.node.name, f.pays(pricer.mesh.num_data_ranks)) for _, f in _runs(graph, operators, pricer))
+    key = has_kernels, has_fp8, overlaps, pricer.mesh, pays, _signature(choices)
+    if key not in known:
+        program = lower(graph, operators, _OneStage(pricer.mesh), choices)
+        for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
+            program = rewrite(program)
+        known[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
+    return known[key]
+
+
+def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> Pricer:
+    """The pricer for calls as this program has them: its fused runs, and its products in e4m3."""
+    found: dict[str, Any] = {}
+    calls = [(scope, call) for scope, cls in classes(program) for call in cls.body if isinstance(call, Call)]
+    if isinstance(pricer, KernelPricer):
+        made = {(scope, call.target, name) for scope, call in calls for name in names_of(call)}
+        fusions = found["fusions"] = dict[Key, Fusion]()
+        for scope, fusion in _runs(graph, operators, pricer):
+            if (scope, fusion.node.op, fusion.node.name) in made and pricer.is_one_call(fusion):
+                fusions |= {(scope, member.name): fusion for member in fusion.members}
+    if isinstance(pricer, Fp8Pricer):
+        products = ((scope, names_of(call)) for scope, call in calls if call.target in IN_FP8)
+        found["products"] = {(scope, name): len(names) for scope, names in products for name in names}
+    return replace(pricer, **found) if found else pricer
+
+
+def classes(program: Program) -> Iterator[tuple[str, ModuleClass]]:
+    """Every class with the name of its scope, the top level first."""
+    yield "", program.root
+    for layer in program.layers:
+        yield layer.name, layer
+
+
+def names_of(call: Call) -> tuple[str, ...]:
+    """The calls of the graph whose results a call makes."""
+    return tuple(dict.fromkeys(result.type.tensor[0] for result in call.results if result.type.tensor[0]))
+
+
+def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> list[tuple[str, Fusion]]:
+    """Every run of calls that one kernel can do, with its scope, in the order in which programs prefer them."""
+    if not isinstance(pricer, KernelPricer):
+        return []
+    scopes = [scope for scope in scopes_of(graph) if scope.nodes]
+    runs = [(scope.name, operators[scope.name, scope.nodes[0].name].runs) for scope in scopes]
+    return [(name, fusion) for name, found in runs if found is not None for fusion in found.all]
+
+
+def _signature(choices: Choices) -> Hashable:
+    """Equal for decisions that place all tensors alike."""
+    calls = tuple((key, option.inputs, option.outputs) for key, option in choices.operators.items())
+    return calls, tuple(choices.tensors.items()), tuple(choices.parameters.items())

@@ -1,0 +1,151 @@
+"""What forward and backward of a program do and keep, for every unit of the model's chain; parameters are left out.
+
+A unit's seconds are the sum over the calls that run in it and over the steps of its reshards, both read off the
+program (events.py). Layers of one class may lie in several runs and are one unit. What parameters cost once per step is
+counted in stored_costs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from autopar.costs.block_costs import BlockCost, BusySeconds
+from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
+from autopar.costs.events import Moved, Ran, Reader, Unit
+from autopar.costs.kernels import KernelPricer
+from autopar.costs.liveness import Walk
+from autopar.costs.overlap import Overlaps
+from autopar.costs.price import Pricer
+from autopar.costs.recompute_modes import recompute_modes
+from autopar.costs.saved import saved_tensors
+from autopar.ir.chain import chain, segments
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.placement import Placements
+from autopar.options.choices import Choices
+from autopar.options.strategies import Operator, Scope, scopes_of
+
+
+def layer_costs(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    pricer: Pricer,
+    choices: Choices,
+    known: Known | None = None,
+) -> dict[str, BlockCost]:
+    """What forward and backward do and keep, without parameters: it depends on the shape of one data-parallel rank's
+    micro-batch, and not on how many such ranks there are. known: programs of the model that were made already."""
+    made = emitted(graph, operators, pricer, choices, {} if known is None else known)
+    return _Evaluation(made, graph, operators, pricer, choices).costs()
+
+
+def layer_seconds(
+    graph: Graph,
+    operators: Mapping[tuple[str, str], Operator],
+    pricer: Pricer,
+    choices: Choices,
+    known: Known | None = None,
+) -> dict[str, BusySeconds]:
+    """The seconds of every unit, as `layer_costs` has them, without counting any bytes."""
+    made = emitted(graph, operators, pricer, choices, {} if known is None else known)
+    costs = _Evaluation(made, graph, operators, pricer, choices).costs(with_bytes=False)
+    return {
+        name: BusySeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.beside_seconds)
+        for name, cost in costs.items()
+    }
+
+
+class _Evaluation:
+    """One walk over a program. graph: of any number of rows, with the calls that the program was made of."""
+
+    def __init__(
+        self,
+        made: Emitted,
+        graph: Graph,
+        operators: Mapping[tuple[str, str], Operator],
+        pricer: Pricer,
+        choices: Choices,
+    ) -> None:
+        self.made, self.graph, self.operators, self.choices = made, graph, operators, choices
+        self.searched, self.pricer = pricer, priced(made.program, graph, operators, pricer)
+        self.overlaps = Overlaps(graph, operators, pricer)
+        self.found: dict[str, BlockCost] = {name: BlockCost() for name in chain(graph)}
+
+    def costs(self, with_bytes: bool = True) -> dict[str, BlockCost]:
+        """All units; without bytes there are only seconds, and no modes."""
+        for scope in scopes_of(self.graph):
+            units = self._units(scope, anew=with_bytes)
+            for name, unit in units.items():
+                self._seconds(scope, unit, self.found[name])
+            if with_bytes:
+                self._bytes(scope, units)
+            if scope.layer and with_bytes:
+                cost = self.found[scope.name]
+                cost.modes = recompute_modes(self.graph, self.operators, self.pricer, self.choices, scope, cost)
+        return self.found
+
+    def _units(self, scope: Scope, anew: bool) -> Mapping[str, Unit]:
+        """What happens in the units of a scope. anew: with the calls of this graph, of which bytes need the sizes."""
+        if anew or scope.name not in self.made.units:
+            fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
+            own = self.operators, self.choices, fusions, segments(self.graph)
+            before = () if scope.layer else self.made.program.whole_sums
+            cls = dict(classes(self.made.program))[scope.name]
+            self.made.units[scope.name] = Reader(scope, self.pricer.mesh, *own).units(cls, before)
+        found: Mapping[str, Unit] = self.made.units[scope.name]
+        return found
+
+    # --- seconds ------------------------------------------------------------------------------------------------------
+
+    def _seconds(self, scope: Scope, unit: Unit, cost: BlockCost) -> None:
+        for key in unit.calls:
+            operator, option = self.operators[key], self.choices.operators[key]
+            forward, backward = self.pricer.operator_seconds(operator, option)
+            kinds = self.pricer.compute_kinds(operator)
+            cost.forward[kinds[0]] += forward
+            cost.backward[kinds[1]] += backward
+            cost.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
+            cost.putting_off_seconds += self.pricer.putting_off_seconds(operator)
+        for event in unit.events:
+            if isinstance(event, Moved):
+                self._move(scope, event, cost)
+
+    def _move(self, scope: Scope, move: Moved, cost: BlockCost) -> None:
+        meta, axes = scope.metas[move.ref], self.pricer.mesh.axes
+        readers = [self.operators[scope.name, name] for name in move.beside]
+        hidden = self.overlaps.hidden(meta, move.target, move.path[-1], readers) if readers else 0.0
+        for index, step in enumerate(move.path):
+            forward, backward = self.pricer.step_seconds(step, meta)
+            kind = f"{step.backward} {axes[step.axis]}" if step.backward else "local resharding"
+            if hidden and index == len(move.path) - 1:
+                cost.beside[kind] += hidden
+                backward -= hidden
+            cost.forward[f"{step.forward} {axes[step.axis]}" if step.forward else "local resharding"] += forward
+            cost.backward[kind] += backward
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def _bytes(self, scope: Scope, units: Mapping[str, Unit]) -> None:
+        """What the calls of a scope keep, and what is alive while they run."""
+        names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
+        parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
+        home = {call: name for name, unit in units.items() for _, call in unit.calls}
+        kept = saved_tensors(scope.nodes, scope.metas, parameters)
+        for node in scope.nodes:
+            operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
+            saved = self.searched.saved_bytes(operator, option, kept.get(node.name, ()))
+            if node.name in home:
+                self.found[home[node.name]].activation_bytes += saved
+        events = [event for unit in units.values() for event in unit.events]
+        ran = {event.name: event for event in events if isinstance(event, Ran)}
+        copies = {(event.ref, event.target) for event in events if isinstance(event, Moved) and not event.is_free}
+        nodes = tuple(event.operator.node for event in ran.values())
+        kept = saved_tensors(nodes, scope.metas, parameters, partial(_copied, ran, copies))
+        for name, unit in units.items():
+            self.found[name].live = Walk(scope, unit, self.pricer, kept, parameters).measure()
+
+
+def _copied(ran: Mapping[str, Ran], copies: set[tuple[Ref, Placements]], node: Node, ref: Ref) -> Placements | None:
+    """How an input lies that is resharded for a call, where that copies it."""
+    lies = ran[node.name].option.inputs[node.inputs.index(ref)]
+    return lies if (ref, lies) in copies else None

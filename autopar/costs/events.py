@@ -1,0 +1,255 @@
+"""A program's statements as what happens on one rank: calls of the graph that run, and reshards.
+
+A statement stands for the graph's calls that it was made of (`Call.original`): a function of the run time runs one
+after the other, a kernel all at once. Steps of one reshard, of which each reads only what the one before it made, are
+one event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from autopar.costs.emitted import names_of
+from autopar.ir.graph import Ref
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Placements
+from autopar.options.choices import Choices
+from autopar.options.fused import Fusion
+from autopar.options.reshard import Step, steps
+from autopar.options.strategies import Operator, Option, Scope
+from codegen.fusion.match import Flow
+from codegen.program import Call, LayerLoop, ModuleClass, Reshard, Statement, TensorType, Var, assigns
+
+OVERLAPPED = {"overlapped.linear": 0, "overlapped.linears": 0, "overlapped.addmm": 1}
+"""Calls whose input's gradient is summed beside weight gradients, and which argument that input is."""
+
+Key = tuple[Ref, Placements]
+"""A tensor of the graph as it lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A call of the graph, or a fused kernel as one.
+
+    is_passing: its results have no variable, since a function of the run time makes them on its way and frees them when
+    it returns. names: variables that it assigns -> what they hold from then on.
+    """
+
+    operator: Operator
+    option: Option
+    is_passing: bool = False
+    names: tuple[tuple[str, Key], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The call's name in the graph."""
+        return self.operator.node.name
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A reshard of `ref` by these steps.
+
+    name: of the variable that it assigns. beside: the linear layers, by their names in the graph, beside whose weight
+    gradients the sum of its backward runs.
+    """
+
+    ref: Ref
+    source: Placements
+    target: Placements
+    path: tuple[Step, ...]
+    name: str
+    beside: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[tuple[str, Key], ...]:
+        """The variable that it assigns -> what that holds from then on."""
+        return ((self.name, (self.ref, self.target)),)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it copies nothing forward."""
+        return all({step.source.kind, step.target.kind} == {"R", "Rp"} for step in self.path)
+
+
+Event = Ran | Moved
+
+
+@dataclass(slots=True)
+class Unit:
+    """What happens in one unit of the chain.
+
+    calls: of the graph, in a fused kernel each of them. ends: results that are read outside of the unit, as they lie
+    when it ends. rebound: variables that are assigned again outside of it.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    ends: list[Key] = field(default_factory=list)
+    rebound: set[str] = field(default_factory=set)
+
+
+class Reader:
+    """Reads one class of a program. units: top-level call -> its unit; {} for a layer class."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        mesh: Mesh,
+        operators: Mapping[tuple[str, str], Operator],
+        choices: Choices,
+        fusions: Mapping[tuple[str, str], Fusion],
+        segments: Mapping[str, str],
+    ) -> None:
+        self.scope, self.mesh, self.segments = scope, mesh, segments
+        self.operators, self.choices, self.fusions = operators, choices, fusions
+        self.stand_in: dict[str, Key] = {}
+        self.done: set[str] = set()
+
+    def units(self, cls: ModuleClass, before: tuple[Statement, ...] = ()) -> dict[str, Unit]:
+        """The units of the class by name. before: statements that run ahead of its body."""
+        body = (*before, *cls.body)
+        flow = Flow.of(body, cls.outputs)
+        beside = {
+            flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
+            for index, call in enumerate(body)
+            if isinstance(call, Call) and call.target in OVERLAPPED
+        }
+        found: dict[str, Unit] = {}
+        homes = self._homes(body)
+        previous: tuple[str, int] = "", -1
+        for index, (statement, home) in enumerate(zip(body, homes, strict=True)):
+            unit = found.setdefault(home, Unit())
+            if isinstance(statement, Call):
+                self._call(statement, unit)
+            elif isinstance(statement, Reshard):
+                joins = previous == (statement.source.name, index - 1) and self._is_only_for(index, flow)
+                self._reshard(statement, unit, joins, beside.get(index, ()))
+                previous = statement.result.name, index
+        self._end(found, body, homes, cls.outputs, flow)
+        return found
+
+    def _homes(self, body: tuple[Statement, ...]) -> list[str]:
+        """The unit of every statement: that of the calls between the same layers, or else of those before them."""
+        if self.scope.layer is not None:
+            return [self.scope.name] * len(body)
+        nearest = next(iter(self.segments.values()), "")
+        homes, run = list[str](), list[Statement]()
+        for statement in (*body, None):
+            if statement is not None and not isinstance(statement, LayerLoop):
+                run.append(statement)
+                continue
+            named = (self.segments[n] for s in run if isinstance(s, Call) for n in names_of(s) if n in self.segments)
+            nearest = next(named, nearest)
+            homes += [nearest] * len(run) + ([nearest] if statement is not None else [])
+            run = []
+        return homes
+
+    # --- statements ---------------------------------------------------------------------------------------------------
+
+    def _call(self, call: Call, unit: Unit) -> None:
+        fusion = next((f for name in names_of(call) if (f := self.fusions.get((self.scope.name, name)))), None)
+        if fusion is not None:
+            if call.target == fusion.node.op:
+                unit.events += self._fused(fusion, call)
+                unit.calls += [(self.scope.name, member.name) for member in fusion.members]
+            return
+        for own in call.original:
+            names = [name for name in names_of(own) if (self.scope.name, name) in self.operators]
+            if not names:
+                self._stands_in(own)
+            for name in names:
+                if name not in self.done:
+                    self.done.add(name)
+                    key = self.scope.name, name
+                    held = self._names(call, name)
+                    unit.events.append(Ran(self.operators[key], self.choices.operators[key], not held, held))
+                    unit.calls.append(key)
+
+    def _names(self, call: Call, made: str) -> tuple[tuple[str, Key], ...]:
+        """The variables that hold results of the graph's call `made`."""
+        own = (result for result in assigns(call) if result.type.tensor[0] == made)
+        return tuple((result.name, key) for result in own if (key := self.key(result)) is not None)
+
+    def _stands_in(self, call: Call) -> None:
+        """A result that is none of the graph's tensors stands for what it is made of."""
+        source = next((key for arg in call.args if isinstance(arg, Var) and (key := self.key(arg))), None)
+        if source is not None:
+            self.stand_in |= {result.name: source for result in assigns(call)}
+
+    def _fused(self, fusion: Fusion, call: Call) -> Iterator[Ran]:
+        """A kernel's results, each with how what it is made of lies."""
+        scope, options = self.scope.name, self.choices.operators
+        lies = {Ref(node.name): options[scope, node.name].outputs[0] for node in fusion.nodes}
+        members = {member.name: member for member in fusion.members}
+        for ref, name in fusion.readers.items():
+            lies[ref] = options[scope, name].inputs[members[name].inputs.index(ref)]
+        for node in fusion.nodes:
+            metas = tuple(self.scope.metas[ref] for ref in node.inputs)
+            operator = replace(self.operators[scope, node.name], node=node, inputs=metas, runs=None)
+            inputs = tuple(lies[ref] for ref in node.inputs)
+            option = replace(options[scope, node.name], inputs=inputs)
+            yield Ran(operator, option, names=self._names(call, node.name))
+
+    def _reshard(self, statement: Reshard, unit: Unit, joins: bool, beside: tuple[str, ...]) -> None:
+        source, target = self.key(statement.source), self.key(statement.result)
+        if source is None or target is None or source[0] != target[0] or source == target:
+            return
+        path = steps(source[1], target[1], self.mesh.sizes) or ()
+        last = unit.events[-1] if unit.events and joins else None
+        if isinstance(last, Moved) and (last.ref, last.target) == source:
+            path, source = (*last.path, *path), (last.ref, last.source)
+            unit.events.pop()
+        unit.events.append(Moved(*source, target[1], path, statement.result.name, beside))
+
+    @staticmethod
+    def _is_only_for(index: int, flow: Flow) -> bool:
+        """Whether nothing else reads what a reshard does."""
+        statement = flow.body[index]
+        assert isinstance(statement, Reshard)
+        return flow.readers[index - 1, statement.source.name] == {index}
+
+    def _end(
+        self,
+        found: Mapping[str, Unit],
+        body: tuple[Statement, ...],
+        homes: list[str],
+        outputs: tuple[Var, ...],
+        flow: Flow,
+    ) -> None:
+        if self.scope.layer is not None:
+            keys = [self.key(output) for output in outputs]
+            found[self.scope.name].ends += [key for key in keys if key is not None]
+            return
+        for name, unit in found.items():
+            others = (s for s, home in zip(body, homes, strict=True) if home != name or _is_loop(s))
+            unit.rebound |= {variable.name for statement in others for variable in assigns(statement)}
+        for index, statement in enumerate(body):
+            for variable in () if isinstance(statement, LayerLoop) else assigns(statement):
+                readers = flow.readers.get((index, variable.name), frozenset())
+                leaves = any(r == len(body) or homes[r] != homes[index] or _is_loop(body[r]) for r in readers)
+                key = self.key(variable) if leaves else None
+                if key is not None and key not in found[homes[index]].ends:
+                    found[homes[index]].ends.append(key)
+
+    def key(self, variable: Var) -> Key | None:
+        """The graph's tensor that a variable holds, or that it stands for; None for counts and the like."""
+        name, index = variable.type.tensor
+        return (Ref(name, index), placements_of(variable.type, self.mesh)) if name else self.stand_in.get(variable.name)
+
+
+def _is_loop(statement: Statement) -> bool:
+    return isinstance(statement, LayerLoop)
+
+
+def placements_of(held: TensorType, mesh: Mesh) -> Placements:
+    """How a variable lies, an entry per axis of the mesh."""
+    return _parsed(held.placements, mesh.axes)
+
+
+@cache
+def _parsed(pairs: tuple[tuple[str, str], ...], axes: tuple[str, ...]) -> Placements:
+    lies = dict(pairs)
+    return tuple(Placement.parse(lies.get(axis, "R")) for axis in axes)
