@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from codegen.columns import COLUMNS, documented, fitted
 from codegen.expressions import KERNELS, is_custom, literal
@@ -18,6 +18,7 @@ from codegen.idioms import with_idioms
 from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
 from codegen.reshard_words import Dims
 from codegen.runtime.names import argument
+from codegen.sizes import needed, with_sizes
 from codegen.statements import axes, indented, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
@@ -37,13 +38,15 @@ _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels
 class Words:
     """What a file says beside its own program. title: its first line, without the end of the sentence. borders:
     comments on received and sent tensors. elsewhere: layer classes that come from layers.py. saving: those of which
-    instances recompute or offload, here or in another stage. dims: names of dims in comments."""
+    instances recompute or offload, here or in another stage. dims: names of dims in comments. sizes: the line that
+    defines each name of a size."""
 
     title: str
     borders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     saving: frozenset[str] = frozenset()
     dims: Dims = Dims()
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def emit_model(program: Program) -> str:
@@ -53,19 +56,28 @@ def emit_model(program: Program) -> str:
 
 
 def emit_classes(program: Program, words: Words) -> str:
-    """One file: imports, layouts, the layer classes and the root class."""
+    """One file: imports, sizes, layouts, the layer classes and the root class."""
+    program, sizes = with_sizes(program)
     own = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
     classes = [layer_class(program, layer, words) for layer in own] + [_root_class(program, words)]
     statements = [s for cls in (*own, program.root) for s in cls.body] + [*program.count_targets, *program.whole_sums]
     homes = {".layers": sorted(words.elsewhere)} if words.elsewhere else {}
-    return _file(words, (*own, program.root), classes, statements, homes)
+    return _file(replace(words, sizes=sizes), (*own, program.root), classes, statements, homes)
 
 
 def emit_layers(layers: Mapping[str, tuple[Program, ModuleClass]], words: Words) -> str:
     """layers.py: classes that several stages have, with a program that each is of."""
-    classes = [layer_class(program, layer, words) for program, layer in layers.values()]
-    own = tuple(layer for _, layer in layers.values())
-    return _file(words, own, classes, [statement for layer in own for statement in layer.body], {})
+    named = {name: with_sizes(program) for name, (program, _) in layers.items()}
+    sizes = {key: line for _, lines in named.values() for key, line in lines.items()}
+    if any(lines[key] != sizes[key] for _, lines in named.values() for key in lines):
+        named, sizes = {name: (program, {}) for name, (program, _) in layers.items()}, {}  # of unequal meshes
+    bodies = {
+        name: next(cls.body for cls in program.layers if cls.name == name) for name, (program, _) in named.items()
+    }
+    own = tuple(replace(layer, body=bodies[name]) for name, (_, layer) in layers.items())
+    classes = [layer_class(program, layer, words) for (program, _), layer in zip(layers.values(), own, strict=True)]
+    statements = [statement for layer in own for statement in layer.body]
+    return _file(replace(words, sizes=sizes), own, classes, statements, {})
 
 
 def _file(
@@ -85,7 +97,8 @@ def _file(
     if layouts:
         homes.setdefault(".runtime.layout", []).append("Layout")
     head = "\n".join((*_docstring(words.title, _custom(calls)), *_imports(calls, body, homes)))
-    return fitted(f"{head}\n\n{layouts + chr(10) * 2 if layouts else ''}\n{body}\n")
+    sizes = "\n".join(needed(words.sizes, body))
+    return fitted("\n\n".join(filter(None, (head, sizes, layouts))) + f"\n\n\n{body}\n")
 
 
 def saving_layers(program: Program) -> frozenset[str]:
