@@ -38,21 +38,19 @@ _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels
 class Words:
     """What a file says beside its own program. title: its first line, without the end of the sentence. borders:
     comments on received and sent tensors. elsewhere: layer classes that come from layers.py. saving: those of which
-    instances recompute or offload, here or in another stage. dims: names of dims in comments. sizes: the line that
-    defines each name of a size."""
+    instances recompute or offload, here or in another stage. sizes: the line that defines each name of a size."""
 
     title: str
     borders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     saving: frozenset[str] = frozenset()
-    dims: Dims = Dims()
     sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def emit_model(program: Program) -> str:
     """The text of model.py."""
     title = f"{program.name} for {program.mesh_text}: {batch_text(program)}"
-    return emit_classes(with_idioms(program), Words(title, saving=saving_layers(program), dims=Dims.of(program.inputs)))
+    return emit_classes(with_idioms(program), Words(title, saving=saving_layers(program)))
 
 
 def emit_classes(program: Program, words: Words) -> str:
@@ -177,7 +175,10 @@ def layer_class(program: Program, cls: ModuleClass, words: Words) -> str:
     if "DropoutModule" in _bases(cls, words.saving):
         lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
     lines += [f"    def forward({_names(('self', *cls.inputs))}):"]
-    lines += indented(axes(program, cls.body) + returning(source_lines(cls.body, cls.outputs, words.dims), cls.outputs))
+    lines += indented(
+        axes(program, cls.body)
+        + returning(source_lines(cls.body, cls.outputs, Dims(program.dims, cls.name)), cls.outputs)
+    )
     return "\n".join(lines)
 
 
@@ -186,7 +187,7 @@ def _names(values: Iterable[str | Var]) -> str:
 
 
 def _root_class(program: Program, words: Words) -> str:
-    cls = program.root
+    cls, dims = program.root, Dims(program.dims)
     lines = _heading(cls, words.saving)
     lines += _table("PARAMETERS", cls.parameters)
     lines += _table("BUFFERS", cls.buffers)
@@ -204,20 +205,18 @@ def _root_class(program: Program, words: Words) -> str:
     takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
     lines += [f"    def forward({_names(takes)}):"]
-    body = source_lines(cls.body, cls.outputs, words.dims, 2, parted)
+    body = source_lines(cls.body, cls.outputs, dims, 2, parted)
     lines += indented(axes(program, cls.body) + returning(body, cls.outputs))
     if program.count_targets:
         lines += ["", f"    def count_targets({', '.join(('self', *map(argument, program.inputs)))}):"]
         lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
-        counted = source_lines(program.count_targets, program.target_counts, words.dims)
+        counted = source_lines(program.count_targets, program.target_counts, dims)
         lines += indented(axes(program, program.count_targets) + counted)
         lines += [f"        return [{_names(program.target_counts)}]"]
     if program.whole_sums:
         lines += ["", f"    def whole_sums({', '.join(('self', *map(argument, program.inputs)))}):"]
         lines += ['        """Sums over this micro-batch, on all ranks, that forward needs of the whole batch."""']
-        lines += indented(
-            axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums, words.dims)
-        )
+        lines += indented(axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums, dims))
         lines += [f"        return [{_names(program.sums)}]"]
     return "\n".join(lines)
 
