@@ -77,7 +77,8 @@ def source_lines(
             lines.append(_reshard(statement, dims))
             chain = None
         else:
-            lines += _loop(statement, statement.layer in parted)
+            read_later = {v.name for v in statement.args if _uses_after(position, v, body, outputs)}
+            lines += _loop(statement, statement.layer in parted, lines, read_later)
             section, chain = "", None
     return lines
 
@@ -134,15 +135,20 @@ def _reshard(statement: Reshard, dims: Dims) -> str:
     return f"{text}  # {in_words(statement, dims)}"
 
 
-def _loop(loop: LayerLoop, is_part: bool) -> list[str]:
-    """Carried values get the result names before the loop starts. is_part: other loops have layers of the class too."""
+def _loop(loop: LayerLoop, is_part: bool, before: list[str], read_later: set[str]) -> list[str]:
+    """Carried values get the result names before the loop starts, in the line that makes them if that is the last one.
+
+    is_part: other loops have layers of the class too. before: the lines so far. read_later: arguments that are.
+    """
     carried = dict(loop.carried)
     lines = []
     arguments = [var.name for var in loop.args]
     for position, output in carried.items():
-        name = loop.results[output].name
-        if arguments[position] != name:
-            lines.append(f"{name} = {arguments[position]}")
+        name, given = loop.results[output].name, arguments[position]
+        if before and before[-1].startswith(f"{given} = ") and arguments.count(given) == 1 and given not in read_later:
+            before[-1] = name + before[-1].removeprefix(given)
+        elif given != name:
+            lines.append(f"{name} = {given}")
         arguments[position] = name
     instances = f"self.layers_of({loop.layer})"
     if is_part:
