@@ -207,18 +207,22 @@ def _root_class(program: Program, words: Words) -> str:
     lines += [f"    def forward({_names(takes)}):"]
     body = source_lines(cls.body, cls.outputs, dims, 2, parted)
     lines += indented(axes(program, cls.body) + returning(body, cls.outputs))
-    if program.count_targets:
-        lines += ["", f"    def count_targets({', '.join(('self', *map(argument, program.inputs)))}):"]
-        lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
-        counted = source_lines(program.count_targets, program.target_counts, dims)
-        lines += indented(axes(program, program.count_targets) + counted)
-        lines += [f"        return [{_names(program.target_counts)}]"]
-    if program.whole_sums:
-        lines += ["", f"    def whole_sums({', '.join(('self', *map(argument, program.inputs)))}):"]
-        lines += ['        """Sums over this micro-batch, on all ranks, that forward needs of the whole batch."""']
-        lines += indented(axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums, dims))
-        lines += [f"        return [{_names(program.sums)}]"]
+    counts = "Targets that count in this micro-batch, on all ranks, for each cross-entropy."
+    sums = "Sums over this micro-batch, on all ranks, that forward needs of the whole batch."
+    lines += _of_batch(program, "count_targets", counts, program.count_targets, program.target_counts)
+    lines += _of_batch(program, "whole_sums", sums, program.whole_sums, program.sums)
     return "\n".join(lines)
+
+
+def _of_batch(
+    program: Program, name: str, doc: str, statements: tuple[Statement, ...], results: tuple[Var, ...]
+) -> list[str]:
+    """A method of the batch alone, where there are statements."""
+    if not statements:
+        return []
+    head = ["", f"    def {name}({', '.join(('self', *map(argument, program.inputs)))}):", f'        """{doc}"""']
+    lines = axes(program, statements) + source_lines(statements, results, Dims(program.dims))
+    return [*head, *indented(lines), f"        return [{_names(results)}]"]
 
 
 def _batch_facts(program: Program) -> list[str]:
@@ -238,18 +242,16 @@ def _class_table(name: str, entries: Mapping[str, str]) -> list[str]:
     return [f"    {name} = {{", *(f"        {layer}: {text}," for layer, text in entries.items()), "    }", ""]
 
 
-def modes_text(modes: tuple[tuple[str, int], ...]) -> str:
+def modes_text(modes: tuple[tuple[str | bool, int], ...]) -> str:
     """`("full",) * 3 + ("none",)`; (("full", 1), ("none", 1)) is `("full", "none")`."""
     if sum(count for _, count in modes) <= 3:
         return literal(tuple(mode for mode, count in modes for _ in range(count)))
-    return " + ".join(f'("{mode}",)' + (f" * {count}" if count > 1 else "") for mode, count in modes)
+    return " + ".join(literal((mode,)) + (f" * {count}" if count > 1 else "") for mode, count in modes)
 
 
 def offload_text(modes: tuple[tuple[str, int], ...]) -> str:
     """Which layers are offloaded, as an expression: `(True,) * 3 + (False,)`."""
-    if sum(count for _, count in modes) <= 3:
-        return literal(tuple(bool(mode) for mode, count in modes for _ in range(count)))
-    return " + ".join(f"({bool(mode)},)" + (f" * {count}" if count > 1 else "") for mode, count in modes)
+    return modes_text(tuple((bool(mode), count) for mode, count in modes))
 
 
 def paths_text(paths: tuple[str, ...]) -> str:
