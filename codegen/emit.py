@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from codegen.columns import COLUMNS, documented, fitted
 from codegen.expressions import KERNELS, is_custom, literal
@@ -18,6 +18,7 @@ from codegen.idioms import with_idioms
 from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
 from codegen.reshard_words import Dims
 from codegen.runtime.names import argument
+from codegen.sizes import needed, with_sizes
 from codegen.statements import axes, indented, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
@@ -37,35 +38,44 @@ _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels
 class Words:
     """What a file says beside its own program. title: its first line, without the end of the sentence. borders:
     comments on received and sent tensors. elsewhere: layer classes that come from layers.py. saving: those of which
-    instances recompute or offload, here or in another stage. dims: names of dims in comments."""
+    instances recompute or offload, here or in another stage. sizes: the line that defines each name of a size."""
 
     title: str
     borders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     saving: frozenset[str] = frozenset()
-    dims: Dims = Dims()
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def emit_model(program: Program) -> str:
     """The text of model.py."""
     title = f"{program.name} for {program.mesh_text}: {batch_text(program)}"
-    return emit_classes(with_idioms(program), Words(title, saving=saving_layers(program), dims=Dims.of(program.inputs)))
+    return emit_classes(with_idioms(program), Words(title, saving=saving_layers(program)))
 
 
 def emit_classes(program: Program, words: Words) -> str:
-    """One file: imports, layouts, the layer classes and the root class."""
+    """One file: imports, sizes, layouts, the layer classes and the root class."""
+    program, sizes = with_sizes(program)
     own = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
     classes = [layer_class(program, layer, words) for layer in own] + [_root_class(program, words)]
     statements = [s for cls in (*own, program.root) for s in cls.body] + [*program.count_targets, *program.whole_sums]
     homes = {".layers": sorted(words.elsewhere)} if words.elsewhere else {}
-    return _file(words, (*own, program.root), classes, statements, homes)
+    return _file(replace(words, sizes=sizes), (*own, program.root), classes, statements, homes)
 
 
 def emit_layers(layers: Mapping[str, tuple[Program, ModuleClass]], words: Words) -> str:
     """layers.py: classes that several stages have, with a program that each is of."""
-    classes = [layer_class(program, layer, words) for program, layer in layers.values()]
-    own = tuple(layer for _, layer in layers.values())
-    return _file(words, own, classes, [statement for layer in own for statement in layer.body], {})
+    named = {name: with_sizes(program) for name, (program, _) in layers.items()}
+    sizes = {key: line for _, lines in named.values() for key, line in lines.items()}
+    if any(lines[key] != sizes[key] for _, lines in named.values() for key in lines):
+        named, sizes = {name: (program, {}) for name, (program, _) in layers.items()}, {}  # of unequal meshes
+    bodies = {
+        name: next(cls.body for cls in program.layers if cls.name == name) for name, (program, _) in named.items()
+    }
+    own = tuple(replace(layer, body=bodies[name]) for name, (_, layer) in layers.items())
+    classes = [layer_class(program, layer, words) for (program, _), layer in zip(layers.values(), own, strict=True)]
+    statements = [statement for layer in own for statement in layer.body]
+    return _file(replace(words, sizes=sizes), own, classes, statements, {})
 
 
 def _file(
@@ -85,7 +95,8 @@ def _file(
     if layouts:
         homes.setdefault(".runtime.layout", []).append("Layout")
     head = "\n".join((*_docstring(words.title, _custom(calls)), *_imports(calls, body, homes)))
-    return fitted(f"{head}\n\n{layouts + chr(10) * 2 if layouts else ''}\n{body}\n")
+    sizes = "\n".join(needed(words.sizes, body))
+    return fitted("\n\n".join(filter(None, (head, sizes, layouts))) + f"\n\n\n{body}\n")
 
 
 def saving_layers(program: Program) -> frozenset[str]:
@@ -164,7 +175,10 @@ def layer_class(program: Program, cls: ModuleClass, words: Words) -> str:
     if "DropoutModule" in _bases(cls, words.saving):
         lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
     lines += [f"    def forward({_names(('self', *cls.inputs))}):"]
-    lines += indented(axes(program, cls.body) + returning(source_lines(cls.body, cls.outputs, words.dims), cls.outputs))
+    lines += indented(
+        axes(program, cls.body)
+        + returning(source_lines(cls.body, cls.outputs, Dims(program.dims, cls.name)), cls.outputs)
+    )
     return "\n".join(lines)
 
 
@@ -173,7 +187,7 @@ def _names(values: Iterable[str | Var]) -> str:
 
 
 def _root_class(program: Program, words: Words) -> str:
-    cls = program.root
+    cls, dims = program.root, Dims(program.dims)
     lines = _heading(cls, words.saving)
     lines += _table("PARAMETERS", cls.parameters)
     lines += _table("BUFFERS", cls.buffers)
@@ -191,22 +205,24 @@ def _root_class(program: Program, words: Words) -> str:
     takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
     lines += [f"    def forward({_names(takes)}):"]
-    body = source_lines(cls.body, cls.outputs, words.dims, 2, parted)
+    body = source_lines(cls.body, cls.outputs, dims, 2, parted)
     lines += indented(axes(program, cls.body) + returning(body, cls.outputs))
-    if program.count_targets:
-        lines += ["", f"    def count_targets({', '.join(('self', *map(argument, program.inputs)))}):"]
-        lines += ['        """Targets that count in this micro-batch, on all ranks, for each cross-entropy."""']
-        counted = source_lines(program.count_targets, program.target_counts, words.dims)
-        lines += indented(axes(program, program.count_targets) + counted)
-        lines += [f"        return [{_names(program.target_counts)}]"]
-    if program.whole_sums:
-        lines += ["", f"    def whole_sums({', '.join(('self', *map(argument, program.inputs)))}):"]
-        lines += ['        """Sums over this micro-batch, on all ranks, that forward needs of the whole batch."""']
-        lines += indented(
-            axes(program, program.whole_sums) + source_lines(program.whole_sums, program.sums, words.dims)
-        )
-        lines += [f"        return [{_names(program.sums)}]"]
+    counts = "Targets that count in this micro-batch, on all ranks, for each cross-entropy."
+    sums = "Sums over this micro-batch, on all ranks, that forward needs of the whole batch."
+    lines += _of_batch(program, "count_targets", counts, program.count_targets, program.target_counts)
+    lines += _of_batch(program, "whole_sums", sums, program.whole_sums, program.sums)
     return "\n".join(lines)
+
+
+def _of_batch(
+    program: Program, name: str, doc: str, statements: tuple[Statement, ...], results: tuple[Var, ...]
+) -> list[str]:
+    """A method of the batch alone, where there are statements."""
+    if not statements:
+        return []
+    head = ["", f"    def {name}({', '.join(('self', *map(argument, program.inputs)))}):", f'        """{doc}"""']
+    lines = axes(program, statements) + source_lines(statements, results, Dims(program.dims))
+    return [*head, *indented(lines), f"        return [{_names(results)}]"]
 
 
 def _batch_facts(program: Program) -> list[str]:
@@ -226,18 +242,16 @@ def _class_table(name: str, entries: Mapping[str, str]) -> list[str]:
     return [f"    {name} = {{", *(f"        {layer}: {text}," for layer, text in entries.items()), "    }", ""]
 
 
-def modes_text(modes: tuple[tuple[str, int], ...]) -> str:
+def modes_text(modes: tuple[tuple[str | bool, int], ...]) -> str:
     """`("full",) * 3 + ("none",)`; (("full", 1), ("none", 1)) is `("full", "none")`."""
     if sum(count for _, count in modes) <= 3:
         return literal(tuple(mode for mode, count in modes for _ in range(count)))
-    return " + ".join(f'("{mode}",)' + (f" * {count}" if count > 1 else "") for mode, count in modes)
+    return " + ".join(literal((mode,)) + (f" * {count}" if count > 1 else "") for mode, count in modes)
 
 
 def offload_text(modes: tuple[tuple[str, int], ...]) -> str:
     """Which layers are offloaded, as an expression: `(True,) * 3 + (False,)`."""
-    if sum(count for _, count in modes) <= 3:
-        return literal(tuple(bool(mode) for mode, count in modes for _ in range(count)))
-    return " + ".join(f"({bool(mode)},)" + (f" * {count}" if count > 1 else "") for mode, count in modes)
+    return modes_text(tuple((bool(mode), count) for mode, count in modes))
 
 
 def paths_text(paths: tuple[str, ...]) -> str:

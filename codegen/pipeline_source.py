@@ -21,7 +21,6 @@ from codegen.emit import (
 from codegen.expressions import literal
 from codegen.idioms import with_idioms
 from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program
-from codegen.reshard_words import Dims
 from codegen.runtime.positions import tiled
 from codegen.text import bytes_text, plain
 
@@ -47,7 +46,7 @@ def emit_pipeline(pipeline: PipelineProgram) -> dict[str, str]:
     """File name -> text: layers that several stages have, the stages, pipeline.py and schedule.txt."""
     pipeline = pipeline.map(with_idioms)
     saving = frozenset[str]().union(*(saving_layers(stage.program) for stage in pipeline.stages))
-    words = Words("", saving=saving, dims=Dims.of(pipeline.inputs))
+    words = Words("", saving=saving)
     files, shared = _with_layers(pipeline, _files(pipeline, words), words)
     texts = {"layers.py": _layers_source(pipeline, shared, words)} if shared else {}
     texts |= {f"{file.module}.py": _stage_source(pipeline, file, words) for file in files}

@@ -229,6 +229,7 @@ class Program:
     backend: as `Step` takes it. kernels: runs of calls were replaced by fused ones, and the update and the gradient's
     norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
     unused_inputs: further tensors of the batch, which nothing depends on. fixed_inputs: what in the batch is no tensor.
+    dims: (layer class or "", tensor of the graph) -> what each of its dims is known to be, "BATCH", or "".
     no_evaluation: why the program cannot compute what the model does in evaluation mode, if it cannot.
     """
 
@@ -262,6 +263,7 @@ class Program:
     unused_inputs: tuple[str, ...] = ()
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
     no_evaluation: str = ""
+    dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def has_fused_update(self) -> bool:

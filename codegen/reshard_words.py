@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from codegen.program import Reshard, Spec, TensorType
+from codegen.program import Reshard, TensorType
 from codegen.runtime.parameters import parse_placement
 from codegen.text import bytes_text
+
+_ROLES: Final[Mapping[str, str]] = {
+    "BATCH": "the batch",
+    "SEQUENCE": "the sequence",
+    "HEADS": "the heads",
+    "KV_HEADS": "the heads of keys and values",
+    "HEAD_DIM": "the heads' features",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Names of dims, as far as the batch tells them. tokens: [rows, length] of each input of token numbers."""
+    """Names of dims in words. roles: `Program.dims`. scope: whose variables they are, a layer class' or ""."""
 
-    tokens: frozenset[tuple[int, int]] = frozenset()
-
-    @classmethod
-    def of(cls, inputs: Mapping[str, Spec]) -> Dims:
-        """inputs: of the whole program, a micro-batch of them."""
-        found: Iterable[tuple[int, ...]] = (spec.shape for spec in inputs.values() if spec.dtype.startswith("int"))
-        return cls(frozenset((shape[0], shape[1]) for shape in found if len(shape) == 2))
+    roles: Mapping[tuple[str, str, int], tuple[str, ...]]
+    scope: str = ""
 
     def name(self, held: TensorType, dim: int) -> str:
-        """`the sequence`; `dim 2` where no input of the batch has these sizes, or several dims have one."""
-        shape = held.shape
-        for rows, length in self.tokens:
-            if len(shape) > 2 and shape[0] == rows and shape.count(length) == 1 and rows != length:
-                at = shape.index(length)
-                known = {0: "the batch", at: "the sequence"}
-                if len(shape) == 3 and at == 1:
-                    known[2] = "the features"
-                elif len(shape) == 4 and at == 2:
-                    known |= {1: "the heads", 3: "the head's features"}
-                return known.get(dim, f"dim {dim}")
-        return f"dim {dim}"
+        """`the sequence`; `dim 2` where the program does not know what it is."""
+        roles = self.roles.get((self.scope, *held.tensor), ())
+        words = [_ROLES.get(role, "the sequence" if role else "") for role in roles]
+        if words[1:] == ["the sequence", ""]:
+            words[2] = "the features"
+        return (words[dim] if 0 <= dim < len(words) else "") or f"dim {dim}"
 
 
 _FORMS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import UNREAD, Call, LayerLoop, Program, Raw, Reshard, Statement, Var, assigns, reads
@@ -10,6 +11,15 @@ from codegen.reshard_words import Dims, in_words
 from codegen.text import plain
 
 CHAIN_WIDTH = 104
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The line `target = text`. head: target and text of its first call, () where that is a method or stands above."""
+
+    target: str
+    text: str
+    head: tuple[str, ...] = ()
 
 
 def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
@@ -45,29 +55,31 @@ def source_lines(
     """
     lines: list[str] = []
     section = ""
-    previous: tuple[str, str] | None = None  # (variable, expression) of the last line if it can be chained
+    chain: _Chain | None = None  # what the last line says, if it can be chained
     for position, statement in enumerate(body):
         if isinstance(statement, Call):
             here = _section(statement.section, depth)
             text = expression(statement)
             target = ", ".join(_name(result) for result in statement.results)
-            chained = _chain(statement, text, previous, CHAIN_WIDTH - len(target))
-            if chained is not None:
+            longer = _chain(statement, target, text, chain) if chain is not None else None
+            if chain is not None and longer is not None:
                 lines.pop()
-                text = chained
+                lines += [" = ".join(chain.head)] if chain.head and not longer.head else []
             elif here != section and here:
                 lines.append(f"# {plain(here)}")
                 section = here
-            lines.append(f"{target} = {text}")
+            chain = longer or _Chain(target, text, () if is_method(statement) else (target, text))
+            lines.append(f"{target} = {chain.text}")
             results = statement.results
-            is_single = len(results) == 1 and _uses_after(position, results[0], body, outputs) == 1
-            previous = (target, text) if is_single else None
+            if len(results) > 1 or _uses_after(position, results[0], body, outputs) != 1:
+                chain = None
         elif isinstance(statement, Reshard):
             lines.append(_reshard(statement, dims))
-            previous = None
+            chain = None
         else:
-            lines += _loop(statement, statement.layer in parted)
-            section, previous = "", None
+            read_later = {v.name for v in statement.args if _uses_after(position, v, body, outputs)}
+            lines += _loop(statement, statement.layer in parted, lines, read_later)
+            section, chain = "", None
     return lines
 
 
@@ -85,15 +97,22 @@ def _section(module: str, depth: int) -> str:
     return ".".join(module.split(".")[:depth])
 
 
-def _chain(call: Call, text: str, previous: tuple[str, str] | None, width: int) -> str | None:
-    """`call` appended to the line before it, if it is a method of that line's result and its only use."""
-    if previous is None or not is_method(call) or not isinstance(call.args[0], Var):
+def _chain(call: Call, target: str, text: str, before: _Chain) -> _Chain | None:
+    """`call` appended to the line before it, if it is a method of that line's result and its only use.
+
+    Where that line gets too long, all methods go to one of their own, behind the first call's result.
+    """
+    if not is_method(call) or not isinstance(call.args[0], Var) or call.args[0].name != before.target:
         return None
-    variable, before = previous
-    if call.args[0].name != variable or not text.startswith(f"{variable}."):
+    if not text.startswith(f"{before.target}.") or not before.text.endswith((")", "]")) or not is_atom(before.text):
         return None
-    joined = before + text.removeprefix(variable)
-    return joined if before.endswith((")", "]")) and is_atom(before) and len(joined) < width else None
+    method = text.removeprefix(before.target)
+    if len(before.text + method) < CHAIN_WIDTH - len(target):
+        return replace(before, target=target, text=before.text + method)
+    if not before.head or before.text == before.head[1]:
+        return None
+    apart = before.head[0] + before.text.removeprefix(before.head[1]) + method
+    return _Chain(target, apart) if len(apart) < CHAIN_WIDTH - len(target) else None
 
 
 def _uses_after(position: int, variable: Var, body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> int:
@@ -116,15 +135,20 @@ def _reshard(statement: Reshard, dims: Dims) -> str:
     return f"{text}  # {in_words(statement, dims)}"
 
 
-def _loop(loop: LayerLoop, is_part: bool) -> list[str]:
-    """Carried values get the result names before the loop starts. is_part: other loops have layers of the class too."""
+def _loop(loop: LayerLoop, is_part: bool, before: list[str], read_later: set[str]) -> list[str]:
+    """Carried values get the result names before the loop starts, in the line that makes them if that is the last one.
+
+    is_part: other loops have layers of the class too. before: the lines so far. read_later: arguments that are.
+    """
     carried = dict(loop.carried)
     lines = []
     arguments = [var.name for var in loop.args]
     for position, output in carried.items():
-        name = loop.results[output].name
-        if arguments[position] != name:
-            lines.append(f"{name} = {arguments[position]}")
+        name, given = loop.results[output].name, arguments[position]
+        if before and before[-1].startswith(f"{given} = ") and arguments.count(given) == 1 and given not in read_later:
+            before[-1] = name + before[-1].removeprefix(given)
+        elif given != name:
+            lines.append(f"{name} = {given}")
         arguments[position] = name
     instances = f"self.layers_of({loop.layer})"
     if is_part:

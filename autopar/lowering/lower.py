@@ -11,6 +11,7 @@ from autopar.ir.chain import chain, home_of_unread
 from autopar.ir.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, Stored
+from autopar.lowering.dim_roles import dim_roles
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, placement_pairs, without_waiting
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
 from autopar.options.choices import Choices
@@ -65,7 +66,7 @@ class Staging:
 @dataclass(frozen=True, slots=True)
 class _Context:
     """What is equal for all stages. unread: what no call reads; keeper: the stage that holds it. placements: how a
-    sent tensor lies where it is made, by (stage, name)."""
+    sent tensor lies where it is made, by (stage, name). dims: roles of dims, of the whole graph."""
 
     operators: Mapping[tuple[str, str], Operator]
     plan: Planned
@@ -76,6 +77,7 @@ class _Context:
     unread: Mapping[str, Spec] = field(default_factory=dict)
     keeper: int = 0
     placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
+    dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
 
 
 def lower(
@@ -90,7 +92,9 @@ def lower(
 ) -> Program:
     """The program of a plan without pipelines."""
     vocabulary = smallest_vocabulary(graph)
-    context = _Context(operators, plan, choices, vocabulary, False, offload_optimizer, _unread(graph))
+    context = _Context(
+        operators, plan, choices, vocabulary, False, offload_optimizer, _unread(graph), dims=dim_roles(graph)
+    )
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
     program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
@@ -110,7 +114,7 @@ def lower_stages(
     have."""
     keeper = bisect.bisect(staging.boundaries, chain(graph).index(home_of_unread(graph))) - 1
     shared = smallest_vocabulary(graph), staging.defers_weights, offload_optimizer, _unread(graph), keeper
-    context = _Context(operators, plan, choices, *shared)
+    context = _Context(operators, plan, choices, *shared, dims=dim_roles(graph))
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
     num_dropout_calls = 0
@@ -203,6 +207,7 @@ def _lower_stage(
         context.offload_optimizer,
         whole_sums=tuple(sum_statements),
         sums=sums,
+        dims=context.dims,
     )
 
 

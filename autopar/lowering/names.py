@@ -71,7 +71,7 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
     uses = _uses(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
     followed = _followed(pieces, uses)
     nodes = [piece for piece in pieces if isinstance(piece, Node)]
-    roles, wishes = _roles(nodes, entering, followed, uses), _module_wishes(scope.nodes)
+    roles, wishes = _roles(nodes, entering, followed, uses), _module_wishes(scope.nodes, followed)
     for piece in pieces:
         if isinstance(piece, LayerRun):
             going_on = _going_on(piece, entering, uses)
@@ -147,8 +147,11 @@ def _plain(node: Node) -> str:
     return stem
 
 
-def _module_wishes(nodes: tuple[Node, ...]) -> dict[str, str]:
-    """Node name -> module name, for the last node of a module that calls in one stretch only."""
+def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict[str, str]:
+    """Node name -> module name, for the last node of a module that calls in one stretch only.
+
+    Where that only reshapes what the module has computed, it is the call that has.
+    """
     stretches: dict[str, list[Node]] = {}
     repeated: set[str] = set()
     for module, group in groupby(nodes, key=lambda node: node.module):
@@ -160,7 +163,10 @@ def _module_wishes(nodes: tuple[Node, ...]) -> dict[str, str]:
     for module, stretch in stretches.items():
         leaf = module.rpartition(".")[2]
         if leaf and not leaf.isdigit() and module not in repeated and module not in parents:
-            wishes[stretch[-1].name] = leaf
+            last, own = stretch[-1].name, {node.name for node in stretch}
+            while last in followed and followed[last].node in own:
+                last = followed[last].node
+            wishes[last] = leaf
     return wishes
 
 
