@@ -29,12 +29,17 @@ from autopar.options.strategies import Operator, Scope, num_local
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, and the forward seconds of
-    these. parts: of the results, those that are parts of a larger one or not yet what the call returns, and not alive
-    where nothing is made again."""
+    these.
+
+    Not alive where nothing is made again: parts, of which a result is made, and products, which are not yet what the
+    call returns. When a layer runs again, each product gives way to that at once; largest: of them.
+    """
 
     inputs: float
     results: float
     parts: float
+    products: float
+    largest: float
     costly_seconds: float
 
 
@@ -57,12 +62,13 @@ def recompute_modes(
         "none": Mode(0.0, live.kept, block.transient_bytes, live),
         "offload": Mode(late, 0.0, max(fetched.forward, fetched.waiting), fetched),
     }
-    for name, num_bytes, parts, seconds in (
-        ("selective", kept.inputs + kept.results, kept.parts, block.forward_seconds - kept.costly_seconds),
-        ("full", kept.inputs, 0.0, block.forward_seconds),
+    beside = kept.parts + kept.products, kept.parts + kept.largest
+    for name, num_bytes, (once, repeated), seconds in (
+        ("selective", kept.inputs + kept.results, beside, block.forward_seconds - kept.costly_seconds),
+        ("full", kept.inputs, (0.0, 0.0), block.forward_seconds),
     ):
         if num_bytes < live.kept:
-            alive = replace(_fetched(again, parts), forward=again.forward + parts)
+            alive = replace(_fetched(again, repeated), forward=again.forward + once)
             transient = max(alive.forward, alive.waiting) - num_bytes
             modes[name] = Mode(seconds, num_bytes, transient, alive)
     return modes
@@ -78,7 +84,7 @@ def _kept(
         for position, (name, meta) in enumerate(scope.layer.inputs if scope.layer else ())
         if position in carried
     )
-    results, parts, costly = 0.0, 0.0, 0.0
+    results, parts, costly, products = 0.0, 0.0, 0.0, [0.0]
     for node in scope.nodes:
         if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
             operator, option = operators[scope.name, node.name], choices.operators[scope.name, node.name]
@@ -86,11 +92,18 @@ def _kept(
             num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
             # Of attention over several blocks of keys, the results of all of them are kept, and merged again.
             parts += (call.num_blocks - 1) * num_bytes if call else 0.0
-            parts += pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation)
+            products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation))
             results += (call.num_blocks if call else 1) * num_bytes
             costly += pricer.operator_seconds(operator, option)[0]
             costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0
-    return _Kept(inputs, results, parts, costly)
+    return _Kept(
+        inputs=inputs,
+        results=results,
+        parts=parts,
+        products=sum(products),
+        largest=max(products),
+        costly_seconds=costly,
+    )
 
 
 def _repeated(live: Liveness) -> Liveness:
