@@ -9,7 +9,7 @@ Where lines belong, from what all kernels share to what one has:
     tile.py, tuning.py, tuning_file.py   a kernel's candidates of launch parameters, and which of them is launched
     chunk_table.py                       many tensors in one launch: adamw.py, grad_norm.py
     norm_kernels.py, norm_launches.py    layer and RMS norms, of x or of a sum with the residual stream
-    gated.py, gelu.py                    an activation times something, and GELU's two forms
+    gated.py, gelu.py                    the kernels of SwiGLU and GeGLU, and GELU's two forms
     online_softmax.py                    maximum and sum of exponentials of a row: both losses
     <operation>.py                       its formula and reference, what callers see, what autograd saves
     <operation>_kernels.py               kernels and launches that several operations have, or that make a file long

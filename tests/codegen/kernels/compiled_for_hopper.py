@@ -19,14 +19,12 @@ from codegen.kernels.dispatch import power_of_2_at_least
 ce = importlib.import_module("codegen.kernels.cross_entropy")
 norms = importlib.import_module("codegen.kernels.norm_kernels")
 norm_launches = importlib.import_module("codegen.kernels.norm_launches")
-glu = importlib.import_module("codegen.kernels.swiglu")
 linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
 adamw = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
 fp8 = importlib.import_module("codegen.kernels.fp8")
 quantize = importlib.import_module("codegen.kernels.quantize")
 rotary = importlib.import_module("codegen.kernels.rotary")
-geglu = importlib.import_module("codegen.kernels.geglu")
 bias_gelu = importlib.import_module("codegen.kernels.bias_gelu")
 dropout_add = importlib.import_module("codegen.kernels.dropout_add")
 
@@ -131,18 +129,18 @@ def tile_cases(name, kernel, tiles, num_cols, **constants):
 
 def other_cases():
     for direction in ("forward", "backward"):
-        kernel = f"_{direction}_kernel"
-        yield from block_cases(f"swiglu_{direction}", getattr(glu, kernel), gated.TILES)
+        kernel = getattr(gated, f"{direction}_kernel")
+        yield from block_cases(f"swiglu_{direction}", kernel, gated.TILES, SILU=True, TANH=False)
         tiles = getattr(ce, f"{direction.upper()}_TILES")
-        yield from block_cases(f"cross_entropy_{direction}", getattr(ce, kernel), tiles)
+        yield from block_cases(f"cross_entropy_{direction}", getattr(ce, f"_{direction}_kernel"), tiles)
 
 
 def gelu_cases():
     for tanh in (False, True):
         for direction in ("forward", "backward"):
             tiles = gated.TILES if tanh else gated.TILES[:1]
-            kernel = getattr(geglu, f"_{direction}_kernel")
-            yield from block_cases(f"geglu_{direction}_{tanh}", kernel, tiles, TANH=tanh)
+            kernel = getattr(gated, f"{direction}_kernel")
+            yield from block_cases(f"geglu_{direction}_{tanh}", kernel, tiles, SILU=False, TANH=tanh)
         both = {"TANH": tanh, "NEED_DX": True, "NEED_DB": True}
         for num_cols, last in ((128, 1), (16384, None if tanh else 1)):
             forward, backward = bias_gelu.FORWARD_TILES[:last], bias_gelu.BACKWARD_TILES[:last]
