@@ -72,11 +72,11 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 def _arguments(schema: Any) -> Schema:
     return tuple(
         Argument(
-            a.name,
-            str(a.type),
-            not a.has_default_value(),
-            a.kwarg_only,
-            tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value,
+            name=a.name,
+            type=str(a.type),
+            is_required=not a.has_default_value(),
+            is_keyword=a.kwarg_only,
+            default=tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value,
         )
         for a in schema.arguments
     )

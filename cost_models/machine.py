@@ -67,7 +67,13 @@ class Cluster:
             )
         device = catalog.device(words[1])
         names = [*words[2:], *(device.intra_link, device.inter_link)[len(words) - 2 :]]
-        return Cluster(device, int(counts[1] or 1), int(counts[2]), catalog.link(names[0]), catalog.link(names[1]))
+        return Cluster(
+            device=device,
+            num_nodes=int(counts[1] or 1),
+            devices_per_node=int(counts[2]),
+            intra_node=catalog.link(names[0]),
+            inter_node=catalog.link(names[1]),
+        )
 
     @staticmethod
     def from_toml(path: str | Path) -> Cluster:
@@ -98,8 +104,13 @@ class Cluster:
         if any(type(count) is not int for count in counts):
             raise ValueError(f"num_nodes and devices_per_node must be whole numbers, got {counts}")
         device = _part(Device, "device", table["device"], catalog.devices())
-        links = {"intra_node": device.intra_link, "inter_node": device.inter_link}
-        return Cluster(device, *counts, *(link_from(key, table.get(key, usual)) for key, usual in links.items()))
+        return Cluster(
+            device=device,
+            num_nodes=counts[0],
+            devices_per_node=counts[1],
+            intra_node=link_from("intra_node", table.get("intra_node", device.intra_link)),
+            inter_node=link_from("inter_node", table.get("inter_node", device.inter_link)),
+        )
 
     def to_toml(self) -> str:
         """TOML text that `from_toml_text` reads back to an equal cluster: built-in parts by name, others in full."""

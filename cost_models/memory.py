@@ -1,4 +1,4 @@
-"""Bytes on one device: weights, gradients, optimiser state, and what no tensor can use.
+"""Bytes on one device: gradients, optimiser state, and what no tensor can use.
 
 The counts per parameter follow S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
 models" (SC 2020), section 3: mixed precision with Adam holds 2 bytes of weights, gradients, and K = 12 bytes of fp32
@@ -77,15 +77,6 @@ def precision(name: str) -> Precision:
     if name not in PRECISIONS:
         raise ValueError(f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
-
-
-def weight_bytes(num_parameters: float, precision: Precision, degree: int = 1) -> float:
-    """Bytes per device of the weights computed with, stored over `degree` devices (ZeRO-3: the data-parallel size).
-
-    num_parameters: after tensor and pipeline parallelism have taken their share. The master copy counts as optimiser
-    state, and the gathered layer of ZeRO-3 as transient.
-    """
-    return num_parameters * precision.compute_bytes / _checked(degree)
 
 
 def gradient_bytes(num_parameters: float, precision: Precision, degree: int = 1) -> float:

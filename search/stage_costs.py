@@ -139,8 +139,9 @@ class StageCosts:
         known = self._fills
         if known is None or known.limits != (steady_limit, step_limit):
             shape = self.base.shape[1:]
-            nothing = np.full(shape, -np.inf), np.full(shape, -1, dtype=np.int64)
-            known = self._fills = _Fills((steady_limit, step_limit), *nothing)
+            known = self._fills = _Fills(
+                (steady_limit, step_limit), bound=np.full(shape, -np.inf), exact=np.full(shape, -1, dtype=np.int64)
+            )
         pool, base = self.pool[known.num_multipliers :], self.base[known.num_multipliers :]
         if len(pool):
             limits = pool[:, 2] * steady_limit + pool[:, 3] * step_limit

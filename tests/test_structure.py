@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import networkx as nx
+import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 ROOTS = ("autopar", "codegen", "cost_models", "search")
@@ -28,23 +29,12 @@ TYPE_IMPORTS = {
 }
 """Imports of autopar for type checkers alone, with the reason."""
 
-LONG_FILES = {
-    "codegen/runtime/checkpoint_files.py",
-    "codegen/runtime/pipeline_course.py",
-}
-"""Files of more than MOST_FILE_LINES lines, to be cut."""
-LONG_FUNCTIONS = {
-    "autopar/lowering/lower.py:_lower_stage",
-    "codegen/kernels/layer_norm_kernels.py:_backward_kernel",
-    "codegen/kernels/layer_norm_kernels.py:_forward_kernel",
-    "codegen/kernels/layer_norm_kernels.py:launch_backward",
-    "codegen/kernels/quantize.py:quantize_blocks",
-    "codegen/kernels/rotary.py:_rotary_kernel",
-    "codegen/runtime/step.py:__init__",
-    "cost_models/schedules/list_scheduler.py:list_schedule",
-}
-"""Functions of more than MOST_FUNCTION_LINES lines, to be cut."""
 MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
+
+MOST_POSITIONAL = 4
+"""Fields of a dataclass or named tuple that may be given by position."""
+NAMED_FIELDS = ("codegen", "cost_models", "search", "autopar/lowering")
+"""Folders that give no more of them so."""
 
 
 class Import(NamedTuple):
@@ -132,5 +122,53 @@ def test_files_and_functions_are_short() -> None:
                     assert node.end_lineno is not None
                     if node.end_lineno - node.lineno + 1 > MOST_FUNCTION_LINES:
                         long_functions.add(f"{name}:{node.name}")
-    assert long_files <= LONG_FILES
-    assert long_functions <= LONG_FUNCTIONS
+    assert not long_files
+    assert not long_functions
+
+
+@cache
+def field_counts() -> dict[str, int]:
+    """The number of fields of each dataclass or named tuple by name; of two of one name the larger."""
+    counts: dict[str, int] = {}
+    for root in ROOTS:
+        for path in files(root):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    marks = " ".join(map(ast.unparse, (*node.decorator_list, *node.bases)))
+                    if "dataclass" in marks or "NamedTuple" in marks:
+                        count = sum(isinstance(each, ast.AnnAssign) for each in node.body)
+                        counts[node.name] = max(count, counts.get(node.name, 0))
+    return counts
+
+
+def is_positional(call: ast.Call) -> bool:
+    """Whether a call makes a record of many fields by their order. A row of data, `Row(*row)`, has no other names."""
+    name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    spread = sum(isinstance(argument, ast.Starred) for argument in call.args)
+    is_row = spread == len(call.args) == 1
+    return field_counts().get(name, 0) > MOST_POSITIONAL and (len(call.args) > MOST_POSITIONAL or spread > is_row)
+
+
+@pytest.mark.parametrize("folder", NAMED_FIELDS)
+def test_many_fields_are_given_by_name(folder: str) -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in files(folder)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and is_positional(node)
+    ]
+    assert not found
+
+
+def test_what_is_by_position_is_seen() -> None:
+    assert field_counts()["ModuleClass"] > MOST_POSITIONAL
+
+    def seen(text: str) -> bool:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call)
+        return is_positional(call)
+
+    assert seen("ModuleClass(1, 2, 3, 4, 5)") and seen("program.ModuleClass(*own, name)")
+    assert (
+        not seen("ModuleClass(1, 2, 3, 4, body=5)") and not seen("ModuleClass(*row)") and not seen("f(1, 2, 3, 4, 5)")
+    )

@@ -87,12 +87,12 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
     name, positions, chunks = pipeline.schedule, pipeline.num_positions, pipeline.num_chunks
     lines = orders_text(orders(name, positions, num_micro_batches, chunks)).splitlines()
     return Staging(
-        tuple(stage.first for stage in pipeline.stages),
-        placement(name, positions, chunks),
-        name,
-        tuple(lines),
-        tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
-        tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
+        boundaries=tuple(stage.first for stage in pipeline.stages),
+        positions=placement(name, positions, chunks),
+        schedule_name=name,
+        schedule=tuple(lines),
+        recompute=tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
+        offload=tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
         defers_weights=name.startswith("zero-bubble"),
         meshes=tuple(seat.mesh for seat in pipeline.seats),
         first_ranks=first_ranks(pipeline.seats),

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.ir.chain import chain, home_of_unread
-from autopar.ir.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, ancestors, base_name, unread
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, ancestors, base_name
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, Stored
+from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
-from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, dtype_name, placement_pairs, without_waiting
+from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_waiting
+from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
 from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
 from autopar.options.choices import Choices
-from autopar.options.strategies import Operator, Scope, num_local, scopes_of
-from codegen.program import Border, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Var
+from autopar.options.strategies import Operator, Scope, scopes_of
+from codegen.program import ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
 from codegen.runtime.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
@@ -93,7 +94,13 @@ def lower(
     """The program of a plan without pipelines."""
     vocabulary = smallest_vocabulary(graph)
     context = _Context(
-        operators, plan, choices, vocabulary, False, offload_optimizer, _unread(graph), dims=dim_roles(graph)
+        operators=operators,
+        plan=plan,
+        choices=choices,
+        vocabulary=vocabulary,
+        offload_optimizer=offload_optimizer,
+        unread=unread_specs(graph),
+        dims=dim_roles(graph),
     )
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
@@ -112,9 +119,17 @@ def lower_stages(
 ) -> PipelineProgram:
     """The programs of a pipeline's stages. `choices` are of the whole graph on the plan's axes, which all positions
     have."""
-    keeper = bisect.bisect(staging.boundaries, chain(graph).index(home_of_unread(graph))) - 1
-    shared = smallest_vocabulary(graph), staging.defers_weights, offload_optimizer, _unread(graph), keeper
-    context = _Context(operators, plan, choices, *shared, dims=dim_roles(graph))
+    context = _Context(
+        operators=operators,
+        plan=plan,
+        choices=choices,
+        vocabulary=smallest_vocabulary(graph),
+        defers_weights=staging.defers_weights,
+        offload_optimizer=offload_optimizer,
+        unread=unread_specs(graph),
+        dims=dim_roles(graph),
+        keeper=bisect.bisect(staging.boundaries, chain(graph).index(home_of_unread(graph))) - 1,
+    )
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
     num_dropout_calls = 0
@@ -128,15 +143,15 @@ def lower_stages(
         programs.append(program)
     numbered = _with_dropout_bases(tuple(programs))
     return PipelineProgram(
-        graph.name,
-        tuple(
+        name=graph.name,
+        stages=tuple(
             PipelineStage(program, position, {k: n for k, n in stage.first_layer.items() if k in program.layer_names})
             for program, stage, position in zip(numbered, stages, staging.positions, strict=True)
         ),
-        shared_parameters(stages),
-        staging.schedule_name,
-        staging.schedule,
-        staging.first_ranks,
+        tied=shared_parameters(stages),
+        schedule_name=staging.schedule_name,
+        schedule=staging.schedule,
+        first_ranks=staging.first_ranks,
     )
 
 
@@ -153,13 +168,10 @@ def _lower_stage(
     """root_class: its name and docstring. first_dropout_call: how many there are in earlier stages."""
     graph, plan = stage.graph, context.plan
     kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
-    crossing = {("", Ref(name)): border_placements(placements) for name, placements in kept.items()}
-    choices = replace(context.choices, tensors={**context.choices.tensors, **crossing})
-    scopes = {scope.name: scope for scope in scopes_of(graph)}
-    own = graph, context.operators, mesh, choices, scopes, stage.results
-    shared = Shared(*own, frozenset(kept), context.defers_weights)
-    layers = tuple(_layer_class(shared, scope) for scope in scopes.values() if scope.layer)
-    root = Lowering(shared, scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
+    crossing = {name: border_placements(placements) for name, placements in kept.items()}
+    shared = _shared(context, mesh, stage, crossing)
+    layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
+    root = Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
     root.num_dropout_calls = first_dropout_call
     root.receive(kept)
     body, known = _before_and_in_step(stage)
@@ -167,47 +179,81 @@ def _lower_stage(
     statements = [*root.drain(), *root.run(body)]
     results = _results(context, number, stage, root)
     statements += root.drain()
-    inputs = {i.name: _input_spec(shared, i.name, i.meta) for i in graph.inputs if ("", Ref(i.name)) in choices.tensors}
-    counting, summing = (Lowering(shared, scopes[""], root.calls_per_layer, layouts=root.layouts) for _ in range(2))
+    counting, summing = (Lowering(shared, root.scope, root.calls_per_layer, layouts=root.layouts) for _ in range(2))
     count_statements, counts = counting.count_targets(root.losses)
     sum_statements, sums = summing.sums(known) if known else ([], ())
-    stored = {p.name: _spec(shared, "", p) for p in graph.parameters if ("", p.name) in choices.parameters}
-    unread_here = dict(context.unread) if number == context.keeper else {}
-    buffers = {p.name for p in graph.parameters if p.is_buffer}
-    cls = ModuleClass(
-        *root_class,
-        {name: spec for name, spec in stored.items() if name not in buffers},
-        {name: spec for name, spec in stored.items() if name in buffers} | unread_here,
-        tuple(root.variable(Ref(name), choices.tensors["", Ref(name)], argument(name)) for name in inputs),
-        tuple(without_waiting(statements) if stage.has_loss else statements),
-        results,
-        tuple(root.layouts),
-        root.num_dropout_calls,
-    )
+    unread_here = context.unread if number == context.keeper else {}
+    awaited = without_waiting(statements) if stage.has_loss else statements
     return Program(
-        graph.name,
-        mesh.axes,
-        mesh.sizes,
-        plan.cluster,
-        plan.precision,
-        plan.global_batch_size,
-        plan.num_micro_batches,
-        {name: spec for name, spec in inputs.items() if name not in kept},
-        layers,
-        cls,
-        tuple(root.layer_runs),
-        tuple(count_statements),
-        counts,
-        context.vocabulary,
-        graph.notes,
-        {name: _border(shared, meta, crossing["", Ref(name)]) for name, meta in stage.received},
-        {n: _border(shared, scopes[""].metas[r], border_placements(root.lies[r])) for r, n in stage.sends},
-        recompute,
-        offload,
-        context.offload_optimizer,
+        name=graph.name,
+        axes=mesh.axes,
+        axis_sizes=mesh.sizes,
+        cluster=plan.cluster,
+        precision=plan.precision,
+        global_batch_size=plan.global_batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        inputs={i.name: input_spec(shared, i.name, i.meta) for i in _inputs(shared) if i.name not in kept},
+        layers=layers,
+        root=_root_class(root_class, root, awaited, results, unread_here),
+        runs=tuple(root.layer_runs),
+        count_targets=tuple(count_statements),
+        target_counts=counts,
+        vocabulary=context.vocabulary,
+        notes=graph.notes,
+        receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
+        sends={n: border_of(shared, root.scope.metas[r], border_placements(root.lies[r])) for r, n in stage.sends},
+        recompute=recompute,
+        offload=offload,
+        offload_optimizer=context.offload_optimizer,
         whole_sums=tuple(sum_statements),
         sums=sums,
         dims=context.dims,
+    )
+
+
+def _shared(context: _Context, mesh: Mesh, stage: StageGraph, crossing: Mapping[str, Placements]) -> Shared:
+    """What a stage's scopes look things up in. crossing: how what it receives comes."""
+    entering = {("", Ref(name)): placements for name, placements in crossing.items()}
+    return Shared(
+        graph=stage.graph,
+        operators=context.operators,
+        mesh=mesh,
+        choices=replace(context.choices, tensors={**context.choices.tensors, **entering}),
+        scopes={scope.name: scope for scope in scopes_of(stage.graph)},
+        results=stage.results,
+        received=frozenset(crossing),
+        defers_weights=context.defers_weights,
+    )
+
+
+def _inputs(shared: Shared) -> list[Input]:
+    """The inputs of a stage's forward: of the graph's inputs those that were decided on."""
+    return [each for each in shared.graph.inputs if ("", Ref(each.name)) in shared.choices.tensors]
+
+
+def _root_class(
+    name_and_doc: tuple[str, str],
+    root: Lowering,
+    body: Sequence[Statement],
+    results: tuple[Var, ...],
+    unread_here: Mapping[str, Spec],
+) -> ModuleClass:
+    """The class of a stage's top level. unread_here: what it holds and nothing reads."""
+    shared, (name, doc) = root.shared, name_and_doc
+    stored = [p for p in shared.graph.parameters if ("", p.name) in shared.choices.parameters]
+    return ModuleClass(
+        name=name,
+        doc=doc,
+        parameters={p.name: spec_of(shared, "", p) for p in stored if not p.is_buffer},
+        buffers={p.name: spec_of(shared, "", p) for p in stored if p.is_buffer} | dict(unread_here),
+        inputs=tuple(
+            root.variable(Ref(i.name), shared.choices.tensors["", Ref(i.name)], argument(i.name))
+            for i in _inputs(shared)
+        ),
+        body=tuple(body),
+        outputs=results,
+        layouts=tuple(root.layouts),
+        num_dropout_calls=root.num_dropout_calls,
     )
 
 
@@ -288,15 +334,15 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
         outputs.append(lowering.use(ref, where))
     body = (*body, *lowering.drain())
     return ModuleClass(
-        layer.name,
-        _layer_doc(scope),
-        {p.name: _spec(shared, scope.name, p) for p in layer.parameters if not p.is_buffer},
-        {p.name: _spec(shared, scope.name, p) for p in layer.parameters if p.is_buffer},
-        inputs,
-        body,
-        tuple(outputs),
-        tuple(lowering.layouts),
-        lowering.num_dropout_calls,
+        name=layer.name,
+        doc=_layer_doc(scope),
+        parameters={p.name: spec_of(shared, scope.name, p) for p in layer.parameters if not p.is_buffer},
+        buffers={p.name: spec_of(shared, scope.name, p) for p in layer.parameters if p.is_buffer},
+        inputs=inputs,
+        body=body,
+        outputs=tuple(outputs),
+        layouts=tuple(lowering.layouts),
+        num_dropout_calls=lowering.num_dropout_calls,
     )
 
 
@@ -317,45 +363,6 @@ def smallest_vocabulary(graph: Graph) -> int:
             if ancestors(graph, node.inputs[1]) & inputs:
                 sizes.append(table[0] if base_name(node.op) == "embedding" else table[1])
     return min(sizes, default=2)
-
-
-def _spec(shared: Shared, scope: str, parameter: Parameter) -> Spec:
-    stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
-    return Spec(
-        parameter.meta.shape,
-        _stored_dtype(parameter),
-        placement_pairs(stored.placements, shared.mesh),
-        stored.zero,
-        parameter.aliases,
-        parameter.meta.requires_grad,
-        parameter.persistent,
-        parameter.increment,
-    )
-
-
-def _unread(graph: Graph) -> dict[str, Spec]:
-    """What no call reads: it keeps its values (counters count) and belongs to the state."""
-    return {
-        p.name: Spec(p.meta.shape, dtype_name(p.meta.dtype), (), 0, p.aliases, False, True, p.increment)
-        for p in unread(graph)
-    }
-
-
-def _stored_dtype(parameter: Parameter) -> str:
-    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16."""
-    is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
-    return "float32" if is_master else dtype_name(parameter.meta.dtype)
-
-
-def _input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
-    pairs = placement_pairs(shared.choices.tensors["", Ref(name)], shared.mesh)
-    return Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=False)
-
-
-def _border(shared: Shared, meta: TensorMeta, placements: Placements) -> Border:
-    pairs = placement_pairs(placements, shared.mesh)
-    spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
-    return Border(spec, num_local(meta, placements, shared.mesh) * meta.dtype.itemsize)
 
 
 def _layer_doc(scope: Scope) -> str:

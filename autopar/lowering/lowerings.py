@@ -142,13 +142,13 @@ def _with_rows(scope: Lowering, call: Call) -> Call:
     rows, name = Var(scope.fresh_name("targets"), _flat(target.type)), scope.fresh_name("logits")
     if rank == 1:
         classes = Var(name, _flat(logits.type, 1))
-        scope.pending.append(Call("aten.unsqueeze.default", (logits, 0), (), (classes,), call.section))
+        scope.pending.append(Call("aten.unsqueeze.default", (logits, 0), (), (classes,), section=call.section))
     else:
         moved = Var(name, _moved(logits.type))
         classes = Var(name, _flat(moved.type, 1))
-        scope.pending.append(Call("aten.movedim.int", (logits, 1, -1), (), (moved,), call.section))
-        scope.pending.append(Call("aten.flatten.using_ints", (moved, 0, -2), (), (classes,), call.section))
-    scope.pending.append(Call("aten.flatten.using_ints", (target,), (), (rows,), call.section))
+        scope.pending.append(Call("aten.movedim.int", (logits, 1, -1), (), (moved,), section=call.section))
+        scope.pending.append(Call("aten.flatten.using_ints", (moved, 0, -2), (), (classes,), section=call.section))
+    scope.pending.append(Call("aten.flatten.using_ints", (target,), (), (rows,), section=call.section))
     return replace(call, args=(classes, rows, *call.args[2:]))
 
 

@@ -98,7 +98,7 @@ class Lowering:
     def variable(self, ref: Ref, placements: Placements, name: str) -> Var:
         """A variable that holds `ref` in these placements."""
         meta, pairs = self.scope.metas[ref], placement_pairs(placements, self.shared.mesh)
-        held = TensorType(meta.shape, dtype_name(meta.dtype), pairs, meta.requires_grad, (ref.node, ref.index))
+        held = TensorType(meta.shape, dtype_name(meta.dtype), pairs, meta.requires_grad, tensor=(ref.node, ref.index))
         return Var(name, held)
 
     def receive(self, kept: Mapping[str, Placements]) -> None:
@@ -139,7 +139,7 @@ class Lowering:
         made = [(Ref(node.name, index), placements) for index, placements in enumerate(option.outputs)]
         variables = [self.define(ref, placements) for ref, placements in made]
         results = tuple(v if ref in self.uses else UNREAD for v, (ref, _) in zip(variables, made, strict=True))
-        call = Call(local.op, args, kwargs, results, node.module)
+        call = Call(local.op, args, kwargs, results, section=node.module)
         self.pending.append(lower_call(self, node, operator, option, local, call))
         for ref, placements in made:
             kept = self.shared.choices.tensors.get((self.scope.name, ref))
@@ -161,7 +161,7 @@ class Lowering:
         exact = 1 in (scale.numerator, scale.denominator)
         argument = number if exact else float(scale)
         scaled = Var(result, replace(variable.type, tensor=("", 0)))
-        self.pending.append(Call(f"aten.{op}.Tensor", (variable, argument), (), (scaled,), section))
+        self.pending.append(Call(f"aten.{op}.Tensor", (variable, argument), (), (scaled,), section=section))
         return scaled
 
     def layer_run(self, run: LayerRun) -> None:
@@ -180,7 +180,14 @@ class Lowering:
         self.layer_runs.append(LayerRunSpec(run.layer.name, run.instances, self.num_dropout_calls))
         self.num_dropout_calls += self.calls_per_layer[run.layer.name] * len(run.instances)
         self.pending.append(
-            LayerLoop(run.layer.name, first, len(run.instances), tuple(args), run.carried, tuple(results))
+            LayerLoop(
+                layer=run.layer.name,
+                first=first,
+                count=len(run.instances),
+                args=tuple(args),
+                carried=run.carried,
+                results=tuple(results),
+            )
         )
 
     def _layer_output(self, layer: Scope, run: LayerRun, inner: Ref, position: int | None) -> Placements:
@@ -240,8 +247,16 @@ class Lowering:
         pairs = tuple((axis, lies[axis]) for axis in axes if lies.get(axis, "R") != "R")
         result = Var(name, replace(before, placements=pairs))
         backward = step.backward if meta.requires_grad else None
-        sent = meta.num_bytes * step.fraction, step.forward or "", backward or ""
-        return Reshard(axes[step.axis], method, source, kwargs, result, *sent)
+        return Reshard(
+            axis=axes[step.axis],
+            method=method,
+            source=source,
+            kwargs=kwargs,
+            result=result,
+            num_bytes=meta.num_bytes * step.fraction,
+            forward=step.forward or "",
+            backward=backward or "",
+        )
 
     # --- targets ----------------------------------------------------------------------------------------------
 
@@ -280,10 +295,11 @@ class Lowering:
         """A new variable `name`: the number of valid targets on all ranks."""
         shards = tuple(axis for axis, text in target.type.placements if Placement.parse(text).is_shard)
         count = Var(name, TensorType((), "int64", tuple((axis, "P") for axis in shards)))
-        self.pending.append(Call("runtime.count_valid", (target, ignore_index), (), (count,), section))
+        self.pending.append(Call("runtime.count_valid", (target, ignore_index), (), (count,), section=section))
         for axis in shards:
             summed = Var(name, replace(count.type, placements=count.type.placements[1:]))
-            self.pending.append(Reshard(axis, "sum_over", count, (), summed, 8, "all_reduce"))
+            made = Reshard(axis, "sum_over", count, (), result=summed, num_bytes=8, forward="all_reduce")
+            self.pending.append(made)
             count = summed
         return count
 

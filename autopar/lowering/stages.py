@@ -75,7 +75,10 @@ def blocks_of(graph: Graph) -> tuple[Block, ...]:
             blocks.append(Block("", tuple(piece.name for piece in pieces if piece.name not in repeated)))
             continue
         for run in (piece for piece in pieces if isinstance(piece, LayerRun)):
-            blocks += [Block(run.layer.name, (), run.name, i, path) for i, path in enumerate(run.instances)]
+            blocks += [
+                Block(kind=run.layer.name, calls=(), run=run.name, index=i, path=path)
+                for i, path in enumerate(run.instances)
+            ]
     return tuple(blocks)
 
 

@@ -22,7 +22,7 @@ from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
 from codegen.runtime.checkpoint_files import Piece
 from codegen.runtime.checkpoint_folder import latest
 from codegen.runtime.optimizer_probe import forgotten
-from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, whole_optimizer
+from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, settings_of, whole_optimizer
 
 __all__ = ["latest", "load_plain", "locked", "readable", "require_own", "resume", "save_plain", "write"]
 
@@ -99,7 +99,7 @@ def save_plain(
         state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in held if isinstance(value, Tensor)}
     record = {
         "progress": progress,
-        "optimizer": files.optimizer_record(optimizer, settings or files.settings_of(optimizer)),
+        "optimizer": files.optimizer_record(optimizer, settings or settings_of(optimizer)),
         "numbers": numbers,
         "notes": {},
     }
@@ -163,7 +163,7 @@ def load_plain(
     optimizer.state.clear()
     for parameter, state in states:
         optimizer.state[parameter] = state
-    files.continue_settings(optimizer, settings or files.settings_of(optimizer), manifest.record)
+    files.continue_settings(optimizer, settings or settings_of(optimizer), manifest.record)
     progress: dict[str, int] = manifest.record["progress"]
     return progress
 

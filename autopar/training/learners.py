@@ -19,9 +19,8 @@ from autopar.frontend.loss_module import LossModule
 from autopar.frontend.skeleton import in_training
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
-from codegen.runtime.checkpoint_files import settings_of
 from codegen.runtime.guard import Guard, NonFinite
-from codegen.runtime.optimizers import call
+from codegen.runtime.optimizers import call, settings_of
 from codegen.runtime.reference import SameDropout
 
 

@@ -87,18 +87,37 @@ def _forms(template: Either) -> tuple[Op, ...]:
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
     Pattern(
-        "SwiGLU",
-        "kernels.swiglu",
-        ("gate", "up"),
-        _mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
-        _gated_fits,
-        lambda bound, last, program: (fused("kernels.swiglu", bound, ("gate", "up"), last),),
+        name="SwiGLU",
+        target="kernels.swiglu",
+        leaves=("gate", "up"),
+        template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
+        fits=_gated_fits,
+        build=lambda bound, last, program: (fused("kernels.swiglu", bound, ("gate", "up"), last),),
     ),
-    Pattern("GeGLU", "kernels.geglu", ("gate", "up"), _mul(_gelu(Leaf("gate")), Leaf("up")), _gated_fits, _build_geglu),
+    Pattern(
+        name="GeGLU",
+        target="kernels.geglu",
+        leaves=("gate", "up"),
+        template=_mul(_gelu(Leaf("gate")), Leaf("up")),
+        fits=_gated_fits,
+        build=_build_geglu,
+    ),
     *(
-        Pattern("bias and GELU", "kernels.bias_gelu", ("x", "bias"), form, _bias_gelu_fits, _build_bias_gelu)
+        Pattern(
+            name="bias and GELU",
+            target="kernels.bias_gelu",
+            leaves=("x", "bias"),
+            template=form,
+            fits=_bias_gelu_fits,
+            build=_build_bias_gelu,
+        )
         for form in _forms(_gelu(_BIASED))
     ),
-    *(Pattern("GELU", "aten.gelu.default", ("x",), form, _gelu_fits, _build_gelu) for form in written_gelu(Leaf("x"))),
+    *(
+        Pattern(
+            name="GELU", target="aten.gelu.default", leaves=("x",), template=form, fits=_gelu_fits, build=_build_gelu
+        )
+        for form in written_gelu(Leaf("x"))
+    ),
 )
 """One of a kind per form where the forms end in different calls."""

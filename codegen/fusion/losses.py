@@ -138,20 +138,20 @@ def _linear_cross_entropy_pays(bound: Bindings, num_data_ranks: int) -> bool:
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
     Pattern(
-        "linear and cross-entropy",
-        "kernels.linear_cross_entropy",
-        ("x", "weight", "target", "bias"),
-        _linear_cross_entropy_template(),
-        _linear_cross_entropy_fits,
-        _linear_cross_entropy,
-        _linear_cross_entropy_pays,
+        name="linear and cross-entropy",
+        target="kernels.linear_cross_entropy",
+        leaves=("x", "weight", "target", "bias"),
+        template=_linear_cross_entropy_template(),
+        fits=_linear_cross_entropy_fits,
+        build=_linear_cross_entropy,
+        pays=_linear_cross_entropy_pays,
     ),
     Pattern(
-        "cross-entropy",
-        "kernels.cross_entropy",
-        ("logits", "target"),
-        _cross_entropy_template(),
-        _cross_entropy_fits,
-        _cross_entropy,
+        name="cross-entropy",
+        target="kernels.cross_entropy",
+        leaves=("logits", "target"),
+        template=_cross_entropy_template(),
+        fits=_cross_entropy_fits,
+        build=_cross_entropy,
     ),
 )

@@ -27,15 +27,15 @@ def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
     Pattern(
-        "dropout and sum",
-        "kernels.dropout_add",
-        ("x", "residual"),
-        Op(
+        name="dropout and sum",
+        target="kernels.dropout_add",
+        leaves=("x", "residual"),
+        template=Op(
             "aten.add.Tensor",
             (Op("self.same_dropout", (Leaf("x"), Value("p")), keywords=PLACE), Leaf("residual")),
             commutes=True,
         ),
-        _fits,
-        _build,
+        fits=_fits,
+        build=_build,
     ),
 )

@@ -80,12 +80,12 @@ def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
 
 PATTERNS: Final[tuple[Pattern, ...]] = tuple(
     Pattern(
-        "rotary",
-        "kernels.rotary",
-        ("k", "cos", "sin"),
-        rotated("k", interleaved, partial),
-        rotates,
-        _build,
+        name="rotary",
+        target="kernels.rotary",
+        leaves=("k", "cos", "sin"),
+        template=rotated("k", interleaved, partial),
+        fits=rotates,
+        build=_build,
         beside=(rotated("q", interleaved, partial),),
         results=(Result("rotated q", ("q", "cos", "sin")),),
     )

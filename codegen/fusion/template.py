@@ -122,4 +122,4 @@ def fused(
     target: str, bound: Bindings, names: tuple[str, ...], last: Call, kwargs: tuple[tuple[str, Any], ...] = ()
 ) -> Call:
     """A call of `target` on what `names` stand for, with the result of `last`."""
-    return Call(target, tuple(bound[n].value for n in names), kwargs, last.results, last.section)
+    return Call(target, tuple(bound[n].value for n in names), kwargs, last.results, section=last.section)

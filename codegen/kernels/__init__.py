@@ -5,12 +5,11 @@ its files import one another relatively and nothing else but torch, and Triton w
 
 Where lines belong, from what all kernels share to what one has:
 
-    dispatch.py                          is Triton there, may it take these tensors, tensors as rows
+    dispatch.py                          is Triton there, may it take these tensors, do they fit, tensors as rows
     tile.py, tuning.py, tuning_file.py   a kernel's candidates of launch parameters, and which of them is launched
     chunk_table.py                       many tensors in one launch: adamw.py, grad_norm.py
-    residual.py                          x, or a sum with the residual stream: norms, dropout_add.py
-    row_tiles.py                         candidate tiles of the norms
-    gated.py, gelu.py                    an activation times something, and GELU's two forms
+    norm_kernels.py, norm_launches.py    layer and RMS norms, of x or of a sum with the residual stream
+    gated.py, gelu.py                    the kernels of SwiGLU and GeGLU, and GELU's two forms
     online_softmax.py                    maximum and sum of exponentials of a row: both losses
     <operation>.py                       its formula and reference, what callers see, what autograd saves
     <operation>_kernels.py               kernels and launches that several operations have, or that make a file long

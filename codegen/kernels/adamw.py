@@ -53,11 +53,6 @@ class AdamWTable:
     weight_decays_T: torch.Tensor
     has_copies: bool
 
-    @property
-    def gradient_column(self) -> int:
-        """The column of the gradients, as `grad_norm.squared_norm(table.chunks, table.gradient_column)` takes it."""
-        return 1
-
 
 def adamw_table(
     parameters: Sequence[torch.Tensor],

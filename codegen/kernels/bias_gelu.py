@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from .dispatch import as_rows, jit, num_processors, tl, use_triton
+from .dispatch import as_rows, check_last_dim, jit, num_processors, tl, use_triton
 from .gelu import check_approximate, gelu_derivative, gelu_share
 from .tile import Tile
 from .tuning import launch
@@ -61,8 +61,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") ->
         ValueError: bias is not `[C]`, or approximate is neither of these.
     """
     check_approximate(approximate)
-    if bias.shape != x.shape[-1:]:
-        raise ValueError(f"bias must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(bias.shape)}")
+    check_last_dim(x, bias=bias)
     if not use_triton(x, bias):
         return bias_gelu_reference(x, bias, approximate)
     y: torch.Tensor = _BiasGelu.apply(x, bias, approximate == "tanh")  # type: ignore[no-untyped-call]

@@ -75,7 +75,9 @@ def chunk_table(*columns: Sequence[torch.Tensor]) -> ChunkTable:
         raise ValueError(f"a column must have one dtype and all tensors one device, got {dtypes} on {devices}")
     nothing = torch.empty(0, dtype=torch.int64)
     if not devices or not use_triton(*(tensor for column in filled for tensor in column)):
-        return ChunkTable(filled, nothing, nothing, nothing, False, False)
+        return ChunkTable(
+            columns=filled, offsets_TK=nothing, numels_T=nothing, chunks_P2=nothing, is_aligned=False, on_kernels=False
+        )
     device = devices.pop()
     addresses = [[tensor.data_ptr() for tensor in row] for row in zip(*filled, strict=True)]
     itemsizes = [column[0].element_size() for column in filled]
@@ -89,7 +91,14 @@ def chunk_table(*columns: Sequence[torch.Tensor]) -> ChunkTable:
         torch.tensor(values, dtype=torch.int64, device=device) for values in (offsets, numels, chunks)
     )
     is_aligned = all(address % _ALIGNMENT == 0 for row in addresses for address in row)
-    return ChunkTable(filled, offsets_TK, numels_T, chunks_P2, is_aligned, on_kernels=True)
+    return ChunkTable(
+        columns=filled,
+        offsets_TK=offsets_TK,
+        numels_T=numels_T,
+        chunks_P2=chunks_P2,
+        is_aligned=is_aligned,
+        on_kernels=True,
+    )
 
 
 @jit

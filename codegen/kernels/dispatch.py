@@ -1,4 +1,4 @@
-"""What the kernels share: the optional Triton import, the choice of path, and how tensors are read as rows.
+"""What the kernels share: the optional Triton import, the choice of path, checks, and how tensors are read as rows.
 
 Triton is optional. Without it (CPU-only installations, Windows, macOS) every operation runs its torch reference.
 """
@@ -30,8 +30,8 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     return function if triton is None else triton.jit(function, **options)
 
 
-def use_triton(*tensors: torch.Tensor) -> bool:
-    """Whether the Triton kernels can take these tensors; otherwise the torch reference must.
+def use_triton(*tensors: torch.Tensor | None) -> bool:
+    """Whether the Triton kernels can take those tensors that are not None; otherwise the torch reference must.
 
     True when all are on CUDA, or when the kernels run in Triton's interpreter. False for dtypes the kernels do not
     compute in (float64 would silently lose digits), for empty tensors (an empty grid), and for tensor subclasses
@@ -40,12 +40,32 @@ def use_triton(*tensors: torch.Tensor) -> bool:
     if triton is None:
         return False
     return all(
-        (tensor.is_cuda or (INTERPRETING and tensor.device.type == "cpu"))
+        tensor is None
+        or (tensor.is_cuda or (INTERPRETING and tensor.device.type == "cpu"))
         and tensor.dtype in KERNEL_DTYPES
         and tensor.numel() > 0
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         for tensor in tensors
     )
+
+
+def check_agree(**tensors: torch.Tensor) -> None:
+    """Raises ValueError where two tensors cannot be combined without broadcasting or promotion."""
+    (name, tensor), (other_name, other) = tensors.items()
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        raise ValueError(
+            f"{name} and {other_name} must agree in shape and dtype; "
+            f"got {tuple(tensor.shape)} {tensor.dtype} and {tuple(other.shape)} {other.dtype}"
+        )
+
+
+def check_last_dim(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
+    """Raises ValueError where a parameter has not one element per column of x."""
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{name} must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(parameter.shape)}"
+            )
 
 
 def launch_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -30,8 +30,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from .dispatch import jit, tl, use_triton
-from .residual import check_agree
+from .dispatch import check_agree, jit, tl, use_triton
 from .tile import Tile
 from .tuning import launch
 
@@ -125,7 +124,7 @@ def dropout_add(
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
-    check_agree(x, residual)
+    check_agree(x=x, residual=residual)
     num_rows, num_cols = grid.rows.numel(), grid.columns.numel()
     if num_rows * num_cols != x.numel():
         raise ValueError(f"x has shape {tuple(x.shape)}, the grid {num_rows} rows of {num_cols} elements")

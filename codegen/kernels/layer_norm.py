@@ -15,17 +15,15 @@ Formula (Ba, Kiros and Hinton 2016, "Layer Normalization", section 3, eq. 3 and 
 The variance is the mean square of the differences from the mean, in a second pass over the row: x's mean square minus
 the mean's square loses all digits where the mean is large.
 
-Shapes: N rows (all leading dims), H hidden. layer_norm_kernels.py says in which precision and order sums are taken.
+Shapes: N rows (all leading dims), H hidden. norm_kernels.py says in which precision and order sums are taken.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from .dispatch import as_rows, use_triton
-from .layer_norm_kernels import launch_backward, launch_forward
+from .dispatch import check_last_dim, use_triton
+from .norm_launches import Norm
 
 
 def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -51,41 +49,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     Raises:
         ValueError: weight or bias is not `[H]`.
     """
-    check_parameters(x, weight, bias)
-    if not on_kernels(x, weight, bias):
+    check_last_dim(x, weight=weight, bias=bias)
+    if not use_triton(x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps)
-    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, True)  # type: ignore[no-untyped-call]
     return y
 
 
-def on_kernels(*tensors: torch.Tensor | None) -> bool:
-    """Whether the tensors that are not None run on Triton kernels (`use_triton`)."""
-    return use_triton(*(tensor for tensor in tensors if tensor is not None))
-
-
-def check_parameters(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ValueError where weight or bias is not `[H]`."""
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            raise ValueError(
-                f"{name} must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(parameter.shape)}"
-            )
-
-
-class _LayerNorm(torch.autograd.Function):
-    """Saves x itself (not a contiguous copy: x is alive anyway), the parameters, mean and rstd.
-
-    The gradients are computed only as asked for, so a schedule may take dx now and the others later.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        y_NH, _, mean_N, rstd_N = launch_forward(as_rows(x), None, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean_N, rstd_N)
-        return y_NH.view(x.shape)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, dw, db = launch_backward(ctx.saved_tensors, dy, None, ctx.needs_input_grad[:3])
-        return dx, dw, db, None
+class _LayerNorm(Norm):
+    """A layer norm of x."""

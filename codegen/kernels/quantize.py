@@ -148,12 +148,7 @@ def quantize_blocks(
         scales = torch.empty(blocks, dtype=torch.float32, device=x.device)
     else:
         codes, scales = out
-        shapes_fit = codes.shape == (blocks, block_size) and scales.shape == (blocks,)
-        if not (shapes_fit and codes.dtype == dtype and codes.is_contiguous() and scales.is_contiguous()):
-            raise ValueError(
-                f"out must be contiguous {dtype} {(blocks, block_size)} and fp32 {(blocks,)}, "
-                f"got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
-            )
+        _check_out(codes, scales, (blocks, block_size), dtype)
     if not (use_triton(x) and has_e4m3(x)):
         found = quantize_blocks_reference(x, block_size, dtype, seed)
         codes.copy_(found[0])
@@ -181,6 +176,15 @@ def quantize_blocks(
 
     launch("quantize_blocks", TILES, run, (blocks, block_size), x, codes, stochastic=seed is not None)
     return codes, scales
+
+
+def _check_out(codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    shapes_fit = codes.shape == shape and scales.shape == shape[:1]
+    if not (shapes_fit and codes.dtype == dtype and codes.is_contiguous() and scales.is_contiguous()):
+        raise ValueError(
+            f"out must be contiguous {dtype} {shape} and fp32 {shape[:1]}, "
+            f"got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
+        )
 
 
 def dequantize_blocks(

@@ -9,17 +9,15 @@ Formula (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", sectio
     dx_NH   = rstd_N * (w_H * dy_NH - xhat_NH * dot_N) dot_N = mean_H(w_H * dy_NH * xhat_NH)
     dw_H    = sum_N(dy_NH * round(xhat_NH))
 
-Shapes: N rows (all leading dims), H hidden. rms_norm_kernels.py says in which precision and order sums are taken.
+Shapes: N rows (all leading dims), H hidden. norm_kernels.py says in which precision and order sums are taken.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from .dispatch import as_rows, use_triton
-from .rms_norm_kernels import launch_backward, launch_forward
+from .dispatch import check_last_dim, use_triton
+from .norm_launches import Norm
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,33 +42,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Raises:
         ValueError: weight is not `[H]`.
     """
-    check_weight(x, weight)
+    check_last_dim(x, weight=weight)
     if not use_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
-    y: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _RmsNorm.apply(x, weight, None, eps, False)  # type: ignore[no-untyped-call]
     return y
 
 
-def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises ValueError where weight is not `[H]`."""
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have shape {tuple(x.shape[-1:])}, the last dim of x; got {tuple(weight.shape)}")
-
-
-class _RmsNorm(torch.autograd.Function):
-    """Saves x itself (not a contiguous copy: x is alive anyway), weight and rstd.
-
-    The two gradients are computed only as asked for, so a schedule may take dx now and dw later.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        y_NH, _, rstd_N = launch_forward(as_rows(x), None, weight, eps)
-        ctx.save_for_backward(x, weight, rstd_N)
-        return y_NH.view(x.shape)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        dx, dw = launch_backward(ctx.saved_tensors, dy, None, ctx.needs_input_grad[:2])
-        return dx, dw, None
+class _RmsNorm(Norm):
+    """An RMS norm of x."""

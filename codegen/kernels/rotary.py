@@ -112,11 +112,26 @@ def _check(
 
 
 @jit
+def _load_halves(
+    row_ptr: tl.tensor, NUM_PAIRS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """What the two components of each pair are multiplied by, `[1, PAIRS]` in fp32: one number where interleaved."""
+    pairs = tl.arange(0, PAIRS)[None, :]
+    ok = pairs < NUM_PAIRS
+    first = tl.load(row_ptr + pairs, mask=ok, other=0.0).to(tl.float32)
+    second = first
+    if not INTERLEAVED:
+        second = tl.load(row_ptr + NUM_PAIRS + pairs, mask=ok, other=0.0).to(tl.float32)
+    return first, second
+
+
+@jit
 def _rotate_heads(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    first_head: tl.tensor,
-    end_head: tl.tensor,
+    block: tl.tensor,
+    heads_per_block: tl.tensor,
+    num_heads: tl.tensor,
     x_head_stride: tl.tensor,
     out_head_stride: tl.tensor,
     cos_a: tl.tensor,
@@ -131,10 +146,11 @@ def _rotate_heads(
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Heads first_head to end_head - 1 (at most HEADS) of the token at x_ptr; cos and sin are `[1, PAIRS]` in fp32."""
+    """One block of the heads (at most HEADS) of the token at x_ptr; cos and sin are `[1, PAIRS]` in fp32."""
     dtype = x_ptr.dtype.element_ty
-    heads = first_head + tl.arange(0, HEADS).to(tl.int64)
-    head_ok = (heads < end_head)[:, None]
+    first = block * heads_per_block
+    heads = first + tl.arange(0, HEADS).to(tl.int64)
+    head_ok = (heads < tl.minimum(first + heads_per_block, num_heads))[:, None]
     x_heads = x_ptr + heads[:, None] * x_head_stride
     out_heads = out_ptr + heads[:, None] * out_head_stride
     pairs = tl.arange(0, PAIRS)[None, :]
@@ -211,35 +227,23 @@ def _rotary_kernel(
 ) -> None:
     """Some query heads of a token and as large a share of its key heads, with one reading of cos and sin."""
     program = tl.program_id(0)
-    block = program % blocks_per_token
-    token = program // blocks_per_token
-    batch = (token // num_tokens).to(tl.int64)
-    token = (token % num_tokens).to(tl.int64)
-    pairs = tl.arange(0, PAIRS)[None, :]
-    ok = pairs < NUM_PAIRS
+    block, row = program % blocks_per_token, program // blocks_per_token
+    batch, token = (row // num_tokens).to(tl.int64), (row % num_tokens).to(tl.int64)
     cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride
     sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride
-    cos_a = tl.load(cos_row + pairs, mask=ok, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_row + pairs, mask=ok, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        cos_b = cos_a
-        sin_b = sin_a
-    else:
-        cos_b = tl.load(cos_row + NUM_PAIRS + pairs, mask=ok, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_row + NUM_PAIRS + pairs, mask=ok, other=0.0).to(tl.float32)
-    first = block * q_heads_per_block
+    cos_a, cos_b = _load_halves(cos_row, NUM_PAIRS, PAIRS, INTERLEAVED)
+    sin_a, sin_b = _load_halves(sin_row, NUM_PAIRS, PAIRS, INTERLEAVED)
     _rotate_heads(
         q_ptr + batch * q_batch_stride + token * q_token_stride,
         q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride,
-        first, tl.minimum(first + q_heads_per_block, num_q_heads), q_head_stride, q_out_head_stride,
+        block, q_heads_per_block, num_q_heads, q_head_stride, q_out_head_stride,
         cos_a, cos_b, sin_a, sin_b,
         Q_HEADS, NUM_PAIRS, PAIRS, NUM_REST, REST, INTERLEAVED, BACKWARD,
     )  # fmt: skip
-    first = block * k_heads_per_block
     _rotate_heads(
         k_ptr + batch * k_batch_stride + token * k_token_stride,
         k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride,
-        first, tl.minimum(first + k_heads_per_block, num_k_heads), k_head_stride, k_out_head_stride,
+        block, k_heads_per_block, num_k_heads, k_head_stride, k_out_head_stride,
         cos_a, cos_b, sin_a, sin_b,
         K_HEADS, NUM_PAIRS, PAIRS, NUM_REST, REST, INTERLEAVED, BACKWARD,
     )  # fmt: skip

@@ -156,7 +156,9 @@ def choose(
         return tiles[0]
     rounded = tuple(power_of_2_at_least(size) for size in shape)
     dtypes = tuple(tensor.dtype for tensor in tensors)
-    return tuner.choose(Case(kernel, tuple(flags.items()), dtypes, rounded, device), tiles, trial)
+    return tuner.choose(
+        Case(kernel=kernel, flags=tuple(flags.items()), dtypes=dtypes, shape=rounded, device=device), tiles, trial
+    )
 
 
 def launch(

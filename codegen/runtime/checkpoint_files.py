@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .optimizers import settings_of
+
 MANIFEST = "manifest.json"
 OLD_FORMAT = ".metadata"
 """What a checkpoint of torch.distributed.checkpoint has, which is pickled."""
@@ -352,27 +354,6 @@ def remove(directory: Path) -> None:
 
 
 # Optimisers -----------------------------------------------------------------------------------------------------------
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each group's hyperparameters, of those that JSON can say."""
-    found = []
-    for group in optimizer.param_groups:
-        said = {key: _json(value) for key, value in group.items() if key not in ("params", "param_names")}
-        found.append({key: value for key, value in said.items() if value is not _UNSAID})
-    return found
-
-
-_UNSAID = object()
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        items = [_json(each) for each in value]
-        return _UNSAID if any(each is _UNSAID for each in items) else items
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNSAID
 
 
 def optimizer_record(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]]) -> dict[str, Any]:

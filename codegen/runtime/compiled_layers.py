@@ -79,12 +79,10 @@ def require(backend: str, device: torch.device) -> None:
 
 
 class CompiledLayers:
-    """Layers that run compiled regions. num_regions: of all their classes. Raises RuntimeError where inductor cannot
-    compile for the device."""
+    """Layers that run compiled regions. Raises RuntimeError where inductor cannot compile for the device."""
 
     def __init__(self, device: torch.device) -> None:
         require("inductor", device)
-        self.num_regions = 0
         self._have_run: set[bool] = set()
 
     def attach(self, roots: Iterable[Module]) -> None:
@@ -101,7 +99,6 @@ class CompiledLayers:
         specs = {**cls.PARAMETERS, **cls.BUFFERS}
         stored = {each for name, spec in specs.items() for each in (name, *spec.aliases)}
         parts = cut(cls.forward, stored)
-        self.num_regions += len(parts.regions)
         return parts.compiled(partial(torch.compile, fullgraph=True, dynamic=False, backend="inductor"))
 
     @contextmanager

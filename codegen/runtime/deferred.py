@@ -123,7 +123,15 @@ class _Linear(torch.autograd.Function):
         grad_x = torch.matmul(grad, weight.t() if is_transposed else weight) if needs_x else None
         if ctx.queue.is_open and (needs_weight or (needs_bias and can_defer_bias)):
             # Detached: what made x, and all that its backward led to, need not wait for W.
-            ctx.queue.add(_Task(weight, is_transposed, bias if can_defer_bias else None, x.detach(), grad))
+            ctx.queue.add(
+                _Task(
+                    weight=weight,
+                    is_transposed=is_transposed,
+                    bias=bias if can_defer_bias else None,
+                    x=x.detach(),
+                    grad=grad,
+                )
+            )
             return grad_x, None, _bias_gradient(grad) if needs_bias and not can_defer_bias else None, None, None
         grad_weight = _weight_gradient(x, grad, is_transposed) if needs_weight else None
         return grad_x, grad_weight, _bias_gradient(grad) if needs_bias else None, None, None

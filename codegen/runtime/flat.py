@@ -68,7 +68,13 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
     if not spec.requires_grad:
         partial, stage = [], stage if stage == 3 else 0
     zero_axis = spec.zero_axis if stage else ""
-    return Key(stage, zero_axis, tuple(name for name in partial if name != zero_axis), spec.dtype, spec.requires_grad)
+    return Key(
+        stage=stage,
+        zero_axis=zero_axis,
+        others=tuple(name for name in partial if name != zero_axis),
+        dtype=spec.dtype,
+        requires_grad=spec.requires_grad,
+    )
 
 
 class NotHere(Tensor):
@@ -163,8 +169,19 @@ class Bucket:
                 stored = nn.Parameter(part, requires_grad=slot.spec.requires_grad)
             kinds = ((axis, parse_placement(slot.spec.placements.get(axis.name, "R"))[0]) for axis in self.mesh.axes)
             shared = self.axis.size * math.prod(axis.size for axis, kind in kinds if kind == "S")
-            replicas = self.mesh.world_size // shared
-            entries.append(Entry(slot, shape, start, numel, lo, hi, replicas, used, stored))
+            entries.append(
+                Entry(
+                    slot=slot,
+                    shape=shape,
+                    start=start,
+                    numel=numel,
+                    lo=lo,
+                    hi=hi,
+                    replicas=self.mesh.world_size // shared,
+                    used=used,
+                    stored=stored,
+                )
+            )
             start += numel
             for owner, attribute in slot.places:
                 owner._parameters[attribute] = used

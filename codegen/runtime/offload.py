@@ -119,7 +119,14 @@ class Offload:
             self._remember(storage, tensor._version, moved)
         if all(known() is not moved for known in region.moved):
             region.moved.append(weakref.ref(moved))
-        return _Packed(region, moved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Packed(
+            region=region,
+            moved=moved,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+        )
 
     def _moves(self, tensor: Tensor, region: _Region) -> bool:
         if tensor.device.type != self.device.type or tensor.layout != torch.strided:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint_files import continue_settings, optimizer_record, settings_of
-from .optimizers import Factory, GlobalParameter, OptimizerError, whole_optimizer
+from .checkpoint_files import continue_settings, optimizer_record
+from .optimizers import Factory, GlobalParameter, OptimizerError, settings_of, whole_optimizer
 
 STEPS = 8
 """Enough for what starts late (Lookahead's fifth step, RAdam's sixth)."""

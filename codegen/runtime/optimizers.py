@@ -279,3 +279,24 @@ def read_parameters(path: Path) -> tuple[GlobalParameter, ...]:
     """What `write_parameters` wrote."""
     entries = json.loads(path.read_text(encoding="utf-8"))
     return tuple(GlobalParameter(name, tuple(shape), dtype, extra) for name, shape, dtype, extra in entries)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Each group's hyperparameters, of those that JSON can say."""
+    found = []
+    for group in optimizer.param_groups:
+        said = {key: _json(value) for key, value in group.items() if key not in ("params", "param_names")}
+        found.append({key: value for key, value in said.items() if value is not _UNSAID})
+    return found
+
+
+_UNSAID = object()
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        items = [_json(each) for each in value]
+        return _UNSAID if any(each is _UNSAID for each in items) else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNSAID

@@ -311,7 +311,13 @@ class Module(nn.Module):
             prefix = f"{module.path}." if module.path else ""
             for name, spec in module.PARAMETERS.items():
                 places = tuple(module._place(each) for each in (name, *spec.aliases))
-                yield Slot(prefix + name, tuple(prefix + alias for alias in spec.aliases), spec, unit, places)
+                yield Slot(
+                    name=prefix + name,
+                    aliases=tuple(prefix + alias for alias in spec.aliases),
+                    spec=spec,
+                    unit=unit,
+                    places=places,
+                )
 
     def buffer_slots(self) -> Iterator[tuple[str, Param, Tensor]]:
         """Every buffer's full name, spec and this rank's tensor."""

@@ -150,7 +150,18 @@ class Pipeline:
                 has_gradient = received.requires_grad and (dtype.is_floating_point or dtype.is_complex)
                 backward = plan_copies(received, here, sent, there) if has_gradient else ()
                 dtype = torch.bfloat16 if precision == "bf16" and sent.dtype.is_floating_point else sent.dtype
-                found.append(Edge(name, source, target, sent, received, dtype, forward, backward))
+                found.append(
+                    Edge(
+                        name=name,
+                        source=source,
+                        target=target,
+                        sent=sent,
+                        received=received,
+                        dtype=dtype,
+                        forward=forward,
+                        backward=backward,
+                    )
+                )
         return tuple(found)
 
     def _sender(self, name: str, target: int) -> int:
@@ -204,7 +215,16 @@ class Pipeline:
         held = Param(spec.shape, **cut)
         dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
         return tuple(
-            Edge(name, first_stages[a], first_stages[b], held, held, dtype, plan_copies(held, a, held, b), ())
+            Edge(
+                name=name,
+                source=first_stages[a],
+                target=first_stages[b],
+                sent=held,
+                received=held,
+                dtype=dtype,
+                forward=plan_copies(held, a, held, b),
+                backward=(),
+            )
             for a, b in itertools.permutations(places, 2)
         )
 

@@ -12,7 +12,7 @@ pipeline. Where they are split, everything adds up from zero. After the last lin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,13 +23,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
-from .collectives import Group
-from .flat import Bucket
 from .mesh import Mesh
 from .parameters import Module, RngState
 from .part import Batches, Part, PartOptions, mean_loss
 from .pipeline import Pipeline
-from .transfer import Directions, Edge, Mail, Message, Parcel
+from .tied_gradients import TiedGradients
+from .transfer import Directions, Edge, Mail, Message, Parcel, incoming_to
 
 if TYPE_CHECKING:
     # Only programs that put weight gradients off have it beside them.
@@ -66,58 +65,6 @@ class _StageRun:
     batches: Batches = field(default_factory=lambda: ([], {}))
     held: dict[int, _Held] = field(default_factory=dict)
     num_backward: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Tie:
-    """A tied weight of this rank: its copies here, and the ranks that hold the others of this part of it."""
-
-    buckets: tuple[Bucket, ...]
-    group: Group
-
-    def sum_gradients(self) -> None:
-        total = self.buckets[0].gradient
-        for bucket in self.buckets[1:]:
-            total.add_(bucket.gradient)
-        if self.group is not None:
-            collectives.all_reduce(total, self.group)
-        for bucket in self.buckets[1:]:
-            bucket.gradient.copy_(total)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A tied weight of this rank whose copies lie on unequal meshes.
-
-    buckets: its copies here. stage: the first stage here that has it. edges: from and to its other positions.
-    incoming: what this rank gets.
-    """
-
-    buckets: tuple[Bucket, ...]
-    stage: int
-    edges: tuple[Edge, ...]
-    incoming: Mapping[int, Sequence[Message]]
-
-    def sum_gradients(self, mesh: Mesh, directions: Directions) -> None:
-        """Sums the gradients of the copies in the order of the stages, so that all copies stay equal."""
-        here = self.buckets[0].gradient
-        for bucket in self.buckets[1:]:
-            here.add_(bucket.gradient)
-        parts = {self.stage: self.buckets[0].whole(here)[0]}
-        mail = Mail(mesh, directions, self.incoming)
-        for edge in self.edges:
-            if edge.source == self.stage:
-                mail.send(Parcel(edge, 0), parts[self.stage])
-        for edge in self.edges:
-            if edge.target == self.stage:
-                parts[edge.source] = mail.receive(Parcel(edge, 0))
-        first, *others = (parts[stage] for stage in sorted(parts))
-        total = first.clone()
-        for part in others:
-            total.add_(part)
-        mail.finish()
-        for bucket in self.buckets:
-            bucket.set_gradient(bucket.entries[0], total)
 
 
 class PipelineCourse:
@@ -159,7 +106,7 @@ class PipelineCourse:
             if position == self._position
         }
         self.parts = tuple(stage.part for stage in self._stages.values())
-        self._ties, self._exchanges = self._make_ties()
+        self._tied = TiedGradients(pipeline, mesh, {number: stage.part for number, stage in self._stages.items()})
         self._rows_are_known = False
         self._learn_dtype()
         self._directions = Directions.create(mesh)
@@ -184,36 +131,13 @@ class PipelineCourse:
             queue.attach(model)
         line = self._lines[self._position]
         return _StageRun(
-            number,
-            part,
-            tuple(edge for edge in self._edges if edge.target == number),
-            tuple(edge for edge in self._edges if edge.source == number),
-            any(action.kind == "I" and action.stage == number for action in line),
-            queue,
+            number=number,
+            part=part,
+            takes=tuple(edge for edge in self._edges if edge.target == number),
+            gives=tuple(edge for edge in self._edges if edge.source == number),
+            is_split=any(action.kind == "I" and action.stage == number for action in line),
+            deferred=queue,
         )
-
-    def _make_ties(self) -> tuple[list[_Tie], list[_Exchange]]:
-        """Every process makes every group, as torch requires."""
-        groups: dict[tuple[int, ...], Group] = {}
-        ties, exchanges = [], []
-        for name, stages in self.pipeline.tied:
-            firsts = sorted({self.pipeline.place(number).first_rank for number in stages})
-            own = [number for number in stages if number in self._stages]
-            entries = (each for number in own for each in self._stages[number].part.entries())
-            held = tuple(bucket for bucket, entry in entries if entry.slot.name == name and bucket.key.requires_grad)
-            edges = self.pipeline.exchanges(name, stages)
-            if edges:
-                if held:
-                    incoming = self._expected(Parcel(edge, 0) for edge in edges)
-                    exchanges.append(_Exchange(held, min(own), edges, incoming))
-                continue
-            for index in range(self.pipeline.place(stages[0]).num_ranks):
-                ranks = tuple(first + index for first in firsts)
-                if len(ranks) > 1 and ranks not in groups:
-                    groups[ranks] = dist.new_group(list(ranks), timeout=self.mesh.timeout)
-                if self._rank in ranks and held:
-                    ties.append(_Tie(held, groups.get(ranks)))
-        return ties, exchanges
 
     def _agree(self, schedule: Sequence[str]) -> None:
         if self.mesh.everyone.size == 1:
@@ -236,15 +160,8 @@ class PipelineCourse:
 
     def _plan(self, lines: Lines) -> dict[int, list[Message]]:
         """What this rank gets from each other, in the order in which it is sent."""
-        return self._expected(parcel for action in itertools.chain(*lines) for parcel in self._makes(action))
-
-    def _expected(self, parcels: Iterable[Parcel]) -> dict[int, list[Message]]:
-        incoming: dict[int, list[Message]] = {}
-        for parcel in parcels:
-            for copy in parcel.copies:
-                if copy.target == self._rank != copy.source:
-                    incoming.setdefault(copy.source, []).append((parcel, copy))
-        return incoming
+        parcels = (parcel for action in itertools.chain(*lines) for parcel in self._makes(action))
+        return incoming_to(self._rank, parcels)
 
     def _makes(self, action: Action) -> list[Parcel]:
         """What is sent when an action has ended."""
@@ -274,10 +191,7 @@ class PipelineCourse:
             if stage.is_split:
                 stage.part.zero.begin_split_step()
         losses = self._run(self._lines[self._position], self._incoming)
-        for tie in self._ties:
-            tie.sum_gradients()
-        for exchange in self._exchanges:
-            exchange.sum_gradients(self.mesh, self._directions)
+        self._tied.sum(self._directions)
         self._learn_rows()
         return self._share(losses)
 

@@ -169,19 +169,12 @@ class AllReduce(torch.autograd.Function):
         return grad, None
 
 
-class AllReducePartial(torch.autograd.Function):
-    """The reshard P -> Rp."""
+class AllReducePartial(ForUse):
+    """The reshard P -> Rp; backward as of R -> Rp."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
-        ctx.axis, ctx.start, ctx.begun = axis, partial(_start_sum, axis), None
-        return axis.sum_over(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _finished(ctx, grad)
-        return ctx.axis.sum_over(grad) if found is None else found, None
+        return axis.sum_over(ForUse.forward(ctx, x, axis))
 
 
 class AllGather(torch.autograd.Function):
@@ -214,20 +207,6 @@ class AllGatherFull(torch.autograd.Function):
         return own_part(grad, *ctx.place), None, None, None
 
 
-class ReduceScatter(torch.autograd.Function):
-    """The reshard P -> S."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
-        ctx.place = dim, sections, axis
-        return scatter(x, dim, sections, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather(grad, *ctx.place), None, None, None
-
-
 class Slice(torch.autograd.Function):
     """The reshard R -> S."""
 
@@ -242,13 +221,17 @@ class Slice(torch.autograd.Function):
         return gather(grad, *ctx.place), None, None, None
 
 
-class SlicePartial(torch.autograd.Function):
-    """The reshard Rp -> S."""
+class ReduceScatter(Slice):
+    """The reshard P -> S; backward as of R -> S."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
         ctx.place = dim, sections, axis
-        return own_part(x, dim, sections, axis)
+        return scatter(x, dim, sections, axis)
+
+
+class SlicePartial(Slice):
+    """The reshard Rp -> S; forward as of R -> S."""
 
     @staticmethod
     @once_differentiable
@@ -282,18 +265,13 @@ class FirstRankOnlyPartial(torch.autograd.Function):
         return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None
 
 
-class FirstRankGrad(torch.autograd.Function):
-    """The reshard Rp -> R."""
+class FirstRankGrad(FirstRankOnlyPartial):
+    """The reshard Rp -> R; backward as of Rp -> P."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None
 
 
 def _exchange(x: Tensor, split: tuple[int, int], concat: tuple[int, int], axis: Exchange) -> Tensor:

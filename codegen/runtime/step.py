@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from . import collectives
 from .batch import BatchCheck
 from .by_hand import ByHand
-from .checkpoint_files import settings_of
 from .course import Accumulation, Course
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
-from .optimizers import Factory, GlobalParameter, is_elementwise
+from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
 from .options import problem
 from .parameters import Module, RngState
 from .part import Batches, Part, PartOptions, Source
@@ -92,13 +91,7 @@ class Step:
         kernels: FusedUpdate | None = None,
         non_finite: NonFinite = "skip",
     ) -> None:
-        if num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be 'fp32' or 'bf16', got {precision!r}")
-        for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
-            if wrong := problem(name, value):
-                raise ValueError(f"{wrong}, got {value!r}")
+        _check(num_micro_batches, precision, max_grad_norm, seed)
         self.mesh = mesh
         self.num_micro_batches = num_micro_batches
         self.precision = precision
@@ -106,7 +99,13 @@ class Step:
         self.rng = RngState(seed=seed)
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
-        options = PartOptions(precision, num_micro_batches, offload, host, compression)
+        options = PartOptions(
+            precision=precision,
+            num_micro_batches=num_micro_batches,
+            offload=offload,
+            host=host,
+            compression=compression,
+        )
         self._course = course(program, mesh, self.rng, options)
         programs, models = self._course.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
@@ -119,10 +118,7 @@ class Step:
         self.settings = settings_of(self.optimizer)
         self._trial, self._made_with = trial, (optimizer_factory, parameters)
         if mesh.everyone.size > 1:
-            if trial is None and not is_elementwise(self.optimizer):
-                raise ValueError(_untried(self.optimizer))
-            if trial is not None:
-                trial.check(*self._made_with, stored_whole(self.parts), is_staged=len(programs) > 1)
+            self._require_updatable()
         if offload_optimizer is not None:
             offload_optimizer.attach(self.optimizer, self.buckets)
         self._update = Update(
@@ -140,6 +136,14 @@ class Step:
         if name in self.__dict__ and not name.startswith("_") and name not in ("num_samples", "grad_norm"):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
+
+    def _require_updatable(self) -> None:
+        """Raises where the optimiser cannot update what this rank stores by itself, or may be unable to."""
+        if self._trial is not None:
+            is_staged = len(self._course.programs) > 1
+            self._trial.check(*self._made_with, stored_whole(self.parts), is_staged=is_staged)
+        elif not is_elementwise(self.optimizer):
+            raise ValueError(_untried(self.optimizer))
 
     @cached_property
     def forgotten(self) -> str:
@@ -321,6 +325,17 @@ class Step:
         for names, whole in self._course.read("state", rank0_only):
             if self.mesh.everyone.rank == 0 or not rank0_only:
                 yield names, whole
+
+
+def _check(num_micro_batches: int, precision: str, max_grad_norm: float | None, seed: int) -> None:
+    """Raises ValueError for options that no step can be made with."""
+    if num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
+    if precision not in ("fp32", "bf16"):
+        raise ValueError(f"precision must be 'fp32' or 'bf16', got {precision!r}")
+    for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
+        if wrong := problem(name, value):
+            raise ValueError(f"{wrong}, got {value!r}")
 
 
 def _untried(optimizer: torch.optim.Optimizer) -> str:

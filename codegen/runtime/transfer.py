@@ -174,6 +174,16 @@ class Parcel:
 Message = tuple[Parcel, Copy]
 
 
+def incoming_to(rank: int, parcels: Iterable[Parcel]) -> dict[int, list[Message]]:
+    """What a rank gets from each other, in the order of the parcels."""
+    incoming: dict[int, list[Message]] = {}
+    for parcel in parcels:
+        for copy in parcel.copies:
+            if copy.target == rank != copy.source:
+                incoming.setdefault(copy.source, []).append((parcel, copy))
+    return incoming
+
+
 @dataclass(frozen=True, slots=True)
 class Directions:
     """Process groups of everyone: for messages to higher and to lower ranks."""

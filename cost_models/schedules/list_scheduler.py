@@ -8,6 +8,7 @@ so. A forward is also not ready while the position holds as many activations as 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,63 +43,83 @@ def list_schedule(
     Transfers are taken to cost nothing. Activations are counted from the start of F to the end of B or W, one per
     stage and micro-batch. Ties go to the lower position, so the result is the same on every machine.
     """
-    last = len(placement) - 1
-    unknown = float("inf")
-    forward_end = [[unknown] * num_micro_batches for _ in placement]
-    gradient_end = [[unknown] * num_micro_batches for _ in placement]
-    heads = [[0] * len(worker.queues) for worker in workers]
-    pending: list[deque[Action]] = [deque() for _ in workers]
-    held = [0] * len(workers)
-    clock = [0.0] * len(workers)
-    lines: list[list[Action]] = [[] for _ in workers]
-
-    def ready(action: Action) -> float:
-        stage, micro = action.stage, action.micro
-        if action.kind == "F":
-            return forward_end[stage - 1][micro] if stage else 0.0
-        own = forward_end[stage][micro]
-        return own if stage == last else max(own, gradient_end[stage + 1][micro])
-
-    def choose(position: int, now: float) -> Action | None:
-        for index, queue in enumerate(workers[position].queues):
-            head = heads[position][index]
-            if head == len(queue.actions):
-                continue
-            action = queue.actions[head]
-            if (action.kind != "F" or held[position] < queue.limit) and ready(action) <= now:
-                heads[position][index] += 1
-                return action
-        return pending[position].popleft() if pending[position] else None
-
+    ends = _Ends(len(placement), num_micro_batches)
+    states = [_State(worker) for worker in workers]
     events = [(0.0, position) for position in range(len(workers))]
     while events:
         now, position = heapq.heappop(events)
-        if now < clock[position]:
+        state = states[position]
+        if now < state.free_at:
             continue  # busy; an event at its end follows
-        action = choose(position, now)
+        action = state.next_action(ends, now)
         if action is None:
             continue  # an event follows when an input arrives
-        lines[position].append(action)
-        stage, micro = action.stage, action.micro
-        end = clock[position] = now + _seconds(action, times[stage])
+        end = state.free_at = now + _seconds(action, times[action.stage])
         heapq.heappush(events, (end, position))
-        held[position] += (action.kind == "F") - (action.kind in "BW")
+        ends.set(action, end)
+        reader = action.stage + (1 if action.kind == "F" else -1)
+        if action.kind != "W" and 0 <= reader < len(placement):
+            heapq.heappush(events, (end, placement[reader]))
+    return tuple(tuple(state.line) for state in states) if all(state.is_done for state in states) else None
+
+
+class _Ends:
+    """When forwards and input gradients end, by stage and micro-batch; infinity as long as they have not started."""
+
+    def __init__(self, num_stages: int, num_micro_batches: int) -> None:
+        self._forward = [[math.inf] * num_micro_batches for _ in range(num_stages)]
+        self._gradient = [[math.inf] * num_micro_batches for _ in range(num_stages)]
+
+    def set(self, action: Action, end: float) -> None:
+        """Note that an action ends at `end`."""
+        if action.kind != "W":
+            (self._forward if action.kind == "F" else self._gradient)[action.stage][action.micro] = end
+
+    def ready(self, action: Action) -> float:
+        """When what a forward or backward reads is there."""
+        stage, micro = action.stage, action.micro
         if action.kind == "F":
-            forward_end[stage][micro] = end
-            if stage < last:
-                heapq.heappush(events, (end, placement[stage + 1]))
-        elif action.kind != "W":
-            gradient_end[stage][micro] = end
-            if stage:
-                heapq.heappush(events, (end, placement[stage - 1]))
+            return self._forward[stage - 1][micro] if stage else 0.0
+        own = self._forward[stage][micro]
+        return own if stage == len(self._forward) - 1 else max(own, self._gradient[stage + 1][micro])
+
+
+class _State:
+    """How far a worker is. line: its actions so far; free_at: when the last one ends."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.line: list[Action] = []
+        self.free_at = 0.0
+        self._queues = worker.queues
+        self._heads = [0] * len(worker.queues)
+        self._pending: deque[Action] = deque()
+        self._num_held = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left in the queues."""
+        return all(head == len(queue.actions) for head, queue in zip(self._heads, self._queues, strict=True))
+
+    def next_action(self, ends: _Ends, now: float) -> Action | None:
+        """The action to start, as the worker's priorities say; None if none is ready."""
+        action = self._choose(ends, now)
+        if action is not None:
+            self.line.append(action)
+            self._num_held += (action.kind == "F") - (action.kind in "BW")
             if action.kind == "I":
-                pending[position].append(interned("W", stage, micro))
-    finished = all(
-        heads[position][index] == len(queue.actions)
-        for position, worker in enumerate(workers)
-        for index, queue in enumerate(worker.queues)
-    )
-    return tuple(map(tuple, lines)) if finished else None
+                self._pending.append(interned("W", action.stage, action.micro))
+        return action
+
+    def _choose(self, ends: _Ends, now: float) -> Action | None:
+        for index, queue in enumerate(self._queues):
+            head = self._heads[index]
+            if head == len(queue.actions):
+                continue
+            action = queue.actions[head]
+            if (action.kind != "F" or self._num_held < queue.limit) and ends.ready(action) <= now:
+                self._heads[index] += 1
+                return action
+        return self._pending.popleft() if self._pending else None
 
 
 def _seconds(action: Action, times: StageTimes) -> float:

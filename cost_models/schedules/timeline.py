@@ -48,7 +48,13 @@ class Timeline:
     def scaled(self, factor: float) -> Timeline:
         """The same step, everything in it taking `factor` times as long."""
         starts, ends = (tuple(tuple(factor * t for t in line) for line in times) for times in (self.starts, self.ends))
-        return Timeline(self.orders, starts, ends, factor * self.makespan, tuple(factor * busy for busy in self.busy))
+        return Timeline(
+            orders=self.orders,
+            starts=starts,
+            ends=ends,
+            makespan=factor * self.makespan,
+            busy=tuple(factor * busy for busy in self.busy),
+        )
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:

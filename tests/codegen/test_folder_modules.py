@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 FEATURES = {
     "pipeline_course": {"pp2 x dp2", "zero bubble"},
     "transfer": {"pp2 x dp2", "zero bubble"},
+    "tied_gradients": {"pp2 x dp2", "zero bubble"},
     "deferred": {"zero bubble"},
     "host_memory": {"zero 3 offloaded"},
     "host_optimizer": {"zero 3 offloaded"},

@@ -12,7 +12,7 @@ def state_bytes(num_parameters: float, precision: Precision, degrees: tuple[int,
     """Model states with (weights, gradients, optimiser) sharded over `degrees` devices, AdamW."""
     weights, gradients, optimizer = degrees
     return (
-        memory.weight_bytes(num_parameters, precision, weights)
+        num_parameters * precision.compute_bytes / weights
         + memory.gradient_bytes(num_parameters, precision, gradients)
         + memory.optimizer_bytes(num_parameters, memory.optimizer("adamw"), precision, optimizer)
     )
@@ -40,7 +40,7 @@ def test_unknown_names_and_degrees_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown precision 'fp16'; known: fp32, bf16"):
         memory.precision("fp16")
     with pytest.raises(ValueError, match="at least 1"):
-        memory.weight_bytes(1, memory.precision("fp32"), 0)
+        memory.gradient_bytes(1, memory.precision("fp32"), 0)
 
 
 def test_the_workspace_of_every_gpu_is_of_the_usual_size() -> None:

@@ -28,6 +28,7 @@ from autopar.training.config import TrainerConfig
 from codegen.runtime import checkpoint as runtime_checkpoint
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime.mesh import Mesh
+from codegen.runtime.optimizers import settings_of
 from codegen.runtime.reference import SameDropout
 from tests.codegen.runtime.mlp_program import whole_state
 from tests.codegen.runtime.test_checkpoint import make_step
@@ -287,7 +288,7 @@ def test_what_an_optimiser_keeps_for_itself_is_refused(auto_parallel: bool, tmp_
 def test_new_settings_win_and_schedules_continue(tmp_path: Path) -> None:
     net = Net()
     optimizer = trained(net, lr=0.1, weight_decay=0.3)
-    settings = files.settings_of(optimizer)
+    settings = settings_of(optimizer)
     optimizer.param_groups[0]["lr"] = 0.05  # as a schedule does
     checkpoints.save_plain(net, optimizer, PROGRESS, tmp_path / "c", settings)
     for lr, decay, expected in ((0.1, 0.3, (0.05, 0.3)), (0.2, 0.3, (0.2, 0.3)), (0.1, 0.0, (0.05, 0.0))):

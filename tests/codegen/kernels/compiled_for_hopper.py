@@ -17,16 +17,14 @@ from codegen.kernels.dispatch import power_of_2_at_least
 
 # As attributes of the package these names are the functions, not the files.
 ce = importlib.import_module("codegen.kernels.cross_entropy")
-rms = importlib.import_module("codegen.kernels.rms_norm_kernels")
-glu = importlib.import_module("codegen.kernels.swiglu")
+norms = importlib.import_module("codegen.kernels.norm_kernels")
+norm_launches = importlib.import_module("codegen.kernels.norm_launches")
 linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
 adamw = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
 fp8 = importlib.import_module("codegen.kernels.fp8")
 quantize = importlib.import_module("codegen.kernels.quantize")
-layer_norm = importlib.import_module("codegen.kernels.layer_norm_kernels")
 rotary = importlib.import_module("codegen.kernels.rotary")
-geglu = importlib.import_module("codegen.kernels.geglu")
 bias_gelu = importlib.import_module("codegen.kernels.bias_gelu")
 dropout_add = importlib.import_module("codegen.kernels.dropout_add")
 
@@ -67,50 +65,51 @@ def compile_kernel(kernel, dtype, constants, warps, **options):
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
 
 
-def norm_cases(name, module, means, parameters, row_kernel, extra):
-    """Of a norm and of a sum's. means: what a row that fits needs no tensor for; parameters: NEED_* and its tensor."""
+def norm_cases(name, centered):
+    """Of a norm and of a sum's, each with what only the other kind of norm has left out."""
+    parameters = {"NEED_DW": "dw_ptr"} | ({"NEED_DB": "db_ptr"} if centered else {})
+    absent = {} if centered else {"mean_ptr": None, "avg_ptr": None}
     alone, with_sum = {"HAS_RESIDUAL": False, "residual_ptr": None, "sum_ptr": None}, {"HAS_RESIDUAL": True}
     no_dsum, with_dsum = {"HAS_DSUM": False, "dsum_ptr": None}, {"HAS_DSUM": True}
 
     def forward(tile, num_cols):
         rows, cols, whole, warps = tile.fit(num_cols)
-        return {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | extra, warps
+        kernel = norms.forward_kernel if whole else norms.forward_blocks_kernel
+        bias = {"HAS_BIAS": True} if centered else {"HAS_BIAS": False, "b_ptr": None, "mean_ptr": None}
+        return kernel, {"ROWS": rows, "COLS": cols, "CENTERED": centered} | bias, warps
 
     def backward(tile, num_cols):
         rows, cols, whole, warps = tile.fit(num_cols)
-        absent = dict.fromkeys(means) if whole else {}
+        means = dict.fromkeys(("dot_ptr", "avg_ptr")) if whole else {}
         needs = {"NEED_DX": True} | dict.fromkeys(parameters, True)
-        return {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole} | absent | needs, warps
+        needs |= {} if centered else {"NEED_DB": False, "db_ptr": None}
+        constants = {"ROWS": rows, "COLS": cols, "WHOLE_ROW": whole, "CENTERED": centered}
+        return constants | absent | means | needs, warps
 
     for num_cols in (128, 4096, 20000):
-        constants, warps = forward(module.FORWARD_TILES[0], num_cols)
-        yield f"{name}_forward_{num_cols}", module._forward_kernel, constants | alone, warps
-        yield f"add_{name}_forward_{num_cols}", module._forward_kernel, constants | with_sum, warps
-        constants, warps = backward(module.BACKWARD_TILES[0], num_cols)
-        yield f"{name}_backward_{num_cols}", module._backward_kernel, constants | no_dsum, warps
-        yield f"add_{name}_backward_{num_cols}", module._backward_kernel, constants | with_dsum, warps
+        kernel, constants, warps = forward(norm_launches.FORWARD_TILES[0], num_cols)
+        yield f"{name}_forward_{num_cols}", kernel, constants | alone, warps
+        yield f"add_{name}_forward_{num_cols}", kernel, constants | with_sum, warps
+        constants, warps = backward(norm_launches.BACKWARD_TILES[0], num_cols)
+        yield f"{name}_backward_{num_cols}", norms.backward_kernel, constants | no_dsum, warps
+        yield f"add_{name}_backward_{num_cols}", norms.backward_kernel, constants | with_dsum, warps
     dx_only = constants | no_dsum | dict.fromkeys(parameters, False) | dict.fromkeys(parameters.values())
-    yield f"{name}_backward_dx", module._backward_kernel, dx_only, warps
-    parameters_only = constants | no_dsum | {"NEED_DX": False, "dx_ptr": None} | dict.fromkeys(means)
-    yield f"{name}_backward_parameters", module._backward_kernel, parameters_only, warps
-    cols = constants["COLS"]
-    yield f"{name}_rows", row_kernel, {"COLS": cols}, module.BACKWARD_TILES[0].num_warps(cols)
-    for index, tile in enumerate(module.FORWARD_TILES[1:], 1):
-        constants, warps = forward(tile, 4096)
-        yield f"add_{name}_forward_tile_{index}", module._forward_kernel, constants | with_sum, warps
-    for index, tile in enumerate(module.BACKWARD_TILES[1:], 1):
+    yield f"{name}_backward_dx", norms.backward_kernel, dx_only, warps
+    parameters_only = constants | no_dsum | {"NEED_DX": False} | dict.fromkeys(("dx_ptr", "dot_ptr", "avg_ptr"))
+    yield f"{name}_backward_parameters", norms.backward_kernel, parameters_only, warps
+    row_means = {"COLS": constants["COLS"], "CENTERED": centered} | absent
+    yield (
+        f"{name}_rows",
+        norms.row_means_kernel,
+        row_means,
+        norm_launches.BACKWARD_TILES[0].num_warps(row_means["COLS"]),
+    )
+    for index, tile in enumerate(norm_launches.FORWARD_TILES[1:], 1):
+        kernel, constants, warps = forward(tile, 4096)
+        yield f"add_{name}_forward_tile_{index}", kernel, constants | with_sum, warps
+    for index, tile in enumerate(norm_launches.BACKWARD_TILES[1:], 1):
         constants, warps = backward(tile, 4096)
-        yield f"add_{name}_backward_tile_{index}", module._backward_kernel, constants | with_dsum, warps
-
-
-def rms_cases():
-    yield from norm_cases("rms", rms, ("dot_ptr",), {"NEED_DW": "dw_ptr"}, rms._row_dot_kernel, {})
-
-
-def layer_norm_cases():
-    parameters = {"NEED_DW": "dw_ptr", "NEED_DB": "db_ptr"}
-    means, row_kernel = ("dot_ptr", "avg_ptr"), layer_norm._row_means_kernel
-    yield from norm_cases("layer", layer_norm, means, parameters, row_kernel, {"HAS_BIAS": True})
+        yield f"add_{name}_backward_tile_{index}", norms.backward_kernel, constants | with_dsum, warps
 
 
 def block_cases(name, kernel, tiles, num_cols=1 << 20, **constants):
@@ -130,18 +129,18 @@ def tile_cases(name, kernel, tiles, num_cols, **constants):
 
 def other_cases():
     for direction in ("forward", "backward"):
-        kernel = f"_{direction}_kernel"
-        yield from block_cases(f"swiglu_{direction}", getattr(glu, kernel), gated.TILES)
+        kernel = getattr(gated, f"{direction}_kernel")
+        yield from block_cases(f"swiglu_{direction}", kernel, gated.TILES, SILU=True, TANH=False)
         tiles = getattr(ce, f"{direction.upper()}_TILES")
-        yield from block_cases(f"cross_entropy_{direction}", getattr(ce, kernel), tiles)
+        yield from block_cases(f"cross_entropy_{direction}", getattr(ce, f"_{direction}_kernel"), tiles)
 
 
 def gelu_cases():
     for tanh in (False, True):
         for direction in ("forward", "backward"):
             tiles = gated.TILES if tanh else gated.TILES[:1]
-            kernel = getattr(geglu, f"_{direction}_kernel")
-            yield from block_cases(f"geglu_{direction}_{tanh}", kernel, tiles, TANH=tanh)
+            kernel = getattr(gated, f"{direction}_kernel")
+            yield from block_cases(f"geglu_{direction}_{tanh}", kernel, tiles, SILU=False, TANH=tanh)
         both = {"TANH": tanh, "NEED_DX": True, "NEED_DB": True}
         for num_cols, last in ((128, 1), (16384, None if tanh else 1)):
             forward, backward = bias_gelu.FORWARD_TILES[:last], bias_gelu.BACKWARD_TILES[:last]
@@ -226,7 +225,14 @@ def quantize_cases():
                 yield f"dequantize_sum_{label}", quantize._dequantize_sum_kernel, constants, warps
 
 
-CASES = [*rms_cases(), *layer_norm_cases(), *other_cases(), *gelu_cases(), *rotary_cases(), *dropout_cases()]
+CASES = [
+    *norm_cases("rms", False),
+    *norm_cases("layer", True),
+    *other_cases(),
+    *gelu_cases(),
+    *rotary_cases(),
+    *dropout_cases(),
+]
 CASES += [*linear_cross_entropy_cases(), *table_cases(), *quantize_cases()]
 
 KERNELS = [kernel for _, kernel, _, _ in CASES]

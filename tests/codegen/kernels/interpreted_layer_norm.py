@@ -14,7 +14,7 @@ from codegen.kernels import add_layer_norm, dispatch, layer_norm
 from codegen.kernels.add_layer_norm import add_layer_norm_reference
 from codegen.kernels.tile import Tile
 
-module = importlib.import_module("codegen.kernels.layer_norm_kernels")
+module = importlib.import_module("codegen.kernels.norm_launches")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

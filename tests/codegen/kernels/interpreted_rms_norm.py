@@ -14,7 +14,7 @@ from codegen.kernels import add_rms_norm, dispatch, rms_norm
 from codegen.kernels.add_rms_norm import add_rms_norm_reference
 from codegen.kernels.tile import Tile
 
-module = importlib.import_module("codegen.kernels.rms_norm_kernels")
+module = importlib.import_module("codegen.kernels.norm_launches")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -1,0 +1,53 @@
+"""What a program says of the tensors that it stores, takes and sends: shape, dtype and placement per axis."""
+
+from __future__ import annotations
+
+from autopar.ir.graph import Graph, Parameter, Ref, TensorMeta, unread
+from autopar.ir.placement import Placements, R, Stored
+from autopar.lowering.scope_lowering import Shared, dtype_name, placement_pairs
+from autopar.options.strategies import num_local
+from codegen.program import Border, Spec
+
+
+def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
+    """A parameter or buffer of a scope, as it is stored."""
+    stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
+    return Spec(
+        shape=parameter.meta.shape,
+        dtype=_stored_dtype(parameter),
+        placements=placement_pairs(stored.placements, shared.mesh),
+        zero=stored.zero,
+        aliases=parameter.aliases,
+        requires_grad=parameter.meta.requires_grad,
+        persistent=parameter.persistent,
+        increment=parameter.increment,
+    )
+
+
+def unread_specs(graph: Graph) -> dict[str, Spec]:
+    """What no call reads: it keeps its values (counters count) and belongs to the state."""
+    return {
+        p.name: Spec(
+            p.meta.shape, dtype_name(p.meta.dtype), aliases=p.aliases, requires_grad=False, increment=p.increment
+        )
+        for p in unread(graph)
+    }
+
+
+def _stored_dtype(parameter: Parameter) -> str:
+    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16."""
+    is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
+    return "float32" if is_master else dtype_name(parameter.meta.dtype)
+
+
+def input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
+    """An input of forward: of the batch, or of an earlier stage."""
+    pairs = placement_pairs(shared.choices.tensors["", Ref(name)], shared.mesh)
+    return Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=False)
+
+
+def border_of(shared: Shared, meta: TensorMeta, placements: Placements) -> Border:
+    """A tensor that crosses between stages."""
+    pairs = placement_pairs(placements, shared.mesh)
+    spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
+    return Border(spec, num_local(meta, placements, shared.mesh) * meta.dtype.itemsize)
