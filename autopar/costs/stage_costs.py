@@ -162,7 +162,8 @@ def simulated(
         # On shared cores a pipeline rank is the faster the more of the others wait.
         timeline = timeline.scaled(max(host.core_share, least / timeline.makespan))
     bubble = timeline.makespan - exposed[busiest]
-    seconds[BUBBLE] += bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
+    if pp > 1:
+        seconds[BUBBLE] = bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value
     held = rank_bytes(stages, pipeline, num_micro_batches, shared)

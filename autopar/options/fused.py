@@ -128,12 +128,31 @@ def _fusion(
     for result in pattern.results:
         own = makers[result.name]
         operator = OTHER_RESULT + pattern.target.partition(".")[2]
-        node = Node(own.name, operator, args(result.leaves), (), own.outputs, own.module)
+        node = Node(
+            name=own.name, op=operator, args=args(result.leaves), kwargs=(), outputs=own.outputs, module=own.module
+        )
         results.append(own if result.is_call else node)
     last = members[-1]
-    results.append(Node(last.name, pattern.target, args(pattern.leaves), (), last.outputs, last.module))
+    results.append(
+        Node(
+            name=last.name,
+            op=pattern.target,
+            args=args(pattern.leaves),
+            kwargs=(),
+            outputs=last.outputs,
+            module=last.module,
+        )
+    )
     entering = {ref: metas[ref] for ref in readers}
-    return Fusion(tuple(results), members, entering, readers, leaves, match, rivals)
+    return Fusion(
+        nodes=tuple(results),
+        members=members,
+        entering=entering,
+        readers=readers,
+        leaves=leaves,
+        match=match,
+        rivals=rivals,
+    )
 
 
 def unsharded_call(node: Node, metas: Mapping[Ref, TensorMeta], stored: Collection[str] = ()) -> Call:

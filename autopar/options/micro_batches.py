@@ -187,7 +187,7 @@ class _Proof:
         other = self.twins[scope.name]
         call = Call.of(node, metas)
         inputs = tuple(lent(call, i, shares[ref]) for i, ref in enumerate(node.inputs))
-        site = Site(scope, node, twin, call, rule_for(node, metas), inputs, {})
+        site = Site(scope=scope, node=node, twin=twin, call=call, rule=rule_for(node, metas), inputs=inputs, numbers={})
         if node.op != twin.op or node.inputs != twin.inputs or len(node.outputs) != len(twin.outputs):
             raise site.error("is another call for a micro-batch than for the whole batch")
         found = find_op(node.op)

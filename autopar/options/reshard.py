@@ -141,12 +141,12 @@ def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int
     here = current[axis]
     ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
     return Step(
-        axis,
-        here,
-        goal,
-        _fraction(ways, here, goal, axis_sizes[axis]),
-        _local_sections(current, axis, here, axis_sizes),
-        _local_sections(current, axis, goal, axis_sizes),
+        axis=axis,
+        source=here,
+        target=goal,
+        fraction=_fraction(ways, here, goal, axis_sizes[axis]),
+        source_sections=_local_sections(current, axis, here, axis_sizes),
+        target_sections=_local_sections(current, axis, goal, axis_sizes),
     )
 
 

@@ -97,7 +97,7 @@ def scopes_of(graph: Graph) -> tuple[Scope, ...]:
         metas = {Ref(name): meta for name, meta in layer.inputs}
         metas |= {Ref(p.name): p.meta for p in layer.parameters}
         metas |= {Ref(n.name, i): meta for n in layer.nodes for i, meta in enumerate(n.outputs)}
-        scopes.append(Scope(layer.name, layer.nodes, metas, paths, layer))
+        scopes.append(Scope(name=layer.name, nodes=layer.nodes, metas=metas, instances=paths, layer=layer))
     return tuple(scopes)
 
 
@@ -115,14 +115,14 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
             rule, is_known = rules[key]
             metas = tuple(scope.metas[ref] for ref in node.inputs)
             found[key] = Operator(
-                scope.name,
-                node,
-                metas,
-                rule,
-                is_known,
-                batch.get(key),
-                sections.get(key, {}),
-                runs,
+                scope=scope.name,
+                node=node,
+                inputs=metas,
+                rule=rule,
+                known=is_known,
+                batch=batch.get(key),
+                sections=sections.get(key, {}),
+                runs=runs,
             )
     return found
 

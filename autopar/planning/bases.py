@@ -182,9 +182,25 @@ class Bases:
         if key not in self._activity:
             here = carried(choices, self.operators(solved_rows), solved_rows, whole)
             placed = on_axes(here, axes, costed.axes)
-            self._activity[key] = Activity(graph, self.operators(whole), self.pricer(costed), placed, self._known)
+            self._activity[key] = Activity(
+                graph=graph,
+                operators=self.operators(whole),
+                pricer=self.pricer(costed),
+                choices=placed,
+                known=self._known,
+            )
         calls, storage = self.operators(solved_rows), self.storage_of(decided, axes)
-        return Base(mesh, self._activity[key], costed, choices, axes, solved_rows, calls, price, storage)
+        return Base(
+            mesh=mesh,
+            activity=self._activity[key],
+            costed=costed,
+            solved=choices,
+            solved_axes=axes,
+            solved_rows=solved_rows,
+            operators=calls,
+            price=price,
+            storage=storage,
+        )
 
     def storage_of(self, decided: Key, axes: tuple[str, ...]) -> int:
         """A number for how the decisions store the parameters: equal where that is."""

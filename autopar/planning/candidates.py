@@ -30,15 +30,15 @@ def candidate_of(found: Found, request: Request) -> Candidate:
         choices = replace(choices, parameters=stored_parameters(choices, mesh.axes, mesh.axes, config.zero))
     scopes = compress(graph, operators, mesh, choices)
     plan = Plan(
-        graph.name,
-        str(request.whole),
-        mesh,
-        request.global_batch_size,
-        count,
-        request.precision,
-        scopes,
+        model=graph.name,
+        cluster=str(request.whole),
+        mesh=mesh,
+        global_batch_size=request.global_batch_size,
+        num_micro_batches=count,
+        precision=request.precision,
+        scopes=scopes,
         pipeline=pipeline,
         compression=request.training.compression,
         fp8=request.fp8,
     )
-    return predicted(request, Candidate(plan, graph, operators, choices, None))
+    return predicted(request, Candidate(plan=plan, graph=graph, operators=operators, choices=choices, solution=None))

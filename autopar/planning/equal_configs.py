@@ -36,13 +36,29 @@ def equal_configs(request: Request, num_blocks: int) -> Iterator[ParallelConfig]
         counts = micro_batch_counts(request.global_batch_size // dp, limits.micro_batches)
         for count in filter(request.splits, counts):
             rows = request.global_batch_size // count
-            stages = (0,) if dp == 1 else (0, 2, 3) if count == 1 else (0, 1, 2, 3)
-            pinned = (limits.zero if dp > 1 else 0,) if limits.zero is not None else stages
-            for zero in pinned:
+            for zero in zero_stages(request, dp, count):
                 for price in PRICES:
-                    for offload in offloads(request, zero or 0):
-                        for mesh in meshes_of(request, dp, tp, zero or 0):
-                            yield ParallelConfig((Seat(mesh),), (pp,), rows, count, zero or 0, price, offload)
+                    for offload in offloads(request, zero):
+                        for mesh in meshes_of(request, dp, tp, zero):
+                            yield ParallelConfig(
+                                stage_meshes=(Seat(mesh),),
+                                pipeline_ranks=(pp,),
+                                rows=rows,
+                                num_micro_batches=count,
+                                zero=zero,
+                                price=price,
+                                offload=offload,
+                            )
+
+
+def zero_stages(request: Request, num_data_ranks: int, count: int) -> tuple[int, ...]:
+    """The stages that differ with `count` micro-batches; stage 1 is stage 2 where gradients are not summed."""
+    if num_data_ranks == 1:
+        return (0,)
+    pinned = request.constraints.zero
+    if pinned is not None:
+        return (pinned,)
+    return (0, 2, 3) if count == 1 else (0, 1, 2, 3)
 
 
 def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
@@ -84,10 +100,13 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
     return ("", "optimizer", "parameters") if zero == 3 else ("", "optimizer")
 
 
-def shapes(request: Request, num_blocks: int) -> list[tuple[int, int, int]]:
-    """(pipeline ranks, dp, tp) whose product is the cluster. Raises ConstraintError where pinned degrees leave none."""
+def shapes(request: Request, num_blocks: int, most_tp: int | None = None) -> list[tuple[int, int, int]]:
+    """(pipeline ranks, dp, tp) whose product is the cluster. most_tp: unless it is pinned, by default that of TP_NODES.
+
+    Raises ConstraintError where pinned degrees leave none.
+    """
     devices, degrees = request.cluster.num_devices, request.constraints.degrees
-    most = TP_NODES * request.cluster.devices_per_node
+    most = most_tp or TP_NODES * request.cluster.devices_per_node
     found = [
         (pp, devices // pp // tp, tp)
         for pp in divisors(devices)

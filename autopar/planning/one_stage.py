@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.cost_table import block_costs
+from autopar.costs.pipeline_costs import PipelineCosts
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import unread_bytes
 from autopar.errors import ConstraintError
@@ -22,29 +22,28 @@ from autopar.options.choices import Candidate, Choices, compress
 from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
 from autopar.planning.bases import named_mesh
-from autopar.planning.predict import predict, transient_bytes
+from autopar.planning.best_first import BestFirst, Bound
+from autopar.planning.equal_configs import shapes
+from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
 from autopar.planning.space import build_space
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits
-from search.problem import Solution
+from search.problem import Solution, evaluate
 
 MAX_TRANSIENT_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A mesh and number of micro-batches on which even the leanest plan needs too much. kinds: its bytes by kind."""
+    """A mesh and number of micro-batches on which even the leanest plan needs too much. kinds: its bytes by kind.
+    least_bytes: what the leanest decisions keep, where that is known: no others need less."""
 
     num_bytes: float
     mesh: Mesh
     num_micro_batches: int
     kinds: Mapping[str, float]
-
-    @property
-    def least_bytes(self) -> float:
-        """What the leanest decisions keep: no others need less."""
-        return self.num_bytes - self.kinds.get("transient", 0.0)
+    least_bytes: float = 0.0
 
     @property
     def where(self) -> str:
@@ -52,31 +51,26 @@ class Failure:
         return f"{self.mesh}, {self.num_micro_batches} micro-batch{'es' if self.num_micro_batches > 1 else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class OneStage:
-    """What a search found, in the order of its bounds. skipped: (lower bound in seconds, mesh) that could not win."""
+class OneStageSearch(BestFirst[Mesh, Candidate]):
+    """The search for the best plan of one stage on every mesh. failures: what did not fit of that which was tried."""
 
-    candidates: tuple[Candidate, ...]
-    skipped: tuple[tuple[float, Mesh], ...]
-    failures: tuple[Failure, ...]
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.failures: list[Failure] = []
 
+    def bounded(self) -> Iterator[tuple[float, Mesh, Bound]]:
+        """Where the search begins."""
+        for mesh in sorted(meshes(self.request), key=str):
+            yield lower_bound(mesh, self.request), mesh, Bound.TIGHT
 
-def search_one_stage(request: Request, limit_seconds: float = math.inf) -> OneStage:
-    """The best plan of each mesh that can be faster than `limit_seconds` and than those found."""
-    found: list[Candidate] = []
-    failures: list[Failure] = []
-    skipped: list[tuple[float, Mesh]] = []
-    for bound, mesh in sorted(
-        ((lower_bound(mesh, request), mesh) for mesh in meshes(request)), key=lambda pair: (pair[0], str(pair[1]))
-    ):
-        limit = min((c.plan.prediction.step_seconds for c in found), default=limit_seconds)
-        if bound >= limit:
-            skipped.append((bound, mesh))
-            continue
-        candidate = _best_on(mesh, request, failures, limit)
-        if candidate is not None:
-            found.append(candidate)
-    return OneStage(tuple(found), tuple(skipped), tuple(failures))
+    def solve(self, candidate: Mesh, cutoff: float) -> tuple[float, Candidate] | None:
+        """The best plan on the mesh and its predicted seconds."""
+        found = _best_on(candidate, self.request, self.failures, cutoff)
+        return None if found is None else (found.plan.prediction.step_seconds, found)
+
+    def layout(self, candidate: Mesh) -> str:
+        """The mesh in words."""
+        return str(candidate)
 
 
 def lower_bound(mesh: Mesh, request: Request) -> float:
@@ -92,25 +86,8 @@ def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """Every dp x tp of the cluster's devices that agrees with pinned degrees and the batch."""
-    devices = request.cluster.num_devices
-    degrees = {a: n for a, n in request.constraints.degrees.items() if a in ("dp", "tp")}
-    pinned = math.prod(degrees.values())
-    if devices % pinned or (len(degrees) == 2 and pinned != devices):
-        raise ConstraintError(
-            "the pinned degrees do not make the cluster's number of devices",
-            values=" x ".join(f"{a}={n}" for a, n in degrees.items()) + f" for {devices} devices",
-            alternatives=[f"dp={d} x tp={devices // d}" for d in divisors(devices)],
-        )
-    shapes = [(dp, devices // dp) for dp in divisors(devices)]
-    shapes = [(dp, tp) for dp, tp in shapes if degrees.get("dp", dp) == dp and degrees.get("tp", tp) == tp]
-    legal = [(dp, tp) for dp, tp in shapes if request.global_batch_size % dp == 0]
-    if not legal:
-        raise ConstraintError(
-            "no mesh divides the global batch",
-            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{dp} x tp{tp}" for dp, tp in shapes),
-            alternatives=f"a batch that is a multiple of {min(dp for dp, _ in shapes)}",
-        )
+    """Every dp x tp of the cluster's devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
+    legal = sorted((dp, tp) for _, dp, tp in shapes(request, num_blocks=1, most_tp=request.cluster.num_devices))
     count = request.constraints.micro_batches or 1
     dividing = [(dp, tp) for dp, tp in legal if request.global_batch_size // dp % count == 0]
     return [named_mesh(dp, tp) for dp, tp in dividing or legal]
@@ -143,8 +120,7 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_second
 
     def at(count: int) -> Candidate | Failure:
         if count not in tried:
-            graph, operators = operators_at(request, request.global_batch_size // count)
-            tried[count] = _solve(graph, operators, pricer_for(request, mesh, count), request, count)
+            tried[count] = _solve(mesh, request, count)
         return tried[count]
 
     counts = micro_batch_counts(request, mesh)
@@ -169,72 +145,83 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_second
     return best
 
 
-def _solve(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
-) -> Candidate | Failure:
+def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
     """Solve; where the transients of the solution do not fit beside it, solve again with less."""
-    limit, transient = usable_bytes(request) - unread_bytes(graph), 0.0
+    graph, operators = operators_at(request, request.global_batch_size // count)
+    pricer = pricer_for(request, mesh, count)
+    room, transient = _room_bytes(graph, request), 0.0
     for _ in range(MAX_TRANSIENT_ROUNDS):
-        space = build_space(graph, operators, pricer, request.constraints, limit - transient)
+        space = build_space(graph, operators, pricer, request.constraints, room - transient)
         try:
             solution = solve(space.problem)
         except NothingFits:
             break
         choices = decode(space, solution.choices)
-        needed = transient_bytes(graph, block_costs(graph, operators, pricer, choices))
-        if solution.usage[0] + needed <= limit:
-            return _candidate(graph, operators, pricer, request, count, choices, solution)
-        transient = max(needed, transient * 1.1)
-    return _leanest(graph, operators, pricer, request, count)
+        costs = one_stage_costs(graph, operators, pricer, choices)
+        if costs.peak_bytes <= usable_bytes(request):
+            return _candidate(graph, operators, request, costs, choices, solution)
+        transient = max(costs.peak_bytes - unread_bytes(graph) - solution.usage[0], transient * 1.1)
+    return _leanest(graph, operators, pricer, request)
+
+
+def _room_bytes(graph: Graph, request: Request) -> float:
+    """What decisions may take of one rank's memory."""
+    return usable_bytes(request) - unread_bytes(graph)
 
 
 def _leanest(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request, count: int
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request
 ) -> Candidate | Failure:
     """The plan that keeps the least, if it fits; else what it would need."""
-    space = build_space(graph, operators, pricer, request.constraints, 0.0)
+    space, count = build_space(graph, operators, pricer, request.constraints, 0.0), pricer.training.num_micro_batches
     try:
-        choices = decode(space, solve(space.problem).choices)
+        chosen = solve(space.problem).choices
     except NothingFits as error:
         if not error.choices:
             return Failure(math.inf, pricer.mesh, count, {})
-        choices = decode(space, error.choices)
-    candidate = _candidate(graph, operators, pricer, request, count, choices, None)
-    needed = candidate.plan.prediction
-    if needed.peak_bytes - needed.num_bytes.get("workspace", 0.0) <= usable_bytes(request):
-        return candidate
-    return Failure(needed.peak_bytes, pricer.mesh, count, needed.num_bytes)
+        chosen = error.choices
+    choices = decode(space, chosen)
+    costs = one_stage_costs(graph, operators, pricer, choices)
+    if costs.peak_bytes <= usable_bytes(request):
+        return _candidate(graph, operators, request, costs, choices, None)
+    needed = costs.simulated().prediction
+    _, (kept_bytes,) = evaluate(space.problem, chosen)
+    least_bytes = kept_bytes + request.capacity_bytes() - _room_bytes(graph, request)
+    return Failure(
+        num_bytes=needed.peak_bytes,
+        mesh=pricer.mesh,
+        num_micro_batches=count,
+        kinds=needed.num_bytes,
+        least_bytes=least_bytes,
+    )
 
 
 def _candidate(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
-    pricer: Pricer,
     request: Request,
-    count: int,
+    costs: PipelineCosts,
     choices: Choices,
     solution: Solution | None,
 ) -> Candidate:
-    prediction = predict(graph, operators, pricer, choices)
+    (rank,) = costs.ranks
     plan = Plan(
-        graph.name,
-        str(request.cluster),
-        pricer.mesh,
-        request.global_batch_size,
-        count,
-        request.precision,
-        compress(graph, operators, pricer.mesh, choices),
-        prediction,
+        model=graph.name,
+        cluster=str(request.cluster),
+        mesh=rank.pricer.mesh,
+        global_batch_size=request.global_batch_size,
+        num_micro_batches=costs.num_micro_batches,
+        precision=request.precision,
+        scopes=compress(graph, operators, rank.pricer.mesh, choices),
+        prediction=costs.simulated().prediction,
         compression=request.training.compression,
         fp8=request.fp8,
     )
-    return Candidate(plan, graph, operators, choices, solution)
+    return Candidate(plan=plan, graph=graph, operators=operators, choices=choices, solution=solution)
 
 
 def at_budget(request: Request, failure: Failure, num_bytes: float) -> Plan | None:
     """The plan on a failure's mesh with its number of micro-batches that fits `num_bytes` per rank."""
-    mesh, count = failure.mesh, failure.num_micro_batches
     limited = replace(request, constraints=replace(request.constraints, memory_bytes=int(num_bytes)))
-    graph, operators = operators_at(request, request.global_batch_size // count)
-    found = _solve(graph, operators, pricer_for(request, mesh, count), limited, count)
+    found = _solve(failure.mesh, limited, failure.num_micro_batches)
     return found.plan if isinstance(found, Candidate) else None

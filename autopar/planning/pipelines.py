@@ -8,26 +8,20 @@ prediction says.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import IntEnum
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Iterator
 
 from autopar.ir.chain import chain
-from autopar.ir.mesh import Mesh
 from autopar.planning.bases import Bases
+from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.bounds import bound, bound_without_parameters, tightened
 from autopar.planning.config_costs import ConfigCosts, Solved
 from autopar.planning.equal_configs import equal_configs
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request
 from autopar.planning.shared_decisions import SharedDecisions
-from autopar.planning.stage_points import HOLDING, SEARCHED_SCHEDULES
 from autopar.planning.stage_problem import Found, StageProblem
-from autopar.planning.unequal_configs import unequal_configs, variants, without_parameters
+from autopar.planning.unequal_configs import schedules, unequal_configs, variants, without_parameters
 from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import PipelineInfeasibleError
 
@@ -45,39 +39,12 @@ MOST_SOLVED = 300
 known."""
 
 
-class Bound(IntEnum):
-    """How much of a config its bound knows of: the next one takes longer to find, and is no less."""
-
-    WITHOUT_PARAMETERS = 0
-    WITH_MEMORY_FREE = 1
-    TIGHT = 2
-
-
 Bounded = tuple[float, ParallelConfig, Bound]
 """Seconds that no pipeline under the config can undercut."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pipelines:
-    """What a search found: the best of each (pipeline ranks, stage meshes) that was solved, fastest first.
-
-    skipped: (lower bound in seconds, pipeline ranks, mesh) of the others.
-    """
-
-    found: tuple[Found, ...]
-    skipped: tuple[tuple[float, int, Mesh], ...]
-
-    @property
-    def best(self) -> Found | None:
-        """The fastest, if there is any."""
-        return self.found[0] if self.found else None
-
-
-class PipelineSearch(ABC):
+class PipelineSearch(BestFirst[ParallelConfig, Found]):
     """A search for one request over the configs of a kind."""
-
-    gap = 0.0
-    most_solved = math.inf
 
     def __init__(self, request: Request, solved: Solved) -> None:
         self.request, self.solved = request, solved
@@ -87,64 +54,33 @@ class PipelineSearch(ABC):
     def configs(self) -> Iterator[ParallelConfig]:
         """All of them whose closed form is minimised."""
 
-    @abstractmethod
-    def bounded(self) -> Iterable[Bounded]:
-        """Where the search begins."""
-
-    def closer(self, config: ParallelConfig, known: Bound) -> Iterator[Bounded]:
+    def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
         """The config with the next bound; where its bound knows nothing of parameters, every variant of it."""
         if known == Bound.WITHOUT_PARAMETERS:
-            for each in variants(self.request, config):
+            for each in variants(self.request, candidate):
                 yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
         else:
-            yield tightened(self.costs, config), config, Bound.TIGHT
+            yield tightened(self.costs, candidate), candidate, Bound.TIGHT
 
-    def run(self, cutoff: float = math.inf) -> Pipelines:
-        """Configs by their bounds, until none can take less than `cutoff` seconds and than the best.
+    def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
+        """The best cut and its seconds by the closed form."""
+        try:
+            found = StageProblem.of(self.costs, candidate).solve(cutoff)
+        except (PipelineInfeasibleError, NothingBelowCutoffError):
+            return None
+        return found.objective, found
 
-        A bound is tightened before its config is solved, and the config put back where another then comes first. Until
-        one fits, the schedules take turns: where memory is scarce, those with the least bounds may all not fit.
-        """
-        queues: dict[str, list[tuple[float, int, ParallelConfig, Bound]]] = {}
-        numbers = itertools.count()
-        for seconds, config, known in self.bounded():
-            queues.setdefault(config.schedule, []).append((seconds, next(numbers), config, known))
-        for queue in queues.values():
-            heapq.heapify(queue)
-        found: dict[tuple[object, ...], Found] = {}
-        best, turn, num_solved = cutoff, 0, 0
-        while heads := [queue for queue in queues.values() if queue and queue[0][0] < best * (1 - self.gap)]:
-            queue = heads[turn % len(heads)] if best == math.inf else min(heads, key=lambda head: head[0][:2])
-            _, number, config, known = heapq.heappop(queue)
-            if known < Bound.TIGHT:
-                for seconds, each, now in self.closer(config, known):
-                    if seconds < best * (1 - self.gap):
-                        heapq.heappush(queue, (seconds, number if each is config else next(numbers), each, now))
-                continue
-            turn, num_solved = turn + 1, num_solved + 1
-            if found and num_solved > self.most_solved:
-                break
-            try:
-                solved = StageProblem.of(self.costs, config).solve(best * (1 - self.gap))
-            except (PipelineInfeasibleError, NothingBelowCutoffError):
-                continue
-            best, key = min(best, solved.objective), _layout(config)
-            if key not in found or solved.objective < found[key].objective:
-                found[key] = solved
-        left = sorted(itertools.chain(*queues.values()), key=lambda each: each[:2])
-        missing = {_layout(config): (seconds, config) for seconds, _, config, _ in reversed(left)}
-        return Pipelines(
-            tuple(sorted(found.values(), key=lambda each: (each.objective, each.config.key))),
-            tuple(
-                (seconds, config.pp, config.stage_meshes[0].mesh)
-                for key, (seconds, config) in missing.items()
-                if key not in found
-            ),
-        )
+    def layout(self, candidate: ParallelConfig) -> Hashable:
+        """Its pipeline ranks and stage meshes."""
+        return candidate.pp, *map(str, candidate.stage_meshes)
 
+    def key(self, candidate: ParallelConfig) -> tuple[object, ...]:
+        """See `ParallelConfig.key`."""
+        return candidate.key
 
-def _layout(config: ParallelConfig) -> tuple[object, ...]:
-    return config.pp, *map(str, config.stage_meshes)
+    def turn(self, candidate: ParallelConfig) -> str:
+        """Schedules take turns."""
+        return candidate.schedule
 
 
 class EqualSearch(PipelineSearch):
@@ -167,15 +103,11 @@ class EqualSearch(PipelineSearch):
                 yield from self.scheduled(config)
 
     def scheduled(self, config: ParallelConfig) -> Iterator[ParallelConfig]:
-        """The config under every schedule that it may have. Zero bubble needs a second micro-batch to fill the bubble
-        with."""
-        pinned = self.request.constraints.schedule
-        schedules = SEARCHED_SCHEDULES if pinned is None else (pinned,) if pinned in HOLDING else ()
+        """The config under every schedule that it may have."""
+        own = schedules(self.request, config.num_micro_batches)
         if config.pp == 1:
-            schedules = () if pinned else ("1f1b",)
-        elif pinned is None and config.num_micro_batches == 1:
-            schedules = ("1f1b",)
-        return (config.under(schedule) for schedule in schedules)
+            own = () if self.request.constraints.schedule else ("1f1b",)
+        return (config.under(schedule) for schedule in own)
 
     def promising(self) -> list[ParallelConfig]:
         """Configs of several pipeline ranks by their bounds, whatever their schedule."""

@@ -16,15 +16,17 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.frontend.uncollected import uncollected
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import layout_text
 from autopar.options.choices import Candidate, Choices
 from autopar.options.strategies import Operator
 from autopar.plan import Plan
 from autopar.planning.bases import Bases
+from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
-from autopar.planning.one_stage import OneStage, meshes, search_one_stage
+from autopar.planning.one_stage import OneStageSearch, meshes
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request, divisors
@@ -93,27 +95,29 @@ def search_plans(
     found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
     found += itertools.islice(_fitting(chunked, request), MOST_CHUNKED)
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
+    exact = _one_stage(request, found, exact_devices)
+    failures = exact.failures if exact is not None else []
+    one: Searched[Mesh, Candidate] = Searched()
     try:
-        one = _one_stage(request, found, fastest * (1 + TIE), exact_devices)
+        one = exact.run(fastest * (1 + TIE)) if exact is not None else one
     except ConstraintError:
         if not found:
             raise
-        one = OneStage((), (), ())
-    found += one.candidates
+    found += one.found
     known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
     unlike = _unequal(request) if exact_devices else None
     better = unlike.run(min(known, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
     found += [candidate_of(better, request)] if better is not None else []
     if not found:
-        raise nothing_fits(request, list(one.failures), [search] if unlike is None else [search, unlike])
+        raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
     found = _distinct(found)
     _refuse_idle(found[0], request)
     names = {c.plan.layout for c in found}
-    skipped = {layout_text(positions, mesh): bound for bound, positions, mesh in pipelines.skipped}
+    skipped = {layout_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
-    return SearchResult(tuple(found), missing, tuple(failure.where for failure in one.failures))
+    return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures))
 
 
 def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
@@ -157,22 +161,21 @@ def _unequal(request: Request) -> UnequalSearch | None:
     return UnequalSearch(request)
 
 
-def _one_stage(request: Request, found: list[Candidate], fastest: float, exact_devices: int) -> OneStage:
+def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> OneStageSearch | None:
     """The exact search, where the constraints and the size of the cluster leave room for it."""
     limits = request.constraints
     one_stage = limits.degrees.get("pp", 1) == limits.degrees.get("ddp", 1) == 1
     is_open = one_stage and limits.recompute in (None, "none") and not limits.offload
     if not is_open or limits.schedule is not None:
-        return OneStage((), (), ())
+        return None
     if request.cluster.num_devices > exact_devices:
         plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
         if not plain:
-            return OneStage((), (), ())
+            return None
         best = min(plain, key=lambda plan: plan.prediction.step_seconds)
         pinned = {"pp": 1, "dp": best.mesh.size("dp"), "tp": best.mesh.size("tp")}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
-        return search_one_stage(replace(request, constraints=limits), fastest)
-    return search_one_stage(request, fastest)
+    return OneStageSearch(replace(request, constraints=limits))
 
 
 def _distinct(found: list[Candidate]) -> list[Candidate]:
@@ -187,7 +190,10 @@ def price_plan(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
 ) -> Candidate:
     """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
-    found = predicted(request, Candidate(replace(plan, runner_ups=()), graph, operators, choices, None))
+    found = predicted(
+        request,
+        Candidate(plan=replace(plan, runner_ups=()), graph=graph, operators=operators, choices=choices, solution=None),
+    )
     prediction, capacity = found.plan.prediction, request.capacity_bytes(found.plan.fullest_group)
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(

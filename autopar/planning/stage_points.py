@@ -88,15 +88,15 @@ def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float
     busy = forward + backward
     fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
     return Point(
-        label,
-        forward,
-        backward,
-        fill,
-        busy * stretch,
-        cost.step_seconds,
-        cost.fixed_bytes,
-        mode.kept_bytes,
-        mode.transient_bytes,
+        label=label,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        fill_seconds=fill,
+        steady_seconds=busy * stretch,
+        step_seconds=cost.step_seconds,
+        fixed_bytes=cost.fixed_bytes,
+        micro_bytes=mode.kept_bytes,
+        transient_bytes=mode.transient_bytes,
         deferred_bytes=mode.live.deferred if schedule == "zero-bubble" else 0.0,
     )
 

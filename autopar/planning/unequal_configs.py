@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autopar.ir.seats import Seat
 from autopar.planning.bases import PRICES, named_mesh
-from autopar.planning.equal_configs import micro_batch_counts, offloads
+from autopar.planning.equal_configs import micro_batch_counts, offloads, zero_stages
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.shared_decisions import SharedDecisions
@@ -40,18 +40,23 @@ def without_parameters(request: Request, decisions: SharedDecisions, num_blocks:
         for meshes in mesh_sets(request, decisions, num_blocks, rows):
             numbers = tuple(sorted(numbers_of_ranks(request, num_blocks, meshes)))
             prices = decisions.prices(max(each.mesh.size("tp") for each in meshes), rows)
-            for schedule, price in itertools.product(_schedules(request, count), prices):
-                yield ParallelConfig(meshes, numbers, rows, count, 0, price, "", schedule)
+            for schedule, price in itertools.product(schedules(request, count), prices):
+                yield ParallelConfig(
+                    stage_meshes=meshes,
+                    pipeline_ranks=numbers,
+                    rows=rows,
+                    num_micro_batches=count,
+                    zero=0,
+                    price=price,
+                    offload="",
+                    schedule=schedule,
+                )
 
 
 def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfig]:
     """The config with every ZeRO stage and offload."""
-    stages: tuple[int, ...] = (0, 2, 3) if config.num_micro_batches == 1 else (0, 1, 2, 3)
-    if all(each.mesh.num_data_ranks == 1 for each in config.stage_meshes):
-        stages = (0,)
-    elif request.constraints.zero is not None:
-        stages = (request.constraints.zero,)
-    for zero in stages:
+    data = max(each.mesh.num_data_ranks for each in config.stage_meshes)
+    for zero in zero_stages(request, data, config.num_micro_batches):
         for offload in offloads(request, zero):
             yield replace(config, zero=zero, offload=offload)
 
@@ -110,7 +115,8 @@ def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[Seat]:
                 yield Seat(named_mesh(data, tp), number)
 
 
-def _schedules(request: Request, count: int) -> tuple[str, ...]:
+def schedules(request: Request, count: int) -> tuple[str, ...]:
+    """That a pipeline with `count` micro-batches may have. Zero bubble needs a second one to fill the bubble with."""
     pinned = request.constraints.schedule
     if pinned is not None:
         return (pinned,) if pinned in HOLDING else ()

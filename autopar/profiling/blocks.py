@@ -57,13 +57,27 @@ def _shapes(width: int) -> tuple[tuple[int, int], ...]:
 def _linear(m: int, n: int, k: int) -> Iterator[Work]:
     """The product and both gradients."""
     for shape in ((m, n, k), (m, k, n), (n, k, m)):
-        yield Work("matmul", 2.0 * m * n * k, float(FP32 * (m * n + m * k + n * k)), "fp32", shape)
+        yield Work(
+            kind="matmul",
+            flops=2.0 * m * n * k,
+            num_bytes=float(FP32 * (m * n + m * k + n * k)),
+            dtype="fp32",
+            shape=shape,
+        )
 
 
 def _attention(heads: int, length: int, width: int) -> Iterator[Work]:
     moved, flops = 4.0 * FP32 * heads * length * width, 2.0 * heads * length**2 * width
-    yield Work("attention", flops, moved, "fp32", (heads, length, length), causal=True)
-    yield Work("attention", 2.5 * flops, 2 * moved, "fp32", (heads, length, length), backward=True, causal=True)
+    yield Work(kind="attention", flops=flops, num_bytes=moved, dtype="fp32", shape=(heads, length, length), causal=True)
+    yield Work(
+        kind="attention",
+        flops=2.5 * flops,
+        num_bytes=2 * moved,
+        dtype="fp32",
+        shape=(heads, length, length),
+        backward=True,
+        causal=True,
+    )
 
 
 def _elementwise(elements: int, tensors: int, specials: int) -> Work:

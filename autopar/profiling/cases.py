@@ -86,7 +86,9 @@ def linear(rows: int, columns: int, depth: int, dtype: str) -> Case:
     """[rows, depth] times the transpose of [columns, depth]."""
     size = ITEM_BYTES[dtype]
     moved = float(size * (rows * depth + columns * depth + rows * columns))
-    work = Work("matmul", 2.0 * rows * columns * depth, moved, dtype, (rows, columns, depth))
+    work = Work(
+        kind="matmul", flops=2.0 * rows * columns * depth, num_bytes=moved, dtype=dtype, shape=(rows, columns, depth)
+    )
     name = f"linear {dtype} {rows}x{columns}x{depth}"
     return Case("matmul", name, {"rows": rows, "columns": columns, "depth": depth, "dtype": dtype}, work)
 
@@ -148,11 +150,11 @@ def _attention(on_gpu: bool, level: Level) -> Iterator[Case]:
                     "dtype": dtype,
                 }
                 work = Work(
-                    "attention",
-                    flops,
-                    moved,
-                    dtype,
-                    (batch * heads, length, length),
+                    kind="attention",
+                    flops=flops,
+                    num_bytes=moved,
+                    dtype=dtype,
+                    shape=(batch * heads, length, length),
                     backward=is_backward,
                     causal=causal,
                 )

@@ -221,7 +221,12 @@ class Samples:
 
 def _collectives(seconds: Mapping[Case, float], family: Family) -> tuple[CollectiveTime, ...]:
     found = ((case.parameters, s) for case, s in seconds.items() if case.family == family)
-    return tuple(CollectiveTime(p["kind"], p["num_bytes"], p["group_size"], s, p["stride"]) for p, s in found)
+    return tuple(
+        CollectiveTime(
+            kind=p["kind"], num_bytes=p["num_bytes"], group_size=p["group_size"], seconds=s, stride=p["stride"]
+        )
+        for p, s in found
+    )
 
 
 def _line(sample: Sample) -> str:

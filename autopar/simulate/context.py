@@ -133,7 +133,13 @@ def all_gather(whole_bytes: float, pricer: Pricer, cp: int) -> Exchange:
     )
     forward = {"all_gather cp": gather}
     backward = {"all_gather cp": gather, "reduce_scatter cp": scatter}
-    return Exchange(forward, backward, again(forward, ATTENTION_MODES), whole_bytes, 2 * whole_bytes)
+    return Exchange(
+        forward=forward,
+        backward=backward,
+        again=again(forward, ATTENTION_MODES),
+        forward_bytes=whole_bytes,
+        backward_bytes=2 * whole_bytes,
+    )
 
 
 def ring(whole_bytes: float, attention_seconds: tuple[float, float], pricer: Pricer, cp: int) -> Exchange:
@@ -145,7 +151,13 @@ def ring(whole_bytes: float, attention_seconds: tuple[float, float], pricer: Pri
     backward = _ring_steps(twice, attention_seconds[1] / cp, cp)
     backward["p2p cp"] += once
     # Of each tensor that travels, the part in use and the part that arrives.
-    return Exchange(forward, backward, again(forward, ATTENTION_MODES), 2 * part, 4 * part)
+    return Exchange(
+        forward=forward,
+        backward=backward,
+        again=again(forward, ATTENTION_MODES),
+        forward_bytes=2 * part,
+        backward_bytes=4 * part,
+    )
 
 
 def _ring_steps(message: float, compute: float, cp: int) -> dict[str, float]:

@@ -244,7 +244,10 @@ class _ByExpert(Pricer):
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
         forward, wrt_input, wrt_weight = (
-            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape), device) for shape in shapes
+            compute.seconds(
+                compute.Work(kind="matmul", flops=flops, num_bytes=num_bytes, dtype=dtype, shape=shape), device
+            )
+            for shape in shapes
         )
         return forward, wrt_input, wrt_weight
 

@@ -187,7 +187,14 @@ class Predictor:
             plain.seconds,
             plain.num_bytes,
             plain.positions,
-            scenario=Scenario(self, cluster, strategy, rows, profile, precision),
+            scenario=Scenario(
+                predictor=self,
+                cluster=cluster,
+                strategy=strategy,
+                global_batch_size=rows,
+                framework=profile,
+                precision=precision,
+            ),
             simulated=result,
             capacity_bytes=max(
                 zip(result.memory, capacities, strict=True), key=lambda pair: sum(pair[0].values()) / pair[1]
@@ -253,7 +260,14 @@ class Predictor:
         if key not in share.settings:
             limits = _pinned(share.matrices, wanted.limits, profile, sp, tp)
             limits.check(share.graph)
-            request = Request(share.traced, cluster, rows, self.traced_as, self._training(profile, cluster), limits)
+            request = Request(
+                trace=share.traced,
+                cluster=cluster,
+                global_batch_size=rows,
+                precision=self.traced_as,
+                training=self._training(profile, cluster),
+                constraints=limits,
+            )
             request = replace(request, kernels=terms.kernels, num_waiting=whole.num_devices)
 
             def priced(plain: Pricer) -> Pricer:
@@ -284,7 +298,14 @@ def _in_group(share: Share, setting: Setting, number: int, terms: _Terms, wanted
         for exchanges in _exchanges(share, base, pricer, terms, wanted):
             costs = with_exchanges(costs, exchanges)
         setting.costs[own] = costs
-    return ChainCosts(share.graph, pricer, parameters, setting.costs[own], base.activity.border_bytes, number)
+    return ChainCosts(
+        graph=share.graph,
+        pricer=pricer,
+        parameters=parameters,
+        costs=setting.costs[own],
+        border_bytes=base.activity.border_bytes,
+        group=number,
+    )
 
 
 def _rate(cluster: Cluster) -> float:

@@ -145,7 +145,9 @@ class ProfiledPricer(Pricer):
         moved = size * batch * (rows * columns + (rows + columns) * width)
         device = self.cluster.device
         shape = (rows, columns, width)
-        product = compute.seconds(compute.Work("matmul", flops, moved, dtype, shape), device)
+        product = compute.seconds(
+            compute.Work(kind="matmul", flops=flops, num_bytes=moved, dtype=dtype, shape=shape), device
+        )
         scores = float(size * batch * rows * columns)
         # What the matmuls move of the scores is in their own bytes; two of the passes forward, four backward.
         passes = self.framework.attention_passes

@@ -38,11 +38,11 @@ def stored_shares(
 
 def _sum(one: StoredCost, other: StoredCost) -> StoredCost:
     return StoredCost(
-        _added(one.per_micro, other.per_micro),
-        _added(one.per_step, other.per_step),
-        _added(one.fixed, other.fixed),
-        one.gathered_bytes + other.gathered_bytes,
-        lambda: [*one.slots, *other.slots],
+        per_micro=_added(one.per_micro, other.per_micro),
+        per_step=_added(one.per_step, other.per_step),
+        fixed=_added(one.fixed, other.fixed),
+        gathered_bytes=one.gathered_bytes + other.gathered_bytes,
+        make_slots=lambda: [*one.slots, *other.slots],
     )
 
 

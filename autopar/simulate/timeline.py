@@ -59,7 +59,15 @@ def events_of(simulated: Simulated) -> tuple[StepEvent, ...]:
     found: list[StepEvent] = []
     for position, line in actions.items():
         found += [
-            StepEvent(ACTIONS[e.action.kind], position, "compute", e.start, e.end, e.action.stage, e.action.micro)
+            StepEvent(
+                kind=ACTIONS[e.action.kind],
+                position=position,
+                stream="compute",
+                start=e.start,
+                end=e.end,
+                stage=e.action.stage,
+                micro_batch=e.action.micro,
+            )
             for e in line
         ]
         found += _once(simulated, position)
@@ -72,7 +80,7 @@ def _once(simulated: Simulated, position: int) -> Iterator[StepEvent]:
     start = simulated.timeline.makespan
     for kind, seconds in simulated.once[position].items():
         if kind != HIDDEN and seconds > 0:
-            yield StepEvent(kind, position, "compute", start, start + seconds)
+            yield StepEvent(kind=kind, position=position, stream="compute", start=start, end=start + seconds)
             start += seconds
 
 
@@ -90,7 +98,16 @@ def _sends(simulated: Simulated, line: list[Event]) -> Iterator[StepEvent]:
             start = max(free.get(target, 0.0), event.end)
             free[target] = start + seconds
             name, micro = TRANSFERS[kind], event.action.micro
-            yield StepEvent(name, event.position, "send", start, free[target], stage, micro, target)
+            yield StepEvent(
+                kind=name,
+                position=event.position,
+                stream="send",
+                start=start,
+                end=free[target],
+                stage=stage,
+                micro_batch=micro,
+                target=target,
+            )
 
 
 def _hidden(simulated: Simulated, line: list[Event], position: int) -> Iterator[StepEvent]:
@@ -100,8 +117,16 @@ def _hidden(simulated: Simulated, line: list[Event], position: int) -> Iterator[
         if event.action.kind in "BI" and seconds > 0:
             start = max(free, event.end - seconds)
             free = start + seconds
-            yield StepEvent(HIDDEN, position, "communication", start, free, event.action.stage, event.action.micro)
+            yield StepEvent(
+                kind=HIDDEN,
+                position=position,
+                stream="communication",
+                start=start,
+                end=free,
+                stage=event.action.stage,
+                micro_batch=event.action.micro,
+            )
     seconds = simulated.once[position].get(HIDDEN, 0.0)
     if seconds > 0 and line:
         start = max(free, line[-1].end - seconds)
-        yield StepEvent(HIDDEN, position, "communication", start, start + seconds)
+        yield StepEvent(kind=HIDDEN, position=position, stream="communication", start=start, end=start + seconds)

@@ -18,7 +18,7 @@ from autopar.explain.rescue import advised, plan_for
 from autopar.ir.chain import chain
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, search_plans
-from autopar.planning.predict import predict
+from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, pricer_for
 from autopar.report.plan_words import recompute_modes
 from autopar.units import bytes_text
@@ -63,7 +63,7 @@ def test_the_same_plan_is_priced_under_each_condition() -> None:
     link = faster_link(asked.cluster.intra_node)
     faster = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, intra_node=link))
     pricer = pricer_for(faster, best.plan.mesh, best.plan.num_micro_batches)
-    expected = predict(best.graph, best.operators, pricer, best.choices).step_seconds
+    expected = one_stage_costs(best.graph, best.operators, pricer, best.choices).simulated().prediction.step_seconds
     inside = next(w for w in found.what_ifs if w.resource == "bandwidth inside a node")
     assert inside.same_plan_seconds == pytest.approx(expected, rel=1e-12)
     assert expected < found.plan.prediction.step_seconds

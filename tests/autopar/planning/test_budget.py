@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.planner import search_plans
-from autopar.planning.predict import predict
+from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import operators_at, pricer_for
 from autopar.planning.stage_problem import StageProblem
 from benchmarks.budget import SLACK, Row, complaints
@@ -72,7 +72,8 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str
         rows, (stage_mesh,) = config.rows, config.stage_meshes
         graph, operators = operators_at(request, rows)
         pricer = pricer_for(request, stage_mesh.mesh, config.num_micro_batches, config.offload)
-        predicted = predict(graph, operators, pricer, found.base.choices(config.zero, rows)).num_bytes
+        costs = one_stage_costs(graph, operators, pricer, found.base.choices(config.zero, rows))
+        predicted = costs.simulated().prediction.num_bytes
         for kind in ("parameters", "gradients", "optimizer state"):
             assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (config, kind)
         total = sum(predicted.values()) - predicted.get("workspace", 0.0)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.costs import pipeline_costs
+from autopar.ir.chain import chain
 from autopar.options.strategies import options_of
 from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
-from autopar.planning.predict import predict
+from autopar.planning.predict import one_stage_costs
 from cost_models import compute
 from search.problem import evaluate
 from tests.autopar.requests import BATCH, request_for, setting, shared_reshard_seconds, take_nothing_for_parted
@@ -35,17 +36,23 @@ def test_seconds_and_bytes_add_up_to_the_searchs(
     if not seed:
         chosen, choices = it.choices(seed)
         seconds = evaluate(it.space.problem, chosen)[0] - shared_reshard_seconds(it, choices)
-        assert predict(it.graph, it.operators, it.pricer, choices).step_seconds == pytest.approx(seconds, rel=1e-9)
+        emitted = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction.step_seconds
+        assert emitted == pytest.approx(seconds, rel=1e-9)
     it = it.without_overlap()
     chosen, choices = it.choices(seed)
     seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
     seconds -= shared_reshard_seconds(it, choices)
-    assert predict(it.graph, it.operators, it.pricer, choices).step_seconds >= seconds * (1 - 1e-9)
+    emitted = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction.step_seconds
+    assert emitted >= seconds * (1 - 1e-9)
     take_nothing_for_parted(monkeypatch)
-    prediction = predict(it.graph, it.operators, it.pricer, choices)
+    costs = one_stage_costs(it.graph, it.operators, it.pricer, choices)
+    prediction = costs.simulated().prediction
     assert prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
+    own = [costs.ranks[0].costs[unit] for unit in chain(it.graph)]
+    assert sum(cost.fixed_bytes + cost.activation_bytes for cost in own) == pytest.approx(num_bytes, rel=1e-9)
+    # Copies of resharded tensors that several calls keep are counted by the prediction alone.
     kept = {kind: value for kind, value in prediction.num_bytes.items() if kind not in ("transient", "workspace")}
-    assert sum(kept.values()) == pytest.approx(num_bytes, rel=1e-9)
+    assert sum(kept.values()) >= num_bytes * (1 - 1e-9)
 
 
 def test_random_choices_differ_from_the_best() -> None:
@@ -59,7 +66,7 @@ def test_weights_gradients_and_state_of_plain_data_parallelism() -> None:
     """16 bytes per parameter in fp32 with AdamW, whatever the layers."""
     it = setting("gpt2", "single")
     _, choices = it.choices(0)
-    prediction = predict(it.graph, it.operators, it.pricer, choices)
+    prediction = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction
     trained = sum(p.meta.numel for p in it.graph.parameters if not p.is_buffer)
     found = {kind: prediction.num_bytes[kind] for kind in ("parameters", "gradients", "optimizer state")}
     assert found == {"parameters": 4 * trained, "gradients": 4 * trained, "optimizer state": 8 * trained}

@@ -1,0 +1,117 @@
+"""Candidates by lower bounds, best first, each solved until none that is left can win: what searches have in common.
+
+A bound is cheap and a solution is not. A bound that can be tightened is, when its candidate comes first, and the
+candidate is put back where another one then comes before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+
+class Bound(IntEnum):
+    """How much of a candidate its bound knows of: the next one takes longer to find, and is no less."""
+
+    WITHOUT_PARAMETERS = 0
+    WITH_MEMORY_FREE = 1
+    TIGHT = 2
+
+
+Tried = TypeVar("Tried")
+Solution = TypeVar("Solution")
+
+
+@dataclass(frozen=True, slots=True)
+class Searched(Generic[Tried, Solution]):
+    """What a search found: the best of each layout that was solved, fastest first.
+
+    skipped: (lower bound in seconds, candidate) of the other layouts.
+    """
+
+    found: tuple[Solution, ...] = ()
+    skipped: tuple[tuple[float, Tried], ...] = ()
+
+    @property
+    def best(self) -> Solution | None:
+        """The fastest, if there is any."""
+        return self.found[0] if self.found else None
+
+
+class BestFirst(ABC, Generic[Tried, Solution]):
+    """A search over candidates of one kind.
+
+    gap: share of the time by which a better one may be missed. most_solved: how many candidates, most promising first,
+    are solved once one fits.
+    """
+
+    gap = 0.0
+    most_solved = math.inf
+
+    @abstractmethod
+    def bounded(self) -> Iterable[tuple[float, Tried, Bound]]:
+        """Where the search begins: candidates with seconds that they cannot undercut."""
+
+    def closer(self, candidate: Tried, known: Bound) -> Iterable[tuple[float, Tried, Bound]]:
+        """The candidate with the next bound, or all that it stands for; asked for where its bound is not TIGHT yet."""
+        return ()
+
+    @abstractmethod
+    def solve(self, candidate: Tried, cutoff: float) -> tuple[float, Solution] | None:
+        """Its best solution with the seconds of that; None where it has none, or none that takes less than `cutoff`."""
+
+    @abstractmethod
+    def layout(self, candidate: Tried) -> Hashable:
+        """Of candidates of one layout the best is kept."""
+
+    def key(self, candidate: Tried) -> tuple[object, ...]:
+        """A key by which candidates that are equally good have a fixed order."""
+        return (self.layout(candidate),)
+
+    def turn(self, candidate: Tried) -> str:
+        """Its kind; until one fits, kinds take turns."""
+        return ""
+
+    def run(self, cutoff: float = math.inf) -> Searched[Tried, Solution]:
+        """Candidates by their bounds, until none can take less than `cutoff` seconds and than the best.
+
+        Until one fits, kinds take turns: where memory is scarce, those with the least bounds may all not fit.
+        """
+        queues: dict[str, list[tuple[float, int, Tried, Bound]]] = {}
+        numbers = itertools.count()
+        for seconds, candidate, known in self.bounded():
+            queues.setdefault(self.turn(candidate), []).append((seconds, next(numbers), candidate, known))
+        for queue in queues.values():
+            heapq.heapify(queue)
+        found: dict[Hashable, tuple[float, Tried, Solution]] = {}
+        best, turn, num_solved = cutoff, 0, 0
+        while heads := [queue for queue in queues.values() if queue and queue[0][0] < best * (1 - self.gap)]:
+            queue = heads[turn % len(heads)] if best == math.inf else min(heads, key=lambda head: head[0][:2])
+            _, number, candidate, known = heapq.heappop(queue)
+            if known < Bound.TIGHT:
+                for seconds, each, now in self.closer(candidate, known):
+                    if seconds < best * (1 - self.gap):
+                        heapq.heappush(queue, (seconds, number if each is candidate else next(numbers), each, now))
+                continue
+            turn, num_solved = turn + 1, num_solved + 1
+            if found and num_solved > self.most_solved:
+                break
+            solution = self.solve(candidate, best * (1 - self.gap))
+            if solution is None:
+                continue
+            seconds, layout = solution[0], self.layout(candidate)
+            best = min(best, seconds)
+            if layout not in found or seconds < found[layout][0]:
+                found[layout] = seconds, candidate, solution[1]
+        left = sorted(itertools.chain(*queues.values()), key=lambda each: each[:2])
+        missing = {self.layout(each): (seconds, each) for seconds, _, each, _ in reversed(left)}
+        return Searched(
+            tuple(each for *_, each in sorted(found.values(), key=lambda each: (each[0], self.key(each[1])))),
+            tuple(each for layout, each in missing.items() if layout not in found),
+        )
