@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,18 +29,19 @@ from autopar.planning.request import Request, pricer_for
 from autopar.settings.constraints import Constraints
 from autopar.simulate.context import context_exchanges
 from autopar.simulate.exchange import Exchange, with_exchanges
-from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer, expert_exchanges
+from autopar.simulate.experts import expert_exchanges
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import Matrices
 from autopar.simulate.prediction import StrategyPrediction
-from autopar.simulate.pricing import PRECISIONS, ProfiledPricer
+from autopar.simulate.pricing import PRECISIONS
 from autopar.simulate.scenario import Scenario
 from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
 from autopar.simulate.stage_meshes import stage_meshes_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
 from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
-from cost_models.frameworks import Framework, framework
+from autopar.simulate.terms import Terms, has_kernels, priced_under
+from cost_models.frameworks import Framework
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
@@ -86,25 +87,6 @@ def predict(
     return predictor.predict(
         cluster_spec, strategy, global_batch_size=global_batch_size, framework=framework, check=check
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """What seconds depend on beside the cluster and the strategy. load: of the fullest rank of experts."""
-
-    framework: Framework
-    attention: str
-    matmul_dtype: str
-    kernels: bool = False
-    load: float = 1.0
-
-    @property
-    def is_planners(self) -> bool:
-        """Whether these are what searched plans are priced by."""
-        return replace(self, kernels=False, load=1.0) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
-
-
-PLANNERS = _Terms(framework("autopar"), framework("autopar").attention, "bf16")
 
 
 class Predictor:
@@ -176,9 +158,9 @@ class Predictor:
             raise ConstraintError(
                 "the model was traced in another precision", values=f"{self.traced_as}, not {precision}"
             )
-        terms = _Terms(profile, wanted.attention or profile.attention, PRECISIONS[precision][1])
+        terms = Terms(profile, wanted.attention or profile.attention, PRECISIONS[precision][1])
         share = self.share(wanted.cp, wanted.ep)
-        terms = replace(terms, kernels=_has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
+        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
         settings = self._settings(share, cluster, terms, wanted, rows)
         capacities = [float(wanted.memory_bytes or cluster.groups[seat.group].device.memory_bytes) for seat in seats]
         result = self._score(share, settings, terms, wanted, cluster, seats, capacities)
@@ -208,7 +190,7 @@ class Predictor:
         self,
         share: Share,
         settings: Mapping[int, Setting],
-        terms: _Terms,
+        terms: Terms,
         wanted: Strategy,
         cluster: AnyCluster,
         seats: Sequence[Seat],
@@ -231,7 +213,7 @@ class Predictor:
     # --- what strategies share --------------------------------------------------------------------------------
 
     def _settings(
-        self, share: Share, cluster: AnyCluster, terms: _Terms, wanted: Strategy, rows: int
+        self, share: Share, cluster: AnyCluster, terms: Terms, wanted: Strategy, rows: int
     ) -> dict[int, Setting]:
         """The setting of each group of equal nodes. Decisions are made for the one with the highest rate, and hold for
         all."""
@@ -246,7 +228,7 @@ class Predictor:
         share: Share,
         whole: AnyCluster,
         number: int,
-        terms: _Terms,
+        terms: Terms,
         wanted: Strategy,
         rows: int,
         decided: Setting | None,
@@ -271,7 +253,7 @@ class Predictor:
             request = replace(request, kernels=terms.kernels, num_waiting=whole.num_devices)
 
             def priced(plain: Pricer) -> Pricer:
-                return _priced(plain, terms, share)
+                return priced_under(plain, terms, share)
 
             bases = ScoredBases(request, priced=priced, cp=wanted.cp)
             share.settings[key] = Setting(request, bases if decided is None else decided.bases.priced_for(request))
@@ -284,14 +266,14 @@ class Predictor:
         return own if profile.name == "autopar" else replace(own, update_bytes=0.0)
 
 
-def _in_group(share: Share, setting: Setting, number: int, terms: _Terms, wanted: Strategy) -> ChainCosts:
+def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted: Strategy) -> ChainCosts:
     """What the strategy costs in a group of equal nodes, by its number. Raises ConstraintError where pinned placements
     leave nothing."""
     base = setting.bases.base(wanted.mesh, wanted.rows, NAMED)
     if base is None:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
     plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
-    pricer, parameters = _priced(plain, terms, share), base.parameters(wanted.zero)
+    pricer, parameters = priced_under(plain, terms, share), base.parameters(wanted.zero)
     own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1, wanted.cp_exchange)
     if own not in setting.costs:
         costs = combined(base.costs, stored_shares(share, pricer, parameters, wanted))
@@ -313,44 +295,6 @@ def _rate(cluster: Cluster) -> float:
     return cluster.num_devices * max(cluster.device.peak_flops_per_second.values())
 
 
-def _priced(plain: Pricer, terms: _Terms, share: Share) -> Pricer:
-    """The prices under the profile; the planner's own where it is the profile of generated programs."""
-    has_experts = bool(share.experts.calls)
-    own: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
-    if terms.is_planners:
-        if not has_experts:
-            return plain
-        rates = plain.hidden_fraction, plain.fragmentation
-        return ExpertPricer(plain.mesh, plain.cluster, plain.training, *rates, **own)
-    profile = terms.framework
-    kind = ProfiledExpertPricer if has_experts else ProfiledPricer
-    return kind(
-        plain.mesh,
-        plain.cluster,
-        plain.training,
-        plain.hidden_fraction if profile.hides_by_share else 0.0,
-        plain.fragmentation if profile.name == "autopar" else 0.0,
-        framework=profile,
-        parts=share.parts(profile.fusion),
-        matmul_dtype=terms.matmul_dtype,
-        attention=terms.attention,
-        **own,
-    )
-
-
-def _has_kernels(wanted: Strategy, cluster: AnyCluster, terms: _Terms, share: Share) -> bool:
-    """Whether fused kernels are priced: those of generated programs, which have none among experts yet. Raises
-    ConstraintError where a strategy asks for what the framework has not."""
-    can = terms.is_planners and not share.experts.calls
-    if wanted.kernels == "on" and not can:
-        raise ConstraintError(
-            "kernels are those of generated programs, whose layers have no experts",
-            values=f"framework {terms.framework.name}, attention {terms.attention}, {terms.matmul_dtype}",
-            alternatives="framework autopar in bf16 or fp32 with flash attention, or no kernels in the strategy",
-        )
-    return can and wanted.kernels != "off" and (wanted.kernels == "on" or not is_cpu(cluster.groups[0]))
-
-
 def _fullest_load(wanted: Strategy, share: Share) -> float:
     """Tokens of the fullest rank of experts by the mean."""
     if wanted.capacity_factor is not None:
@@ -359,7 +303,7 @@ def _fullest_load(wanted: Strategy, share: Share) -> float:
 
 
 def _exchanges(
-    share: Share, base: Base, pricer: Pricer, terms: _Terms, wanted: Strategy
+    share: Share, base: Base, pricer: Pricer, terms: Terms, wanted: Strategy
 ) -> list[dict[str, list[Exchange]]]:
     """The exchanges that context and expert parallelism need."""
     found, profile = [], terms.framework

@@ -16,7 +16,7 @@ from autopar.costs.emitted import emitted, priced
 from autopar.costs.events import Ran, Reader
 from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer
 from autopar.frontend.trace import trace
-from autopar.ir.chain import segments
+from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P
@@ -177,10 +177,10 @@ def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int, monkeypa
     emitted = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction.step_seconds
     assert emitted >= seconds * (1 - 1e-9)
     take_nothing_for_parted(monkeypatch)
-    prediction = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction
-    assert prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
-    kept = {kind: value for kind, value in prediction.num_bytes.items() if kind not in ("transient", "workspace")}
-    assert sum(kept.values()) == pytest.approx(num_bytes, rel=1e-9)
+    costs = one_stage_costs(it.graph, it.operators, it.pricer, choices)
+    assert costs.simulated().prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
+    own = [costs.ranks[0].costs[unit] for unit in chain(it.graph)]
+    assert sum(cost.fixed_bytes + cost.activation_bytes for cost in own) == pytest.approx(num_bytes, rel=1e-9)
 
 
 def test_swiglu_reads_two_tensors_and_writes_one() -> None:
