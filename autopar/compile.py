@@ -117,7 +117,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     check_model(model, dtype)  # before the optimiser is tried on its parameters
     check_loss(model, loss_fn)
     needs = examine(optimizer, model)
-    coding = Compression.parse(options.compression)
+    compression = Compression.parse(options.compression)
     cluster = as_cluster(cluster_spec)
     if options.fp8:
         check_fp8(cluster, options.precision)
@@ -146,7 +146,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
     training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model))
-    training = replace(training, compression=coding)
+    training = replace(training, compression=compression)
     fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(
         trace=traced,

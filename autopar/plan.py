@@ -2,7 +2,7 @@
 
 Written are the mesh, the placements of parameters and inputs, the calls that do something other than follow their
 inputs, and the prediction. A call's default is the option that needs the least communication given where its inputs
-lie; a tensor's default is where its producer left it. `choices.py` derives the rest and validates what was edited;
+lie; a tensor's default is where its producer left it. `assignment.py` derives the rest and validates what was edited;
 `plan_file.py` knows the form of the file.
 """
 

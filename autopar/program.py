@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.frontend.admission import require_traits
-from autopar.options.choices import Candidate
+from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request
@@ -24,7 +24,7 @@ from cost_models.mixed import AnyCluster
 class GeneratedProgram:
     """A planned and generated program, as data: what functions of reports, folders and processes take.
 
-    best: the chosen candidate (plan, graph, choices). result: it and its runner-ups. source: the text of model.py.
+    best: the chosen candidate (plan, graph, assignment). result: it and its runner-ups. source: the text of model.py.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
     was when it was traced (`frontend/admission.traits_of`).
     """
@@ -66,4 +66,4 @@ class GeneratedProgram:
     def __repr__(self) -> str:
         plan, prediction = self.plan, self.plan.prediction
         figures = f"{prediction.step_seconds:.4g} s, {bytes_text(prediction.peak_bytes)}"
-        return f"<{type(self).__name__} {plan.model} on {plan.layout}: {figures}>"
+        return f"<{type(self).__name__} {plan.model} on {plan.mesh_text}: {figures}>"

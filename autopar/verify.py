@@ -182,7 +182,7 @@ class _Comparison:
             floors=floors | buffer_floors,
             round_off=tuple(sorted(self.round_off | counted)),
             losses=tuple(self.losses),
-            mesh=self.compiled.plan.layout,
+            mesh=self.compiled.plan.mesh_text,
             tolerance=tolerance(self.compiled.program),
             buffers=buffers,
             proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),

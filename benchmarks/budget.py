@@ -73,7 +73,7 @@ class Row:
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of the model's state."""
         assert self.plan is not None
-        return self.zero > 0 or self.plan.mesh.size("tp") > 1 or self.plan.pipeline.num_positions > 1
+        return self.zero > 0 or self.plan.mesh.size("tp") > 1 or self.plan.pipeline.num_pipeline_ranks > 1
 
     @property
     def measures(self) -> str:
@@ -126,7 +126,7 @@ def text_of(row: Row) -> str:
     layers = ", ".join(f"{number} {mode}" for mode, number in row.recomputed.items()) or "-"
     return (
         f"{start}{plan.prediction.step_seconds:8.4f} s  peak {plan.prediction.peak_bytes / GIB:6.2f} GiB  "
-        f"{plan.layout:<18} {plan.num_micro_batches:>3} micro-batches  zero {row.zero}  "
+        f"{plan.mesh_text:<18} {plan.num_micro_batches:>3} micro-batches  zero {row.zero}  "
         f"{plan.pipeline.schedule or '-':<12} recompute {layers:<24} offload {plan.pipeline.offload or '-'}  "
         f"({row.cpu_seconds:.1f} CPU-s)"
     )
@@ -187,7 +187,7 @@ def _write(rows: Sequence[Row]) -> None:
                 writer.writerow([budget, "nothing fits", *[""] * 8, spent])
                 continue
             plan, modes = row.plan, row.recomputed
-            chosen = [plan.layout, plan.num_micro_batches, row.zero, plan.pipeline.schedule]
+            chosen = [plan.mesh_text, plan.num_micro_batches, row.zero, plan.pipeline.schedule]
             chosen += [modes.get("selective", 0), modes.get("full", 0), plan.pipeline.offload]
             figures = [f"{plan.prediction.step_seconds:.6g}", f"{plan.prediction.peak_bytes / GIB:.3f}"]
             writer.writerow([budget, *chosen, *figures, spent])

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Option, scopes_of
 from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
@@ -34,14 +34,14 @@ def program_of(
     results = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
     graph = Graph("Model", formal, (), (node,), results[0], 1)
     key = "", node.name
-    choices = Choices(
+    assignment = Assignment(
         {key: Option(options, places_in, places_out)},
         {("", Ref(name)): places for name, places in zip(names, places_in, strict=True)},
         {},
     )
     mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
     operators = {key: Operator("", node, inputs, rule, True, None, {})}
-    shared = Shared(graph, operators, mesh, choices, {scope.name: scope for scope in scopes_of(graph)}, results)
+    shared = Shared(graph, operators, mesh, assignment, {scope.name: scope for scope in scopes_of(graph)}, results)
     lowering = Lowering(shared, shared.scopes[""])
     entering = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name in names)
     body = lowering.run(graph.body)

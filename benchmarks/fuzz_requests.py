@@ -182,13 +182,13 @@ def request_of(drawn: Draw, cluster: Any = None) -> Request:
     Raises AutoparError.
     """
     whole = as_cluster(cluster or drawn.cluster)
-    coding, limits = Compression.parse(drawn.compression), Constraints.parse(drawn.constraints)
+    compression, limits = Compression.parse(drawn.compression), Constraints.parse(drawn.constraints)
     if drawn.fp8:
         check_fp8(whole, drawn.precision)
     traced = trace_of(drawn.shape, drawn.precision)
     limits.check(traced(drawn.batch))
     first, mixed = whole.groups[0], whole if isinstance(whole, MixedCluster) else None
-    training = replace(_training(drawn.precision, not is_cpu(first)), compression=coding)
+    training = replace(_training(drawn.precision, not is_cpu(first)), compression=compression)
     fused = drawn.kernels == "on" or (drawn.kernels == "auto" and not is_cpu(first))
     return Request(traced, first, drawn.batch, drawn.precision, training, limits, mixed, fused, drawn.fp8)
 

@@ -1,13 +1,13 @@
 """The predicted peak memory of each rank against the measured one.
 
     python -m benchmarks.memory [--only llama] [--csv]
-    python -m benchmarks.memory --only " on " [--csv]        positions that are not alike
+    python -m benchmarks.memory --only " on " [--csv]        pipeline ranks that are not alike
 
 Every pair of a model and a plan trains four steps on real gloo processes of this machine. After the first the bytes of
 all tensor storages that are alive are followed operator by operator (autopar/costs/live_bytes.py): parameters,
 gradients, optimiser state, saved activations, buffers and temporaries. The largest sum of a step is its peak, the
 smallest of three steps the rank's: what gloo's threads let go late can only add. Of an offloaded optimiser the host's
-tensors are taken off. A row per pipeline position compares its prediction with its fullest rank.
+tensors are taken off. A row per pipeline rank compares its prediction with its fullest rank.
 Exits 1 where a prediction is under by more than 3 % or over by more than 10 %. `--csv` appends the rows to
 benchmarks/results/memory.csv.
 """
@@ -31,7 +31,7 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import is_cpu
-from autopar.ir.seats import first_ranks
+from autopar.ir.stage_mesh import first_ranks
 from autopar.launch import run_ranks
 from cost_models.machine import Cluster
 from cost_models.mixed import MixedCluster
@@ -69,9 +69,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One position: predicted bytes by kind, measured bytes at the peak of its fullest rank, and those that stay."""
+    """One pipeline rank: predicted bytes by kind, measured bytes at the peak of its fullest rank, and those that
+    stay."""
 
-    position: int
+    pipeline_rank: int
     predicted: Mapping[str, float]
     measured: float
     fixed: float
@@ -147,15 +148,15 @@ def compile_pair(pair: Pair) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
 
 
 def measure(pair: Pair) -> list[Row]:
-    """Train on real processes; a row per pipeline position."""
+    """Train on real processes; a row per pipeline rank."""
     compiled, batch = compile_pair(pair)
     prediction = compiled.plan.prediction
-    positions = prediction.positions or (prediction.num_bytes,)
+    pipeline_ranks = prediction.pipeline_ranks or (prediction.num_bytes,)
     found = run_ranks(_peaks, (compiled, batch), compiled.plan.num_ranks)
     rows = []
-    spans = zip(first_ranks(compiled.plan.seats), compiled.plan.seats, strict=True)
-    for index, (predicted, (first, seat)) in enumerate(zip(positions, spans, strict=True)):
-        own = found[first : first + seat.mesh.num_ranks]
+    spans = zip(first_ranks(compiled.plan.stage_meshes), compiled.plan.stage_meshes, strict=True)
+    for index, (predicted, (first, stage_mesh)) in enumerate(zip(pipeline_ranks, spans, strict=True)):
+        own = found[first : first + stage_mesh.mesh.num_ranks]
         rows.append(Row(index, predicted, max(peak for peak, _ in own), max(fixed for _, fixed in own)))
     return rows
 
@@ -208,14 +209,16 @@ def main() -> int:
             fixed = sum(kinds[k] for k in FIXED)
             detail += "" if row.is_good else f"; stays {fixed / 1e6:.2f}, measured {row.fixed / 1e6:.2f}"
             print(
-                f"{'ok ' if row.is_good else 'BAD'} {pair.text:<78}{row.position:>4}{sum(kinds.values()) / 1e6:>11.2f}"
-                f"{row.measured / 1e6:>10.2f}{row.ratio:>7.3f}   {detail}",
+                f"{'ok ' if row.is_good else 'BAD'} {pair.text:<78}{row.pipeline_rank:>4}"
+                f"{sum(kinds.values()) / 1e6:>11.2f}{row.measured / 1e6:>10.2f}{row.ratio:>7.3f}   {detail}",
                 flush=True,
             )
     ratios = [row.ratio for _, row in table]
     failed = sum(not row.is_good for _, row in table)
     plans = len({pair.text for pair, _ in table})
-    print(f"\n{plans} pairs, {len(table)} positions, {failed} out of bounds; {min(ratios):.3f} to {max(ratios):.3f}")
+    print(
+        f"\n{plans} pairs, {len(table)} pipeline ranks, {failed} out of bounds; {min(ratios):.3f} to {max(ratios):.3f}"
+    )
     if options.csv:
         _write(table)
     return 1 if failed else 0
@@ -233,7 +236,7 @@ def _write(table: list[tuple[Pair, Row]]) -> None:
         for pair, row in table:
             figures = [round(row.predicted.get(kind, 0.0)) for kind in kinds]
             total = round(sum(row.predicted.values()))
-            own = [row.position, *figures, total, round(row.measured), round(row.fixed), f"{row.ratio:.3f}"]
+            own = [row.pipeline_rank, *figures, total, round(row.measured), round(row.fixed), f"{row.ratio:.3f}"]
             writer.writerow([today, torch.__version__, pair.text, *own])
 
 

@@ -34,7 +34,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.questions import explain
 from autopar.explain.rescue import advised
-from autopar.options.choices import Candidate
+from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
@@ -45,7 +45,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "plan_fuzz.csv"
 
 TOLERANCE = 0.02
 """Share of the step by which more of something may be predicted slower: layouts are chosen by a closed form, and among
-positions of unlike meshes by a bound of 1 to 3 %, while plans predict a simulation."""
+pipeline ranks of unlike meshes by a bound of 1 to 3 %, while plans predict a simulation."""
 
 LESS = 0.95
 """Of the smallest budget, which has no plan."""
@@ -96,7 +96,7 @@ def _guarded(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 def _words(plan: Plan) -> str:
     prediction = plan.prediction
     step, peak = prediction.step_seconds, prediction.peak_bytes / 2**30
-    return f"{plan.layout}, {plan.num_micro_batches} micro-batches: {step:.6g} s, {peak:.3f} GiB"
+    return f"{plan.mesh_text}, {plan.num_micro_batches} micro-batches: {step:.6g} s, {peak:.3f} GiB"
 
 
 def _after_plan(drawn: Draw, request: Request, found: Candidate, asked: list[str]) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _after_plan(drawn: Draw, request: Request, found: Candidate, asked: list[str
 def read_back(request: Request, plan: Plan) -> Iterator[str]:
     """The plan's file, read and priced."""
     again = reprice(request, Plan.from_yaml(plan.to_yaml(), "plan.yaml")).best.plan
-    for what in ("seconds", "num_bytes", "positions"):
+    for what in ("seconds", "num_bytes", "pipeline_ranks"):
         mine, its = getattr(plan.prediction, what), getattr(again.prediction, what)
         if mine != its:
             yield f"read back: {what} {mine} and {its}"

@@ -195,7 +195,7 @@ def row_of(request: Recorded, found: Answer) -> dict[str, str]:
     if not found.plan:
         return row | {"error": " ".join(found.error.split())}
     plan = Plan.from_yaml(found.plan, request.name)
-    layout = f"{plan.layout}, {plan.num_micro_batches} micro-batches"
+    layout = f"{plan.mesh_text}, {plan.num_micro_batches} micro-batches"
     seconds, peak = plan.prediction.step_seconds, plan.prediction.peak_bytes / 2**30
     return row | {"layout": layout, "step_seconds": f"{seconds:.6g}", "peak_gib": f"{peak:.4f}"}
 

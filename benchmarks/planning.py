@@ -164,7 +164,7 @@ def _words(plan: Any) -> str:
         for runs in stage.recompute.values():
             for mode, number in runs:
                 layers[mode] = layers.get(mode, 0) + number
-    parts = [plan.layout, f"{plan.num_micro_batches} micro-batches"]
+    parts = [plan.mesh_text, f"{plan.num_micro_batches} micro-batches"]
     if plan.pipeline.schedule:
         chunks = plan.pipeline.num_chunks
         parts.append(plan.pipeline.schedule + (f" of {chunks} stages each" if chunks > 1 else ""))

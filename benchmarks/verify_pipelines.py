@@ -1,15 +1,15 @@
 """Pipelines of every kind on 4 and 8 gloo processes against the single-process model.
 
     python -m benchmarks.verify_pipelines [--models gpt2,llama] [--quick] [--only interleaved] [--csv]
-    python -m benchmarks.verify_pipelines --only " on " [--csv]     positions that are not alike
+    python -m benchmarks.verify_pipelines --only " on " [--csv]     pipeline ranks that are not alike
 
 Pinned are the layout (pp2, pp4, pp2 x tp2, pp2 x dp2, and pp2 x dp2 x tp2 on eight processes with ZeRO 1, 2 and 3), the
-schedule (all of autopar's), recomputation and where the optimiser's state lives. Cases "on 2 + 1" have positions that
-are not alike, on groups of so many processes that are planned as if each were half as fast as that before. Models have
-three layers, four or eight, so that four positions, and two stages per position, have something to compute. Three steps
-each of SGD with momentum, or AdamW; many cases with dropout and clipping. A case is good when loss, gradients and
-parameters are within 1e-5 of single-process training (fp32; autopar/verify.py has the exceptions for round-off) and the
-plan that was made is the one that was pinned. Prints a row per case; exits 1 if any is not good.
+schedule (all of autopar's), recomputation and where the optimiser's state lives. Cases "on 2 + 1" have pipeline ranks
+that are not alike, on groups of so many processes that are planned as if each were half as fast as that before. Models
+have three layers, four or eight, so that four pipeline ranks, and two stages per pipeline rank, have something to
+compute. Three steps each of SGD with momentum, or AdamW; many cases with dropout and clipping. A case is good when
+loss, gradients and parameters are within 1e-5 of single-process training (fp32; autopar/verify.py has the exceptions
+for round-off) and the plan that was made is the one that was pinned. Prints a row per case; exits 1 if any is not good.
 `--csv` appends the rows to benchmarks/results/verify_pipelines.csv.
 """
 
@@ -44,7 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "verify_pipelines.csv"
 TOLERANCE = 1e-5
 MODELS = ("gpt2", "opt", "qwen2", "llama", "bert", "t5")
 TWO_STAGES = ("interleaved", "zero-bubble-v")
-"""Schedules that give every position two stages."""
+"""Schedules that give every pipeline rank two stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ UNLIKE = (
     _unlike("bert", (2, 1), True, pp=2, tp=1, zero=3, schedule="zero-bubble"),
     _unlike("t5", (2, 1), pp=2, tp=1, zero=1, schedule="1f1b"),
 )
-"""Positions that are not alike: larger ones in one group than in the other."""
+"""Pipeline ranks that are not alike: larger ones in one group than in the other."""
 
 
 def cases(models: list[str], quick: bool) -> Iterator[Case]:
@@ -181,12 +181,12 @@ def not_as_pinned(case: Case, program: CompiledProgram) -> str:
     modes = {
         mode for stage in plan.pipeline.stages for runs in stage.recompute.values() for mode, number in runs if number
     } or {"none"}
-    seats = plan.seats
+    stage_meshes = plan.stage_meshes
     found = {
-        "pp": plan.pipeline.num_positions,
+        "pp": plan.pipeline.num_pipeline_ranks,
         "ddp": plan.mesh.size("ddp"),
         "dp": plan.mesh.size("dp"),
-        "tp": max(seat.mesh.size("tp") for seat in seats),
+        "tp": max(stage_mesh.mesh.size("tp") for stage_mesh in stage_meshes),
         "micro_batches": plan.num_micro_batches,
         "schedule": plan.pipeline.schedule,
         "chunks": plan.pipeline.num_chunks,
@@ -197,8 +197,8 @@ def not_as_pinned(case: Case, program: CompiledProgram) -> str:
     zeros = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()}
     if "zero" in pinned and max(zeros) != pinned["zero"]:
         wrong.append(f"zero is {max(zeros)}")
-    if case.groups and len({seat.mesh for seat in seats}) == 1:
-        wrong.append(f"all positions are {seats[0].mesh}")
+    if case.groups and len({stage_mesh.mesh for stage_mesh in stage_meshes}) == 1:
+        wrong.append(f"all pipeline ranks are {stage_meshes[0].mesh}")
     return "; ".join(sorted(wrong))
 
 

@@ -13,7 +13,7 @@ row-parallel layer's partial result goes into a reduce_scatter:
 The product of one rank's chunk needs no other chunk, so that it can run while the next is on its way
 (`codegen/runtime/async_tp.py`). Where the collective is not along rows but along the features, or in sections, calls
 stay as they are; so do layers of classes that recompute selectively, which keeps the results of products that it can
-see, and layers whose weight gradients are put off. What a replicated bias becomes for a partial sum, itself on the
+see, and layers whose weight gradients are deferred. What a replicated bias becomes for a partial sum, itself on the
 first rank and zeros elsewhere, is part of the call: such a bias is added once, after the sum.
 
 A gather's call stands where its first layer stood, a scatter's where the reduce_scatter stood.

@@ -36,12 +36,12 @@ _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a file says beside its own program. title: its first line, without the end of the sentence. borders:
+    """What a file says beside its own program. title: its first line, without the end of the sentence. boundaries:
     comments on received and sent tensors. elsewhere: layer classes that come from layers.py. saving: those of which
     instances recompute or offload, here or in another stage. sizes: the line that defines each name of a size."""
 
     title: str
-    borders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    boundaries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     saving: frozenset[str] = frozenset()
     sizes: Mapping[str, str] = field(default_factory=dict)
@@ -195,12 +195,12 @@ def _root_class(program: Program, words: Words) -> str:
     lines += _class_table("LAYERS", {layer.name: paths_text(program.paths(layer.name)) for layer in program.layers})
     lines += _class_table("RECOMPUTE", {name: modes_text(modes) for name, modes in program.recompute.items()})
     lines += _class_table("OFFLOAD", {name: offload_text(modes) for name, modes in program.offload.items()})
-    receives = {name: border.spec for name, border in program.receives.items()}
-    lines += _table("RECEIVES", receives, words.borders.get("RECEIVES"))
+    receives = {name: boundary.spec for name, boundary in program.receives.items()}
+    lines += _table("RECEIVES", receives, words.boundaries.get("RECEIVES"))
     lines += _table("INPUTS", program.inputs)
     lines += _batch_facts(program)
-    sends = {name: border.spec for name, border in program.sends.items()}
-    lines += _table("SENDS", sends, words.borders.get("SENDS"))
+    sends = {name: boundary.spec for name, boundary in program.sends.items()}
+    lines += _table("SENDS", sends, words.boundaries.get("SENDS"))
     given = (("num_targets", program.count_targets), ("sums", program.whole_sums))
     takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)

@@ -8,7 +8,7 @@
 
 Of stored weights whose local dims are multiples of MULTIPLE, which the fp8 units want. What stands before and after the
 layers (embeddings, head) stays as it is: it is what training in fp8 is most sensitive to. Weight gradients that would
-be put off come at once, with the input's.
+be deferred come at once, with the input's.
 
 Layers of one x (queries, keys, values; gate and up) are one call, which casts x once. It stands where the first of them
 stood. Autograd adds up what x's readers give it from the last one to the first, so layers between which something else

@@ -48,7 +48,7 @@ class Readers:
 
 
 def layer_of(statement: Statement | None) -> Layer | None:
-    """The statement as a linear layer, whose gradients are not put off; None if it is none."""
+    """The statement as a linear layer, whose gradients are not deferred; None if it is none."""
     if not isinstance(statement, Call) or statement.kwargs or statement.divisor != 1 or len(statement.results) != 1:
         return None
     if statement.target == ADDMM and len(statement.args) == 3:

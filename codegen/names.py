@@ -16,7 +16,7 @@ _OWN = frozenset(dir(DropoutModule)) | frozenset(Module.__init__.__code__.co_nam
 
 _CLASSES = ARGUMENTS | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
-    *("DropoutModule", "MemorySaving", "PipelineCourse", "NUM_MICRO_BATCHES"),
+    *("DropoutModule", "MemorySaving", "PipelineExecutor", "NUM_MICRO_BATCHES"),
 }
 
 

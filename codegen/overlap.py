@@ -9,8 +9,8 @@ it has x's gradient:
     k = F.linear(x, self.k.weight)
 
 The call stands where the first of them stood. Layers whose weights are computed in forward stay as they are, and so do
-those whose weight gradients are put off (`deferred.linear`), which leaves nothing to hide a sum behind. torch.addmm, of
-the rows of x as a matrix, is joined alone.
+those whose weight gradients are deferred (`deferred.linear`), which leaves nothing to hide a sum behind. torch.addmm,
+of the rows of x as a matrix, is joined alone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from codegen.runtime.positions import tiled
+from codegen.runtime.pipeline_ranks import tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class ModuleClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class BoundaryTensor:
     """A tensor that crosses from one pipeline stage to others: what it is, and one rank's bytes of it."""
 
     spec: Spec
@@ -248,8 +248,8 @@ class Program:
     target_counts: tuple[Var, ...] = ()
     vocabulary: int = 2
     notes: tuple[str, ...] = field(default=())
-    receives: Mapping[str, Border] = field(default_factory=dict)
-    sends: Mapping[str, Border] = field(default_factory=dict)
+    receives: Mapping[str, BoundaryTensor] = field(default_factory=dict)
+    sends: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     offload: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     offload_optimizer: str = ""
@@ -290,20 +290,20 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """One stage: its program, the position that runs it, and layers of each of its classes in earlier stages."""
+    """One stage: its program, the pipeline rank that runs it, and layers of each of its classes in earlier stages."""
 
     program: Program
-    position: int
+    pipeline_rank: int
     first_layer: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineProgram:
-    """Stages in model order; stages at one position have one mesh, whose ranks are consecutive.
+    """Stages in model order; stages at one pipeline rank have one mesh, whose ranks are consecutive.
 
-    tied: (parameter, stages that hold a copy). schedule: one line of actions per position. first_ranks: the first rank
-    of each position; empty if they come in position order. Raises ValueError for stages of one position with two
-    meshes, and for positions that share ranks or leave some out.
+    tied: (parameter, stages that hold a copy). schedule: one line of actions per pipeline rank. first_ranks: the first
+    rank of each pipeline rank; empty if they come in the order of pipeline ranks. Raises ValueError for stages of one
+    pipeline rank with two meshes, and for pipeline ranks that share ranks or leave some out.
     """
 
     name: str
@@ -316,10 +316,10 @@ class PipelineProgram:
     def __post_init__(self) -> None:
         meshes = self.meshes
         for stage in self.stages:
-            own, other = (stage.program.axes, stage.program.axis_sizes), meshes[stage.position]
+            own, other = (stage.program.axes, stage.program.axis_sizes), meshes[stage.pipeline_rank]
             if own != other:
-                raise ValueError(f"stages of position {stage.position} have meshes {own} and {other}")
-        tiled(self.ranks_per_position, self.first_ranks)
+                raise ValueError(f"stages of pipeline rank {stage.pipeline_rank} have meshes {own} and {other}")
+        tiled(self.ranks_of_stage_meshes, self.first_ranks)
 
     @property
     def any(self) -> Program:
@@ -332,34 +332,34 @@ class PipelineProgram:
         return replace(self, stages=stages)
 
     @property
-    def num_positions(self) -> int:
-        return max(stage.position for stage in self.stages) + 1
+    def num_pipeline_ranks(self) -> int:
+        return max(stage.pipeline_rank for stage in self.stages) + 1
 
     @property
     def meshes(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """Axes and their sizes of each position."""
-        found = {stage.position: (stage.program.axes, stage.program.axis_sizes) for stage in self.stages}
-        return tuple(found[position] for position in range(self.num_positions))
+        """Axes and their sizes of each pipeline rank."""
+        found = {stage.pipeline_rank: (stage.program.axes, stage.program.axis_sizes) for stage in self.stages}
+        return tuple(found[pipeline_rank] for pipeline_rank in range(self.num_pipeline_ranks))
 
     @property
-    def ranks_per_position(self) -> tuple[int, ...]:
+    def ranks_of_stage_meshes(self) -> tuple[int, ...]:
         return tuple(math.prod(sizes) for _, sizes in self.meshes)
 
     @property
     def num_ranks(self) -> int:
-        return sum(self.ranks_per_position)
+        return sum(self.ranks_of_stage_meshes)
 
     @property
     def mesh_text(self) -> str:
-        """The meshes of all positions as text, `pp2 x dp2 x tp2`; see `positions_text`."""
-        return positions_text(self.meshes)
+        """The meshes of all pipeline ranks as text, `pp2 x dp2 x tp2`; see `meshes_text`."""
+        return meshes_text(self.meshes)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Where a rank is: (position, rank within its mesh). Raises ValueError for a rank that there is not."""
-        counts = self.ranks_per_position
-        for position, first in enumerate(tiled(counts, self.first_ranks)):
-            if first <= rank < first + counts[position]:
-                return position, rank - first
+        """Where a rank is: (pipeline rank, rank within its mesh). Raises ValueError for a rank that there is not."""
+        counts = self.ranks_of_stage_meshes
+        for pipeline_rank, first in enumerate(tiled(counts, self.first_ranks)):
+            if first <= rank < first + counts[pipeline_rank]:
+                return pipeline_rank, rank - first
         raise ValueError(f"the pipeline has ranks 0 to {self.num_ranks - 1}, got {rank}")
 
     @property
@@ -367,9 +367,9 @@ class PipelineProgram:
         """The whole batch's specs."""
         return {name: spec for stage in self.stages for name, spec in stage.program.inputs.items()}
 
-    def inputs_of(self, position: int) -> Mapping[str, Spec]:
-        """What one position's stages read of the batch."""
-        stages = [stage.program for stage in self.stages if stage.position == position]
+    def inputs_of(self, pipeline_rank: int) -> Mapping[str, Spec]:
+        """What one pipeline rank's stages read of the batch."""
+        stages = [stage.program for stage in self.stages if stage.pipeline_rank == pipeline_rank]
         return {name: spec for program in stages for name, spec in program.inputs.items()}
 
     def source(self, stage: int, name: str) -> int:
@@ -387,8 +387,8 @@ def axes_text(axes: Sequence[str], sizes: Sequence[int]) -> str:
     return " x ".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True) if size > 1)
 
 
-def positions_text(meshes: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
-    """(axes, sizes) of every pipeline position -> `pp2 x dp2 x tp2`.
+def meshes_text(meshes: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
+    """(axes, sizes) of every pipeline rank -> `pp2 x dp2 x tp2`.
 
     Unequal ones one after the other, equal neighbours together: `pp3 (2 of dp2 x tp4, single)`.
     """

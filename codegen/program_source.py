@@ -88,7 +88,7 @@ class _Parts:
     def _pipeline(self, program: PipelineProgram) -> None:
         self.root, self.mesh = "PIPELINE", "PIPELINE.create_mesh(device)"
         self.add("pipeline", "PIPELINE")
-        self.add("runtime.pipeline_course", "PipelineCourse")
+        self.add("runtime.pipeline_executor", "PipelineExecutor")
         self.constants = [
             "INPUTS = {name: spec for stage in PIPELINE.stages for name, spec in stage.program.INPUTS.items()}",
             'SCHEDULE = tuple(Path(__file__).with_name("schedule.txt").read_text().splitlines())',
@@ -97,7 +97,7 @@ class _Parts:
         if any("I" in line for line in program.schedule):
             self.add("runtime.deferred", "DeferredGradients")
             deferred = ", deferred=DeferredGradients"
-        self.arguments.append(f"course=partial(PipelineCourse, schedule=SCHEDULE{deferred})")
+        self.arguments.append(f"executor=partial(PipelineExecutor, schedule=SCHEDULE{deferred})")
 
     def _features(self, program: Program | PipelineProgram) -> None:
         """What a plan has beyond a plain step."""

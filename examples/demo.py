@@ -150,7 +150,7 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     folder = program.save(out / name)
     write_output(out / f"{name}.txt", render_report(program))
     ranks = program.plan.num_ranks
-    console.print(f"\ntraining on {ranks} processes as {program.plan.layout}")
+    console.print(f"\ntraining on {ranks} processes as {program.plan.mesh_text}")
     together = trainer.fit()
     console.print("training the same model on this one process")
     alone = Trainer(untrained, replace(config, auto_parallel=False), batches).fit()

@@ -59,14 +59,14 @@ def search_program(search: Search, core: Core, ceiling: float) -> None:
             core, search.limits, cutoff=ceiling, excluded=excluded, seconds=search.check.seconds_left
         )
         search.num_programs += 1
-        if answer.choices is not None:
-            search.consider(core.original(answer.choices))
+        if answer.assignment is not None:
+            search.consider(core.original(answer.assignment))
         if not answer.is_complete:
             search.learn(min(answer.bound, ceiling))
             raise TimeLimitReachedError
-        if answer.choices is None or np.isfinite(search.objective(core.original(answer.choices))):
+        if answer.assignment is None or np.isfinite(search.objective(core.original(answer.assignment))):
             return
-        excluded.append(answer.choices)
+        excluded.append(answer.assignment)
 
 
 def _next_threshold(search: Search, dual: Dual, power: int) -> float:

@@ -16,7 +16,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairwise:
-    """A function of all choices: the sum of one vector per variable and one table per pair (a, b), a < b."""
+    """A function of an assignment: the sum of one vector per variable and one table per pair (a, b), a < b."""
 
     unaries: tuple[Array, ...]
     edges: Mapping[tuple[int, int], Array]
@@ -77,9 +77,9 @@ class Core:
         options = tuple(old[new] for old, new in zip(self.options, kept, strict=True))
         return Core(self.costs.restrict(kept), usages, options)
 
-    def original(self, choices: Iterable[int]) -> tuple[int, ...]:
+    def original(self, assignment: Iterable[int]) -> tuple[int, ...]:
         """Choices among the remaining options, as option indices of the original problem."""
-        return tuple(int(kept[choice]) for kept, choice in zip(self.options, choices, strict=True))
+        return tuple(int(kept[choice]) for kept, choice in zip(self.options, assignment, strict=True))
 
     def weighted(self, multipliers: Sequence[float]) -> Pairwise:
         """costs + sum_k multipliers[k] * usages[k]."""

@@ -116,14 +116,15 @@ def eliminate(function: Pairwise, plan: Plan, check: Check) -> Elimination:
 
 
 def decode(elimination: Elimination) -> tuple[int, ...]:
-    """Choices that attain the optimum; ties go to the lowest option, from the last eliminated variable backwards."""
-    choices = [0] * len(elimination.sizes)
+    """The assignment that attains the optimum; ties go to the lowest option, from the last eliminated variable
+    backwards."""
+    assignment = [0] * len(elimination.sizes)
     for variable in reversed(elimination.plan.order):
         total = np.zeros(elimination.sizes[variable])
         for factor in elimination.buckets[variable]:
-            total = total + factor.array[tuple(slice(None) if v == variable else choices[v] for v in factor.scope)]
-        choices[variable] = int(np.argmin(total))
-    return tuple(choices)
+            total = total + factor.array[tuple(slice(None) if v == variable else assignment[v] for v in factor.scope)]
+        assignment[variable] = int(np.argmin(total))
+    return tuple(assignment)
 
 
 def completions(elimination: Elimination, check: Check) -> tuple[Factor, ...]:

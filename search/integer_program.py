@@ -45,11 +45,11 @@ ONE = np.ones(1)
 class Answer:
     """The best choice found (None without one), a proven lower bound, and whether the search is complete.
 
-    No choice below the cutoff costs less than the bound; none is better than ``choices`` if the search is complete. The
-    solver's tolerances apply: the choice may exceed a budget by a billionth of its room.
+    No choice below the cutoff costs less than the bound; none is better than ``assignment`` if the search is complete.
+    The solver's tolerances apply: the choice may exceed a budget by a billionth of its room.
     """
 
-    choices: tuple[int, ...] | None
+    assignment: tuple[int, ...] | None
     bound: float
     is_complete: bool
 
@@ -103,8 +103,8 @@ def solve(
     Args:
         core: has no variable without options, and no option of infinite cost.
         limits: per budget, in bytes.
-        cutoff: choices that do not cost less are of no interest, and may be missed.
-        excluded: choices that must not be found.
+        cutoff: assignments that do not cost less are of no interest, and may be missed.
+        excluded: assignments that must not be found.
         seconds: after which the best choice known is returned; ``inf`` is never.
 
     Raises:
@@ -130,10 +130,10 @@ def solve(
         cutoff=float(room[0]) * (COST_SPAN / span),
         seconds=seconds,
     )
-    choices: tuple[int, ...] | None = None
+    assignment: tuple[int, ...] | None = None
     if values_C is not None:
-        choices = tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
-    return Answer(choices, float(columns.base[0]) + bound * (span / COST_SPAN), is_complete)
+        assignment = tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
+    return Answer(assignment, float(columns.base[0]) + bound * (span / COST_SPAN), is_complete)
 
 
 def _columns(core: Core) -> _Columns:
@@ -187,9 +187,9 @@ def _keep_within(rows: _Rows, columns: _Columns, rooms: Array) -> None:
 
 def _exclude(rows: _Rows, columns: _Columns, excluded: Sequence[tuple[int, ...]]) -> None:
     """At least one variable differs from each excluded choice."""
-    for row, choices in zip(rows.add(len(excluded), -np.inf, 0.0), excluded, strict=True):
-        rows.highs[row] = len(choices) - 1.0
-        rows.put(row, np.array([place[choice] for place, choice in zip(columns.places, choices, strict=False)]), ONE)
+    for row, assignment in zip(rows.add(len(excluded), -np.inf, 0.0), excluded, strict=True):
+        rows.highs[row] = len(assignment) - 1.0
+        rows.put(row, np.array([place[choice] for place, choice in zip(columns.places, assignment, strict=False)]), ONE)
 
 
 def _run_highs(

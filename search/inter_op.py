@@ -1,25 +1,25 @@
-"""Cut a chain of blocks into pipeline stages on submeshes, and choose how each stage runs its blocks. Exact.
+"""Cut a chain of units into pipeline stages on submeshes, and choose how each stage runs its units. Exact.
 
-The problem. Blocks 0 ... N - 1 are cut into p consecutive non-empty stages. Stage s holds an interval of blocks, runs
-on submesh h_s and takes x_s,c,j blocks of class c with point j. With m micro-batches:
+The problem. Units 0 ... N - 1 are cut into p consecutive non-empty stages. Stage s holds an interval of units, runs
+on submesh h_s and takes x_s,c,j units of class c with point j. With m micro-batches:
 
-    minimise    sum_s fill_s + sum_borders transfer + (m - 1) max_s steady_s + max_s step_s
+    minimise    sum_s fill_s + sum_boundaries transfer + (m - 1) max_s steady_s + max_s step_s
 
     fill_s   = sum x fill_j                                       fill and drain of the pipeline
-    steady_s = sum x steady_j + transfers of its borders, if they keep it busy
-    step_s   = sum x step_j + ties that leave the stage
+    steady_s = sum x steady_j + transfers of its boundaries, if they keep it busy
+    step_s   = sum x step_j + tied parameters that leave the stage
 
     subject to, for every stage,
-        sum_j x_s,c,j = number of its blocks of class c,    x whole
+        sum_j x_s,c,j = number of its units of class c,    x whole
         sum x (fixed_j + F(p, s) micro_j + D(p, s) deferred_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
         points of one class from one family, if asked
-    and sum_s devices(h_s) = devices of the group (or <=), tied blocks in one stage or, if asked, on submeshes of one
+    and sum_s devices(h_s) = devices of the group (or <=), tied units in one stage or, if asked, on submeshes of one
     name.
 
 F(p, s) is the number of micro-batches in flight, min(m, p - s) for 1F1B, and D(p, s) the number of those whose weight
-gradients wait, for which a schedule that splits backwards keeps other tensors. One crossing of a border takes
-transfer_seconds x border_bytes; a micro-batch crosses it forward and backward, so a border adds twice that to the fill
-and, where transfers are exposed, to the steady time of both its stages.
+gradients wait, for which a schedule that splits backwards keeps other tensors. One crossing of a boundary takes
+transfer_seconds x boundary_bytes; a micro-batch crosses it forward and backward, so a boundary adds twice that to the
+fill and, where transfers are exposed, to the steady time of both its stages.
 
 How it is solved. For thresholds T, U let G(T, U) be the least fill of pipelines with every steady_s <= T and every
 step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and U grow, so that a rectangle
@@ -27,13 +27,14 @@ step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and 
 the times that the solution of their upper corner has, clipped to what can still beat the best pipeline known, and
 halved. T0 starts from the least bottleneck any pipeline has (``_least_bottleneck``); with one micro-batch T is free.
 
-- G(T, U) is a dynamic program over the blocks, backwards, so that s, F(p, s) and D(p, s) are known (``stage_chain``).
+- G(T, U) is a dynamic program over the units, backwards, so that s, F(p, s) and D(p, s) are known (``stage_chain``).
 - It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``); stages on
   the path found are then computed exactly, until a path is exact throughout, hence optimal, or too expensive
   (``_least_fill``).
 - A stage alone is a knapsack with counts per class and point, solved exactly (``stage_knapsack``). Equal layers are
   counted, and a stage is known by what it is made of, not by where it lies.
-- Each tie is tried with each submesh name that both of its blocks may have (``_placements``), each number of stages by
+- Each tied parameter is tried with each submesh name that both of its units may have (``_placements``), each number of
+stages by
   itself; all of them share the best pipeline known.
 
 Sources, and where this differs:
@@ -43,9 +44,9 @@ Sources, and where this differs:
   are paid once per step by the slowest stage; thresholds are explored by bounds, without a gap; and the points of a
   stage are chosen inside, where Alpa fixes one intra-op plan per stage and mesh and recomputes everything.
 - Galvatron (Miao et al., VLDB 2023, arXiv:2211.13878): per-layer strategies in a stage by dynamic programming over
-  quantised memory, stage borders by adjusting a guess. Here memory is not quantised and borders are exact. What
-  Galvatron's program has and this does not: costs between strategies of neighbouring layers (a block's points have to
-  agree on the layout at its borders).
+  quantised memory, stage boundaries by adjusting a guess. Here memory is not quantised and boundaries are exact. What
+  Galvatron's program has and this does not: costs between strategies of neighbouring layers (a unit's points have to
+  agree on the layout at its boundaries).
 - Mist (Zhu et al., EuroSys 2025, arXiv:2503.19050): sampled Pareto frontiers of (steady, first/last extra) per stage
   with recompute and offload counted per stage, and a mixed integer program over stages. Here one stage mixes points
   freely, nothing is sampled, and no general solver is needed, which costs tens of milliseconds instead of seconds.
@@ -188,27 +189,27 @@ def lower_bound(problem: PipelineProblem) -> float:
 
 
 def _placements(problem: PipelineProblem) -> Iterator[Mask]:
-    """[H, N] which submeshes may hold which block: for every choice of one submesh per set of tied blocks."""
-    parent = list(range(len(problem.blocks)))
+    """[H, N] which submeshes may hold which unit: for every choice of one submesh per set of tied units."""
+    parent = list(range(len(problem.units)))
 
-    def root(block: int) -> int:
-        return block if parent[block] == block else root(parent[block])
+    def root(unit: int) -> int:
+        return unit if parent[unit] == unit else root(parent[unit])
 
-    ties = [tie for tie in problem.tied if tie.alike]
-    for tie in ties:
-        parent[root(tie.first)] = root(tie.second)
+    tied = [pair for pair in problem.tied if pair.alike]
+    for pair in tied:
+        parent[root(pair.first)] = root(pair.second)
     sets: dict[int, set[int]] = {}
-    for tie in ties:
-        sets.setdefault(root(tie.first), set()).update((tie.first, tie.second))
+    for pair in tied:
+        sets.setdefault(root(pair.first), set()).update((pair.first, pair.second))
     free = np.array(
-        [[bool(problem.points.get((kind, s.name))) for kind in problem.blocks] for s in problem.submeshes],
+        [[bool(problem.points.get((kind, s.name))) for kind in problem.units] for s in problem.submeshes],
         dtype=np.bool_,
-    ).reshape(len(problem.submeshes), len(problem.blocks))
+    ).reshape(len(problem.submeshes), len(problem.units))
     for choice in itertools.product(range(len(problem.submeshes)), repeat=len(sets)):
         allowed = free.copy()
-        for h, blocks in zip(choice, sets.values(), strict=True):
+        for h, units in zip(choice, sets.values(), strict=True):
             others = np.arange(len(problem.submeshes)) != h
-            allowed[np.ix_(others, sorted(blocks))] = False
+            allowed[np.ix_(others, sorted(units))] = False
         if allowed.any(axis=0).all():
             yield allowed
 
@@ -228,13 +229,13 @@ def _ceilings(chain: Chain) -> tuple[float, float]:
     """Steady and step times that no stage exceeds."""
     problem = chain.problem
     steady = step = 0.0
-    for kind in set(problem.blocks):
+    for kind in set(problem.units):
         points = [point for submesh in problem.submeshes for point in problem.points.get((kind, submesh.name), ())]
-        count = problem.blocks.count(kind)
+        count = problem.units.count(kind)
         steady += count * max((point.steady_seconds for point in points), default=0.0)
         step += count * max((point.step_seconds for point in points), default=0.0)
     busy = max((float(cost.busy.max(initial=0.0)) for cost in chain.costs.values()), default=0.0)
-    return 2 * (steady + busy) + 1.0, 2 * (step + sum(tie.step_seconds for tie in problem.tied)) + 1.0
+    return 2 * (steady + busy) + 1.0, 2 * (step + sum(pair.step_seconds for pair in problem.tied)) + 1.0
 
 
 def _least_bottleneck(chain: Chain) -> float:
@@ -374,7 +375,7 @@ def _offer(chain: Chain, path: Sequence[tuple[Cut, Entry]], best: _Best) -> None
     fill = sum(entry.fill for _, entry in path)
     for (before, _), (after, _) in itertools.pairwise(path):
         names = problem.submeshes[before.submesh].name, problem.submeshes[after.submesh].name
-        fill += problem.border_seconds(after.start, *names)
+        fill += problem.boundary_seconds(after.start, *names)
     steady, step = max(entry.steady for _, entry in path), max(entry.step for _, entry in path)
     objective = fill + (problem.num_micro_batches - 1) * steady + step
     if objective >= best.objective:
@@ -384,7 +385,7 @@ def _offer(chain: Chain, path: Sequence[tuple[Cut, Entry]], best: _Best) -> None
         assert entry.labels is not None
         cost = chain.costs[cut.kind]
         counts = []
-        for kind in dict.fromkeys(chain.problem.blocks[cut.start : cut.end]):
+        for kind in dict.fromkeys(chain.problem.units[cut.start : cut.end]):
             c = cost.classes.index(kind)
             counts.append((kind, tuple((label, n) for (owner, label), n in entry.labels.items() if owner == c)))
         stages.append(StageChoice(cut.start, cut.end - 1, cost.submesh.name, tuple(counts)))

@@ -27,8 +27,8 @@ best known choice. Objective and usage of the answer come from ``problem.evaluat
 relative 1e-9 for sums without catastrophic cancellation, and a budget holds to ``problem.USAGE_TOLERANCE``.
 
 Ties. Of equal options the lowest index stays; elimination decodes the last eliminated variable first and takes the
-lowest option; among choices of equal cost the first found stays. There is no randomness, no thread and no hash order:
-equal problems give equal choices (unless a time limit strikes).
+lowest option; among assignments of equal cost the first found stays. There is no randomness, no thread and no hash
+order: equal problems give equal assignments (unless a time limit strikes).
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ def solve(problem: Problem, *, time_limit_seconds: float | None = None) -> Solut
     method = "elimination"
     try:
         _ignore_budgets(problem, full, active, search)
-        if search.choices is None:
+        if search.assignment is None:
             method = "lagrangian and integer program"
             _find_least_usages(problem, full, active, search)
             solve_budgeted(search, core)
     except TimeLimitReachedError:
         method = "incumbent at time limit"
-        if search.choices is None:
+        if search.assignment is None:
             raise TimeLimitError("the time limit passed before any allowed choice was known") from None
-    if search.choices is None:
+    if search.assignment is None:
         raise InfeasibleError.jointly([problem.budgets[k] for k in active])
-    objective, usage = evaluate(problem, search.choices)
+    objective, usage = evaluate(problem, search.assignment)
     statistics = {"num_planes": float(len(search.planes)), "num_programs": float(search.num_programs)}
     return Solution(
-        choices=search.choices,
+        assignment=search.assignment,
         objective=objective,
         usage=usage,
         method=method,
@@ -92,17 +92,17 @@ def solve(problem: Problem, *, time_limit_seconds: float | None = None) -> Solut
 
 def _ignore_budgets(problem: Problem, full: Core, active: Sequence[int], search: Search) -> None:
     """Step 2: offer the optimum without budgets, and learn its bound and plane."""
-    free = Search(lambda choices: evaluate(problem, choices)[0], (), search.check)
+    free = Search(lambda assignment: evaluate(problem, assignment)[0], (), search.check)
     try:
         _minimise(free, full.alone(full.costs))
     except EmptyDomainError as error:
         raise InfeasibleError.forbidden([problem.variables[error.variable].name]) from None
     finally:
         search.learn(free.bound)
-        if free.choices is not None:
-            search.consider(free.choices)
-            search.planes.append(_plane(problem, free.choices, active))
-    if free.choices is None:
+        if free.assignment is not None:
+            search.consider(free.assignment)
+            search.planes.append(_plane(problem, free.assignment, active))
+    if free.assignment is None:
         ends = {end for edge in problem.edges if np.isinf(edge.costs).any() for end in (edge.a, edge.b)}
         raise InfeasibleError.forbidden([problem.variables[v].name for v in sorted(ends)])
     search.learn(free.best)
@@ -117,11 +117,11 @@ def _find_least_usages(problem: Problem, full: Core, active: Sequence[int], sear
     for k in active:
         least = Search(partial(_usage_if_allowed, problem, k), (), search.check)
         _minimise(least, full.alone(full.usage_only(k)))
-        assert least.choices is not None, "there was an allowed choice without budgets"
+        assert least.assignment is not None, "there was an allowed choice without budgets"
         if not problem.budgets[k].allows(least.best):
-            raise InfeasibleError.over_budget(problem.budgets[k], least.best, least.choices)
-        search.consider(least.choices)
-        search.planes.append(_plane(problem, least.choices, active))
+            raise InfeasibleError.over_budget(problem.budgets[k], least.best, least.assignment)
+        search.consider(least.assignment)
+        search.planes.append(_plane(problem, least.assignment, active))
 
 
 def _minimise(search: Search, core: Core) -> None:
@@ -140,24 +140,24 @@ def _minimise(search: Search, core: Core) -> None:
         search.offer(core, decode(forward))
 
 
-def _fits(problem: Problem, choices: Sequence[int]) -> bool:
+def _fits(problem: Problem, assignment: Sequence[int]) -> bool:
     """Whether a choice keeps within every budget."""
-    _, usage = evaluate(problem, choices)
+    _, usage = evaluate(problem, assignment)
     return all(budget.allows(used) for budget, used in zip(problem.budgets, usage, strict=True))
 
 
-def _cost_if_fits(problem: Problem, choices: Sequence[int]) -> float:
+def _cost_if_fits(problem: Problem, assignment: Sequence[int]) -> float:
     """The objective, ``inf`` over budget."""
-    return evaluate(problem, choices)[0] if _fits(problem, choices) else np.inf
+    return evaluate(problem, assignment)[0] if _fits(problem, assignment) else np.inf
 
 
-def _usage_if_allowed(problem: Problem, budget_index: int, choices: Sequence[int]) -> float:
+def _usage_if_allowed(problem: Problem, budget_index: int, assignment: Sequence[int]) -> float:
     """The usage of one budget, ``inf`` for forbidden choices."""
-    objective, usage = evaluate(problem, choices)
+    objective, usage = evaluate(problem, assignment)
     return usage[budget_index] if np.isfinite(objective) else np.inf
 
 
-def _plane(problem: Problem, choices: Sequence[int], active: Sequence[int]) -> Plane:
+def _plane(problem: Problem, assignment: Sequence[int], active: Sequence[int]) -> Plane:
     """What the dual needs of a choice known before it starts."""
-    objective, usage = evaluate(problem, choices)
+    objective, usage = evaluate(problem, assignment)
     return objective, tuple(usage[k] - problem.budgets[k].largest_allowed for k in active)

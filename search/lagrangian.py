@@ -1,6 +1,6 @@
-"""The Lagrangian relaxation of the budgets: a lower bound, and choices near the optimum.
+"""The Lagrangian relaxation of the budgets: a lower bound, and assignments near the optimum.
 
-    L(l) = min over choices of [cost + sum_k l_k (usage_k - limit_k)],   l >= 0
+    L(l) = min over assignments of [cost + sum_k l_k (usage_k - limit_k)],   l >= 0
 
 is a lower bound for every l. It is concave and piecewise linear; each evaluation (one elimination) yields a choice and
 with it a plane above L. Kelley's cutting-plane method (J. Kelley, SIAM J. 8 (1960)) maximises the minimum of the
@@ -70,7 +70,8 @@ def maximise(
         limits: per budget.
         start: multipliers to try first.
         planes: planes known already; those found are appended.
-        offer: is given each choice found and returns the cutoff: choices that do not cost less are of no interest.
+        offer: is given each assignment found and returns the cutoff: assignments that do not cost less are of no
+        interest.
         learn: is told each new lower bound.
         check: may raise to stop.
     """
@@ -79,15 +80,15 @@ def maximise(
     best: tuple[tuple[float, ...], Elimination] | None = None
     for _ in range(MAX_ITERATIONS):
         forward = eliminate(core.weighted(multipliers), plan, check)
-        choices = decode(forward)
-        cutoff = offer(core, choices)
+        assignment = decode(forward)
+        cutoff = offer(core, assignment)
         value = forward.value - float(np.dot(multipliers, limits))
         if best is None or value > best_value:
             best_value, best = value, (multipliers, forward)
             learn(value)
         if best_value >= cutoff:
             return None
-        planes.append(plane(core, choices, limits))
+        planes.append(plane(core, assignment, limits))
         found = best_multipliers(planes, len(limits))
         if found is None or found[0] == multipliers:
             break
@@ -110,12 +111,12 @@ def drop_above(dual: Dual, threshold: float) -> Core | None:
     return dual.core.keep(masks) if all(mask.any() for mask in masks) else None
 
 
-def plane(core: Core, choices: Sequence[int], limits: Sequence[float]) -> Plane:
+def plane(core: Core, assignment: Sequence[int], limits: Sequence[float]) -> Plane:
     """The plane of one choice."""
     totals: list[float] = []
     for function in (core.costs, *core.usages):
-        total = sum(float(unary[choice]) for unary, choice in zip(function.unaries, choices, strict=True))
-        total += sum(float(table[choices[a], choices[b]]) for (a, b), table in function.edges.items())
+        total = sum(float(unary[choice]) for unary, choice in zip(function.unaries, assignment, strict=True))
+        total += sum(float(table[assignment[a], assignment[b]]) for (a, b), table in function.edges.items())
         totals.append(total)
     return totals[0], tuple(used - limit for used, limit in zip(totals[1:], limits, strict=True))
 

@@ -46,7 +46,7 @@ def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError | None:
 def _least_bytes(cost: StageCosts) -> Array:
     """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class.
 
-    The leanest point under a cap serves every block of its class, so one family per class forbids nothing here.
+    The leanest point under a cap serves every unit of its class, so one family per class forbids nothing here.
     """
     result = np.full((len(cost.held), len(cost.counts)), np.inf)
     transients = [np.array([p.transient_bytes for p in points]) for points in cost.points]

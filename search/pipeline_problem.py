@@ -1,4 +1,4 @@
-"""The input and the output of the inter-op search: blocks, submeshes, and the ways to run a block on a submesh."""
+"""The input and the output of the inter-op search: units, submeshes, and the ways to run a unit on a submesh."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NEVER_NEGATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One way to run one block of a class on one submesh: a ZeRO stage, a recompute mode, offload ...
+    """One way to run one unit of a class on one submesh: a ZeRO stage, a recompute mode, offload ...
 
     Args:
         label: comes back in the solution; unique among the points of one class on one submesh.
         forward_seconds, backward_seconds: of one micro-batch; the search reads neither, callers and reports do.
-        fill_seconds: what the block adds to the pipeline's fill and drain (f + b for 1F1B, f + i - w for ZB-H1).
-        steady_seconds: time per micro-batch that the stage is busy with the block.
+        fill_seconds: what the unit adds to the pipeline's fill and drain (f + b for 1F1B, f + i - w for ZB-H1).
+        steady_seconds: time per micro-batch that the stage is busy with the unit.
         step_seconds: once per step: what is not hidden of the gradient synchronisation, the optimiser.
         fixed_bytes: weights, gradients, optimiser state.
-        micro_bytes: per micro-batch in flight at the block's stage.
-        transient_bytes: only while the block runs; a stage needs the largest of its blocks.
-        family: with ``PipelineProblem.one_family``, the blocks of one class in one stage share one family.
-        deferred_bytes: per micro-batch whose weight gradients the block's stage has put off.
+        micro_bytes: per micro-batch in flight at the unit's stage.
+        transient_bytes: only while the unit runs; a stage needs the largest of its units.
+        family: with ``PipelineProblem.one_family``, the units of one class in one stage share one family.
+        deferred_bytes: per micro-batch whose weight gradients the unit's stage has deferred.
 
     Raises:
         ValueError: a figure is not finite, or a time or size other than ``fill_seconds`` is negative.
@@ -80,7 +80,7 @@ class Submesh:
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """Two blocks that share a parameter.
+    """Two units that share a parameter.
 
     In different stages the stage of ``second`` holds ``fixed_bytes`` more, and both stages take ``step_seconds`` more
     per step (the sum of the two gradients); with ``alike`` they must be on submeshes of one name.
@@ -94,7 +94,7 @@ class Tied:
 
     def __post_init__(self) -> None:
         if self.first == self.second or min(self.fixed_bytes, self.step_seconds) < 0:
-            raise ValueError(f"{self}: the blocks must differ and no figure may be negative")
+            raise ValueError(f"{self}: the units must differ and no figure may be negative")
 
 
 InFlight = Callable[[int, int], float]
@@ -118,38 +118,38 @@ def in_flight_table(table: Mapping[int, Sequence[float]]) -> InFlight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineProblem:
-    """A chain of blocks to be cut into stages; ``inter_op`` has the objective and the constraints.
+    """A chain of units to be cut into stages; ``inter_op`` has the objective and the constraints.
 
     Args:
-        blocks: class name of each block, in execution order.
+        units: class name of each unit, in execution order.
         submeshes: what a stage may occupy; names are unique.
         groups: devices that each group has.
         points: ways to run a class on a submesh, by (class, submesh name); absent or empty: it cannot run there.
         in_flight: micro-batches in flight, by number of stages and stage.
         num_micro_batches: m >= 1, per step.
-        border_bytes: bytes that cross the border between blocks i - 1 and i in one direction, per micro-batch, at
+        boundary_bytes: bytes that cross the boundary between units i - 1 and i in one direction, per micro-batch, at
             index i; entry 0 is not read. Empty means 0 everywhere.
         transfer_seconds: seconds per byte between neighbouring stages, by (submesh name, next submesh name); absent
             means 0.
         transfer_is_exposed: whether transfers keep both neighbours busy.
-        tied: parameters shared by two blocks.
+        tied: parameters shared by two units.
         num_stages: allowed numbers of stages; None allows all.
         max_stages: None means no further limit.
         use_all: every device of every group must be used.
-        one_family: the blocks of one class in one stage take points of one family.
-        put_off: micro-batches whose weight gradients wait, by number of stages and stage; None: none do.
+        one_family: the units of one class in one stage take points of one family.
+        num_deferred: micro-batches whose weight gradients wait, by number of stages and stage; None: none do.
 
     Raises:
         ValueError: a name, index or number does not fit the others.
     """
 
-    blocks: tuple[str, ...]
+    units: tuple[str, ...]
     submeshes: tuple[Submesh, ...]
     groups: Mapping[str, int]
     points: Mapping[tuple[str, str], tuple[Point, ...]]
     in_flight: InFlight
     num_micro_batches: int
-    border_bytes: tuple[float, ...] = ()
+    boundary_bytes: tuple[float, ...] = ()
     transfer_seconds: Mapping[tuple[str, str], float] | None = None
     transfer_is_exposed: bool = False
     tied: tuple[Tied, ...] = ()
@@ -157,49 +157,53 @@ class PipelineProblem:
     max_stages: int | None = None
     use_all: bool = True
     one_family: bool = False
-    put_off: InFlight | None = None
+    num_deferred: InFlight | None = None
 
     def __post_init__(self) -> None:
-        if not self.blocks or self.num_micro_batches < 1:
-            raise ValueError(f"{len(self.blocks)} blocks, {self.num_micro_batches} micro-batches: both must be >= 1")
+        if not self.units or self.num_micro_batches < 1:
+            raise ValueError(f"{len(self.units)} units, {self.num_micro_batches} micro-batches: both must be >= 1")
         names = [submesh.name for submesh in self.submeshes]
         if len(set(names)) != len(names):
             raise ValueError(f"submesh names repeat: {names}")
         for submesh in self.submeshes:
             if submesh.group not in self.groups:
                 raise ValueError(f"submesh {submesh.name!r}: no group {submesh.group!r} among {sorted(self.groups)}")
-        if self.border_bytes and len(self.border_bytes) != len(self.blocks):
-            raise ValueError(f"{len(self.border_bytes)} border_bytes for {len(self.blocks)} blocks")
-        if any(value < 0 for value in (self.transfer_seconds or {}).values()) or any(b < 0 for b in self.border_bytes):
-            raise ValueError("transfer_seconds and border_bytes must be >= 0")
-        for tie in self.tied:
-            if not (0 <= tie.first < len(self.blocks) and 0 <= tie.second < len(self.blocks)):
-                raise ValueError(f"{tie}: there are {len(self.blocks)} blocks")
+        if self.boundary_bytes and len(self.boundary_bytes) != len(self.units):
+            raise ValueError(f"{len(self.boundary_bytes)} boundary_bytes for {len(self.units)} units")
+        if any(value < 0 for value in (self.transfer_seconds or {}).values()) or any(
+            b < 0 for b in self.boundary_bytes
+        ):
+            raise ValueError("transfer_seconds and boundary_bytes must be >= 0")
+        for pair in self.tied:
+            if not (0 <= pair.first < len(self.units) and 0 <= pair.second < len(self.units)):
+                raise ValueError(f"{pair}: there are {len(self.units)} units")
         for (kind, name), points in self.points.items():
             if len({point.label for point in points}) != len(points):
                 raise ValueError(f"points of {kind!r} on {name!r} repeat a label")
 
-    def border_seconds(self, border: int, before: str, after: str) -> float:
-        """Seconds that one micro-batch adds at a border: its activations forward and their gradients backward."""
-        if not self.border_bytes or self.transfer_seconds is None:
+    def boundary_seconds(self, boundary: int, before: str, after: str) -> float:
+        """Seconds that one micro-batch adds at a boundary: its activations forward and their gradients backward."""
+        if not self.boundary_bytes or self.transfer_seconds is None:
             return 0.0
-        return 2.0 * self.transfer_seconds.get((before, after), 0.0) * self.border_bytes[border]
+        return 2.0 * self.transfer_seconds.get((before, after), 0.0) * self.boundary_bytes[boundary]
 
     def held(self, num_stages: int, stage: int) -> tuple[float, float]:
         """Micro-batches that a stage holds at its peak: those in flight, and those whose weight gradients wait."""
-        return float(self.in_flight(num_stages, stage)), float(self.put_off(num_stages, stage)) if self.put_off else 0.0
+        return float(self.in_flight(num_stages, stage)), float(
+            self.num_deferred(num_stages, stage)
+        ) if self.num_deferred else 0.0
 
     def allowed_num_stages(self) -> tuple[int, ...]:
         """The numbers of stages that the arguments allow, ascending; devices are not looked at."""
-        most = min(len(self.blocks), self.max_stages if self.max_stages is not None else len(self.blocks))
+        most = min(len(self.units), self.max_stages if self.max_stages is not None else len(self.units))
         return tuple(p for p in range(1, most + 1) if self.num_stages is None or p in self.num_stages)
 
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Blocks ``first`` to ``last`` (inclusive) on one submesh.
+    """Units ``first`` to ``last`` (inclusive) on one submesh.
 
-    ``counts``: per class in order of appearance: how many of its blocks take which point, by label; counts are > 0.
+    ``counts``: per class in order of appearance: how many of its units take which point, by label; counts are > 0.
     """
 
     first: int
@@ -218,7 +222,7 @@ class PipelineSolution:
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """Bytes that blocks ``first`` to ``last`` need at least on a submesh, and what the submesh has."""
+    """Bytes that units ``first`` to ``last`` need at least on a submesh, and what the submesh has."""
 
     first: int
     last: int
@@ -248,7 +252,7 @@ class PipelineInfeasibleError(InfeasibleError):
         worst = max(needs, key=lambda need: need.needed_bytes - need.memory_bytes)
         self.smallest_excess = worst.needed_bytes - worst.memory_bytes
         super().__init__(
-            f"no pipeline fits into memory: in the best of them blocks {worst.first} to {worst.last} need "
+            f"no pipeline fits into memory: in the best of them units {worst.first} to {worst.last} need "
             f"{worst.needed_bytes:.12g} bytes on submesh {worst.submesh!r}, which has {worst.memory_bytes:.12g}, "
             f"{self.smallest_excess:.6g} too few",
             budget=f"memory of {worst.submesh}",

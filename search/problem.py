@@ -151,15 +151,15 @@ class Solution:
     """The answer of a solver.
 
     Args:
-        choices: one option index per variable.
-        objective: seconds, as ``evaluate`` gives them for ``choices``.
+        assignment: one option index per variable.
+        objective: seconds, as ``evaluate`` gives them for ``assignment``.
         usage: bytes per budget, as ``evaluate`` gives them.
         method: how it was found; contains "time limit" when optimality is not proven.
         lower_bound: no solution costs less (up to rounding); equals ``objective`` when proven optimal.
         statistics: counts and sizes of the solver's work, by name.
     """
 
-    choices: tuple[int, ...]
+    assignment: tuple[int, ...]
     objective: float
     usage: tuple[float, ...]
     method: str
@@ -174,8 +174,8 @@ class InfeasibleError(ValueError):
         budget: name of the budget that cannot be met by itself; None when infinite costs forbid every choice or
             when only the combination of budgets fails.
         limit: that budget's limit; NaN without a budget.
-        smallest_usage: the least usage of that budget alone over all allowed choices; NaN without a budget.
-        choices: choices that attain ``smallest_usage``; empty without a budget.
+        smallest_usage: the least usage of that budget alone over all allowed assignments; NaN without a budget.
+        assignment: the assignment that attains ``smallest_usage``; empty without a budget.
     """
 
     def __init__(
@@ -185,16 +185,16 @@ class InfeasibleError(ValueError):
         budget: str | None = None,
         limit: float = float("nan"),
         smallest_usage: float = float("nan"),
-        choices: Sequence[int] = (),
+        assignment: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
         self.budget = budget
         self.limit = limit
         self.smallest_usage = smallest_usage
-        self.choices = tuple(choices)
+        self.assignment = tuple(assignment)
 
     @classmethod
-    def over_budget(cls, budget: Budget, smallest_usage: float, choices: Sequence[int]) -> InfeasibleError:
+    def over_budget(cls, budget: Budget, smallest_usage: float, assignment: Sequence[int]) -> InfeasibleError:
         """The error for a budget that no choice meets, whatever the other budgets say."""
         return cls(
             f"budget {budget.name!r} cannot be met: its limit is {budget.limit:.12g}, the smallest achievable usage "
@@ -202,7 +202,7 @@ class InfeasibleError(ValueError):
             budget=budget.name,
             limit=budget.limit,
             smallest_usage=smallest_usage,
-            choices=choices,
+            assignment=assignment,
         )
 
     @classmethod
@@ -222,22 +222,22 @@ class TimeLimitError(RuntimeError):
     """The time limit passed before any allowed choice was known."""
 
 
-def evaluate(problem: Problem, choices: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, tuple[float, ...]]:
     """Cost in seconds and usage in bytes per budget of one choice, summed in the order of the problem.
 
     Raises:
         ValueError: wrong number of choices or an option that does not exist.
     """
-    if len(choices) != len(problem.variables):
-        raise ValueError(f"{len(choices)} choices for {len(problem.variables)} variables")
+    if len(assignment) != len(problem.variables):
+        raise ValueError(f"{len(assignment)} choices for {len(problem.variables)} variables")
     objective, usage = 0.0, np.zeros(len(problem.budgets))
-    for variable, option in zip(problem.variables, choices, strict=True):
+    for variable, option in zip(problem.variables, assignment, strict=True):
         if not 0 <= option < variable.num_options:
             raise ValueError(f"variable {variable.name!r} has {variable.num_options} options, no option {option}")
         objective += float(variable.costs[option])
         usage += variable.usage[:, option]
     for edge in problem.edges:
-        pair = choices[edge.a], choices[edge.b]
+        pair = assignment[edge.a], assignment[edge.b]
         objective += float(edge.costs[pair])
         if edge.usage is not None:
             usage += edge.usage[:, pair[0], pair[1]]

@@ -1,13 +1,13 @@
-"""The dynamic program over the chain of blocks for a given number of stages.
+"""The dynamic program over the chain of units for a given number of stages.
 
-    V_i(a, u, g, h) = min over b > a and h' of  c_i(a, b, g, h, h') + border(b, h, h') + V_(i+1)(b, u - n_h, h, h')
+    V_i(a, u, g, h) = min over b > a and h' of  c_i(a, b, g, h, h') + boundary(b, h, h') + V_(i+1)(b, u - n_h, h, h')
 
-is the least cost of stages i ... p - 1 when stage i starts at block a on submesh h, stage i - 1 is on g, and these
+is the least cost of stages i ... p - 1 when stage i starts at unit a on submesh h, stage i - 1 is on g, and these
 stages use u_k devices of group k. Backwards, so that the stage number, and with it the micro-batches in flight, is
 known. g and h' matter only where transfers keep stages busy (``Chain.neighbours``). With one submesh there is one u
 per i. The same program with max in place of + gives the least bottleneck.
 
-Shape legend: N blocks, L the longest stage, U device counts.
+Shape legend: N units, L the longest stage, U device counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_NUMBERS = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What attains V_i of one state. length, after [U, N]: of the stage, by device count and first block, and the next
+    """What attains V_i of one state. length, after [U, N]: of the stage, by device count and first unit, and the next
     stage's submesh; source [U]: the next stage's device count. Counts are entries of ``Chain.layers``."""
 
     length: Indices
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A stage of a path: blocks ``start`` to ``end`` - 1, its kind, and the kind's (held, shape) numbers."""
+    """A stage of a path: units ``start`` to ``end`` - 1, its kind, and the kind's (held, shape) numbers."""
 
     start: int
     end: int
@@ -61,17 +61,17 @@ class Cut:
 
 
 class Chain:
-    """The pipelines of ``num_stages`` stages in which each block keeps to its ``allowed`` submeshes.
+    """The pipelines of ``num_stages`` stages in which each unit keeps to its ``allowed`` submeshes.
 
     Args:
-        allowed: [H, N] whether a submesh may hold a block.
+        allowed: [H, N] whether a submesh may hold a unit.
         library: costs of the same problem's stages that other chains know; this chain adds its own.
     """
 
     def __init__(self, problem: PipelineProblem, num_stages: int, allowed: Mask, library: Library) -> None:
         self.problem, self.num_stages = problem, num_stages
-        self.num_blocks = len(problem.blocks)
-        self.longest = self.num_blocks - num_stages + 1
+        self.num_units = len(problem.units)
+        self.longest = self.num_units - num_stages + 1
         held = [problem.held(num_stages, i) for i in range(num_stages)]
         distinct, number = np.unique(np.array(held), axis=0, return_inverse=True)
         self.f_of: Indices = number.reshape(-1)
@@ -83,11 +83,11 @@ class Chain:
             self.devices.append(tuple(submesh.num_devices * (group == submesh.group) for group in self.groups))
         self.layers = self._reachable()
         self.moves = self._moves()
-        end = np.arange(self.num_blocks)[:, None] + np.arange(1, self.longest + 1)[None, :]
-        self.start = np.arange(self.num_blocks)
-        self.end = np.minimum(end, self.num_blocks)
+        end = np.arange(self.num_units)[:, None] + np.arange(1, self.longest + 1)[None, :]
+        self.start = np.arange(self.num_units)
+        self.end = np.minimum(end, self.num_units)
         ends = range(-1, len(problem.submeshes))
-        self._borders = {(h, n): self.border(h, n) for h in ends for n in ends}
+        self._boundaries = {(h, n): self.boundary(h, n) for h in ends for n in ends}
         self.costs: dict[Kind, StageCosts] = {}
         self.shapes: dict[Kind, Indices] = {}
         for kind in self._kinds():
@@ -103,8 +103,8 @@ class Chain:
                 library[num_stages, kind] = cost
             self.costs[kind] = cost
             outside = np.append(0, np.cumsum(~allowed[kind[1]]))
-            crossing = outside[self.end] > outside[: self.num_blocks, None]
-            forbidden = (cost.shape_of < 0) | (end > self.num_blocks) | crossing
+            crossing = outside[self.end] > outside[: self.num_units, None]
+            forbidden = (cost.shape_of < 0) | (end > self.num_units) | crossing
             self.shapes[kind] = np.where(forbidden, len(cost.counts), cost.shape_of)
 
     def _moves(self) -> list[list[tuple[Indices, Indices]]]:
@@ -152,16 +152,16 @@ class Chain:
         return [(g, h, n) for g, n in pairs if (g < 0) + (n < 0) in ends for h in every]
 
     def _busy(self, kind: Kind) -> tuple[Array, Array]:
-        """What the border before each block adds to the steady time as the stage's first and as its last border."""
-        return self.border(kind[0], kind[1]), self.border(kind[1], kind[2])
+        """What the boundary before each unit adds to the steady time as the stage's first and as its last boundary."""
+        return self.boundary(kind[0], kind[1]), self.boundary(kind[1], kind[2])
 
-    def border(self, before: int, after: int) -> Array:
-        """[N + 1] seconds of the border before each block; zero at both ends and without a neighbour."""
-        result = np.zeros(self.num_blocks + 1)
+    def boundary(self, before: int, after: int) -> Array:
+        """[N + 1] seconds of the boundary before each unit; zero at both ends and without a neighbour."""
+        result = np.zeros(self.num_units + 1)
         if min(before, after) >= 0:
             names = self.problem.submeshes[before].name, self.problem.submeshes[after].name
-            for b in range(1, self.num_blocks):
-                result[b] = self.problem.border_seconds(b, *names)
+            for b in range(1, self.num_units):
+                result[b] = self.problem.boundary_seconds(b, *names)
         return result
 
     def kind(self, before: int, submesh: int, after: int) -> Kind:
@@ -169,7 +169,7 @@ class Chain:
         return (before, submesh, after) if self.neighbours else (-1, submesh, -1)
 
     def solve(self, tables: Tables, *, bottleneck: bool) -> tuple[float, tuple[Cut, ...]]:
-        """The least sum (with border fills) or the least maximum of the stages' costs, and a path that has it.
+        """The least sum (with boundary fills) or the least maximum of the stages' costs, and a path that has it.
 
         Args:
             tables: per kind [F, S] seconds, inf where impossible.
@@ -183,28 +183,28 @@ class Chain:
         if len(self.problem.submeshes) == 1 and not self.neighbours:
             return self._solve_alike(spread[-1, 0, -1], bottleneck)
         every = range(len(self.problem.submeshes))
-        done = np.full((1, self.num_blocks + 1), np.inf)
+        done = np.full((1, self.num_units + 1), np.inf)
         done[0, -1] = 0.0
         values: dict[State, Array] = {(-1, -1): done}
-        choices: list[dict[State, Choice]] = [{} for _ in range(self.num_stages)]
+        assignment: list[dict[State, Choice]] = [{} for _ in range(self.num_stages)]
         for i in range(self.num_stages - 1, -1, -1):
             following, values = values, {}
             for g, h in itertools.product(every if self.neighbours and i > 0 else (-1,), every):
                 found = self._best(i, g, h, following, spread, bottleneck)
                 if found is not None:
-                    values[g, h], choices[i][g, h] = found
+                    values[g, h], assignment[i][g, h] = found
         best, state, row = float("inf"), (-1, -1), 0
         for key, value in values.items():
             least = int(value[:, 0].argmin())
             if value[least, 0] < best:
                 best, state, row = float(value[least, 0]), key, least
-        return best, self._trace(state, row, choices) if np.isfinite(best) else ()
+        return best, self._trace(state, row, assignment) if np.isfinite(best) else ()
 
     def _solve_alike(self, own: Array, bottleneck: bool) -> tuple[float, tuple[Cut, ...]]:
-        """`solve` with one submesh. Stage i starts at block i + k, k < L, and what follows it at i + 1 + k'; then
+        """`solve` with one submesh. Stage i starts at unit i + k, k < L, and what follows it at i + 1 + k'; then
         k' = k + length - 1, so that the costs of all lengths are a window that slides over V_(i+1)."""
         width = own.shape[2]
-        rows, border = np.arange(self.longest), self._borders[0, 0]
+        rows, boundary = np.arange(self.longest), self._boundaries[0, 0]
         value = np.full(self.longest + width - 1, np.inf)
         value[self.longest - 1] = 0.0
         following = np.lib.stride_tricks.sliding_window_view(value, width)
@@ -216,7 +216,7 @@ class Chain:
             lengths.append(place + 1)
             value[: self.longest] = total[rows, place]
             if not bottleneck and i:
-                value[: self.longest] += border[i : i + self.longest]
+                value[: self.longest] += boundary[i : i + self.longest]
         best = float(value[0])
         if not np.isfinite(best):
             return best, ()
@@ -240,8 +240,8 @@ class Chain:
             return None
         nexts = {n: values[before if n >= 0 else -1, n][sources] for n in afters}
         if not bottleneck:
-            nexts = {n: value + self._borders[h, n] for n, value in nexts.items()}
-        shape = len(self.layers[i]), self.num_blocks
+            nexts = {n: value + self._boundaries[h, n] for n, value in nexts.items()}
+        shape = len(self.layers[i]), self.num_units
         result = np.full((shape[0], shape[1] + 1), np.inf)
         choice = Choice(np.zeros(shape, dtype=np.int64), np.full(shape, -1), np.zeros(shape[0], dtype=np.int64))
         choice.source[rows] = sources
@@ -262,7 +262,7 @@ class Chain:
         nearest = stacked.argmin(axis=0)
         result[rows, :-1], length = self._shortest(own, stacked.min(axis=0), bottleneck)
         choice.length[rows] = length
-        end = np.minimum(self.start + length, self.num_blocks)
+        end = np.minimum(self.start + length, self.num_units)
         choice.after[rows] = np.array(afters)[np.take_along_axis(nearest, end, axis=1)]
         return result, choice
 
@@ -275,7 +275,7 @@ class Chain:
             np.maximum(own, total, out=total) if bottleneck else np.add(own, total, out=total)
             place = total.argmin(axis=1)
             return total[self.start, place][None], place[None] + 1
-        least, length = np.empty(shape := (len(following), self.num_blocks)), np.empty(shape, dtype=np.int64)
+        least, length = np.empty(shape := (len(following), self.num_units)), np.empty(shape, dtype=np.int64)
         step = max(MOST_NUMBERS // end.size, 1)
         for first in range(0, len(following), step):
             rows = slice(first, first + step)
@@ -287,7 +287,7 @@ class Chain:
         return least, length
 
     def _spread(self, kind: Kind, table: Array, width: int) -> Array:
-        """[F, N, width] costs by first block and length; a stage that is forbidden has the shape after the last."""
+        """[F, N, width] costs by first unit and length; a stage that is forbidden has the shape after the last."""
         forbidden = np.full((len(table), 1), np.inf)
         return np.take(np.append(table, forbidden, axis=1), self.shapes[kind][:, :width], axis=1)
 
@@ -300,12 +300,12 @@ class Chain:
             longest = max(longest, int(lengths.max(initial=0)) + 1)
         return longest
 
-    def _trace(self, state: State, row: int, choices: list[dict[State, Choice]]) -> tuple[Cut, ...]:
-        """The path from block 0 in a state of stage 0 and a device count."""
+    def _trace(self, state: State, row: int, assignment: list[dict[State, Choice]]) -> tuple[Cut, ...]:
+        """The path from unit 0 in a state of stage 0 and a device count."""
         cuts: list[Cut] = []
         start = 0
         for i in range(self.num_stages):
-            choice, (g, h) = choices[i][state], state
+            choice, (g, h) = assignment[i][state], state
             end, after = start + int(choice.length[row, start]), int(choice.after[row, start])
             kind = self.kind(g, h, after)
             shape = int(self.costs[kind].shape_of[start, end - start - 1])

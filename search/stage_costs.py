@@ -1,11 +1,12 @@
 """What a stage costs, by what it is made of: bounds for all stages at once, exact figures on demand.
 
-A stage's cost depends on its *shape* (how many blocks of each class, the seconds its borders keep it busy, what ties
-add), its submesh and the micro-batches that it holds, not on which interval it is. Per ``Kind`` of stage (a submesh,
-and its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with shape legend S shapes, F distinct
-pairs of micro-batches (in flight, put off), P multiplier vectors, E exact entries, N blocks, L the longest stage:
+A stage's cost depends on its *shape* (how many units of each class, the seconds its boundaries keep it busy, what tied
+parameters add), its submesh and the micro-batches that it holds, not on which interval it is. Per ``Kind`` of stage (a
+submesh, and its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with shape legend S shapes, F
+distinct pairs of micro-batches (in flight, deferred), P multiplier vectors, E exact entries, N units, L the longest
+stage:
 
-- ``shape_of`` [N, L]: the shape of the stage that starts at a block and has a length, -1 where there is none
+- ``shape_of`` [N, L]: the shape of the stage that starts at a unit and has a length, -1 where there is none
   (``stage_shapes``).
 - A pool of multipliers (s, l_memory, l_steady, l_step), s = 1, or 0 for a proof of infeasibility. Each gives
 
@@ -33,7 +34,7 @@ from search.stage_multisets import MAX_WAYS, combine, multisets, num_ways, total
 from search.stage_shapes import shapes_of
 
 Labels = dict[tuple[int, str], int]
-"""How many blocks of a class (by number) take a point (by label)."""
+"""How many units of a class (by number) take a point (by label)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +73,9 @@ class StageCosts:
 
     Args:
         submesh: of the stage.
-        busy: [N + 1] seconds that a border before each block keeps the stage busy if it is its first border, and
+        busy: [N + 1] seconds that a boundary before each unit keeps the stage busy if it is its first boundary, and
             likewise (second array) its last; zero at 0 and N.
-        held: [F, 2] distinct pairs of micro-batches in flight and put off.
+        held: [F, 2] distinct pairs of micro-batches in flight and deferred.
         longest: the longest stage.
     """
 
@@ -82,7 +83,7 @@ class StageCosts:
         self, problem: PipelineProblem, submesh: Submesh, busy: tuple[Array, Array], held: Array, longest: int
     ) -> None:
         self.problem, self.submesh, self.held = problem, submesh, held
-        self.classes = tuple(dict.fromkeys(problem.blocks))
+        self.classes = tuple(dict.fromkeys(problem.units))
         self.points = tuple(problem.points.get((kind, submesh.name), ()) for kind in self.classes)
         self._find_shapes(busy, longest)
         figures = [[_figures(point) for point in points] for points in self.points]
@@ -106,15 +107,15 @@ class StageCosts:
         """``shape_of``, and per shape ``counts`` [S, classes], ``busy``, ``extra_bytes``, ``extra_step`` [S]."""
         problem = self.problem
         shapes = shapes_of(
-            problem.blocks,
+            problem.units,
             longest,
             (tuple(busy[0]), tuple(busy[1])),
             tuple(bool(points) for points in self.points),
-            tuple((tie.first, tie.second) for tie in problem.tied),
+            tuple((pair.first, pair.second) for pair in problem.tied),
         )
         self.shape_of, self.counts, self.busy = shapes.shape_of, shapes.counts, shapes.busy
-        self.extra_bytes = shapes.second_alone @ np.array([tie.fixed_bytes for tie in problem.tied])
-        self.extra_step = shapes.one_alone @ np.array([tie.step_seconds for tie in problem.tied])
+        self.extra_bytes = shapes.second_alone @ np.array([pair.fixed_bytes for pair in problem.tied])
+        self.extra_step = shapes.one_alone @ np.array([pair.step_seconds for pair in problem.tied])
 
     def add_multipliers(self, multipliers: Array) -> None:
         """Add (s, l_memory, l_steady, l_step) to the pool."""
@@ -325,12 +326,12 @@ class StageCosts:
 
     def _variants(self, present: tuple[int, ...], sizes: Indices) -> Iterator[tuple[tuple[str | None, ...], float]]:
         """Choices of a family per class (None: any) with caps on the transient, larger caps first."""
-        choices: list[tuple[str | None, ...]] = []
+        assignment: list[tuple[str | None, ...]] = []
         for c, size in zip(present, sizes, strict=True):
             every = tuple(dict.fromkeys(point.family for point in self.points[c]))
-            # One block alone is always of one family.
-            choices.append(every if self.problem.one_family and size > 1 else (None,))
-        for families in itertools.product(*choices):
+            # One unit alone is always of one family.
+            assignment.append(every if self.problem.one_family and size > 1 else (None,))
+        for families in itertools.product(*assignment):
             sets = [
                 [p.transient_bytes for p in self.points[c] if family is None or p.family == family]
                 for c, family in zip(present, families, strict=True)

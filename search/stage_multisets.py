@@ -1,4 +1,4 @@
-"""Every way to run a small stage, as arrays: for stages of so few blocks that counting them all is the fastest.
+"""Every way to run a small stage, as arrays: for stages of so few units that counting them all is the fastest.
 
 Shape legend: Q ways (one count per point and class), C classes, K points of all classes.
 """
@@ -26,7 +26,7 @@ def num_ways(sizes: Sequence[int], num_points: Sequence[int]) -> int:
 
 @lru_cache(maxsize=256)
 def multisets(size: int, families: tuple[str, ...], one_family: bool) -> Indices:
-    """[Q, k] counts of k points (with these families) that place ``size`` blocks of one class; read-only."""
+    """[Q, k] counts of k points (with these families) that place ``size`` units of one class; read-only."""
     allowed = [list(range(len(families)))]
     if one_family:
         allowed = [[j for j, own in enumerate(families) if own == family] for family in dict.fromkeys(families)]

@@ -1,7 +1,7 @@
 """What the stages of a chain are made of, each kind of stage once.
 
 Problems that differ in seconds and bytes only have the same shapes, which are therefore kept between problems. Shape
-legend: S shapes, N blocks, L the longest stage, C classes, T ties.
+legend: S shapes, N units, L the longest stage, C classes, T tied parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from search.stage_lp import Indices
 class Shapes:
     """The distinct shapes of stages, as read-only arrays.
 
-    shape_of: [N, L] the shape of the stage that starts at a block and has a length less one, -1 where there is none.
-    counts: [S, C] blocks of each class. busy: [S] seconds of its borders. second_alone, one_alone: [S, T] whether it
-    has the second block of a tie without the first, and one of both without the other, as 0 or 1.
+    shape_of: [N, L] the shape of the stage that starts at a unit and has a length less one, -1 where there is none.
+    counts: [S, C] units of each class. busy: [S] seconds of its boundaries. second_alone, one_alone: [S, T] whether it
+    has the second unit of a tied parameter without the first, and one of both without the other, as 0 or 1.
     """
 
     shape_of: Indices
@@ -33,31 +33,31 @@ class Shapes:
 
 @lru_cache(maxsize=256)
 def shapes_of(
-    blocks: tuple[str, ...],
+    units: tuple[str, ...],
     longest: int,
     busy: tuple[tuple[float, ...], tuple[float, ...]],
     usable: tuple[bool, ...],
-    ties: tuple[tuple[int, int], ...],
+    tied: tuple[tuple[int, int], ...],
 ) -> Shapes:
-    """The shapes of all intervals of up to `longest` blocks.
+    """The shapes of all intervals of up to `longest` units.
 
-    busy: [N + 1] seconds of the border before each block as a stage's first and as its last border. usable: whether a
-    class (in order of appearance) can run at all; stages that have one that cannot have no shape.
+    busy: [N + 1] seconds of the boundary before each unit as a stage's first and as its last boundary. usable: whether
+    a class (in order of appearance) can run at all; stages that have one that cannot have no shape.
     """
-    num_blocks = len(blocks)
-    start = np.repeat(np.arange(num_blocks), longest)
-    end = start + np.tile(np.arange(1, longest + 1), num_blocks)
-    inside = np.flatnonzero(end <= num_blocks)
+    num_units = len(units)
+    start = np.repeat(np.arange(num_units), longest)
+    end = start + np.tile(np.arange(1, longest + 1), num_units)
+    inside = np.flatnonzero(end <= num_units)
     start, end = start[inside], end[inside]
     columns: list[Array] = []
     valid = np.ones(len(start), dtype=np.bool_)
-    for kind, is_usable in zip(dict.fromkeys(blocks), usable, strict=True):
-        total = np.append(0, np.cumsum([name == kind for name in blocks]))
+    for kind, is_usable in zip(dict.fromkeys(units), usable, strict=True):
+        total = np.append(0, np.cumsum([name == kind for name in units]))
         columns.append((total[end] - total[start]).astype(np.float64))
         valid &= (columns[-1] == 0) | is_usable
     columns.append(np.array(busy[0])[start] + np.array(busy[1])[end])
-    for first, second in ties:
-        has_first, has_second = ((start <= block) & (block < end) for block in (first, second))
+    for first, second in tied:
+        has_first, has_second = ((start <= unit) & (unit < end) for unit in (first, second))
         columns += [(has_second & ~has_first).astype(np.float64), (has_second != has_first).astype(np.float64)]
     code = np.zeros(len(start), dtype=np.int64)
     for column in columns:
@@ -66,7 +66,7 @@ def shapes_of(
         code = np.unique(code * len(values) + inverse.reshape(-1), return_inverse=True)[1].reshape(-1)
     _, first_of, inverse = np.unique(code[valid], return_index=True, return_inverse=True)
     chosen = np.flatnonzero(valid)[first_of]
-    shape_of = np.full((num_blocks, longest), -1, dtype=np.int64)
+    shape_of = np.full((num_units, longest), -1, dtype=np.int64)
     shape_of.reshape(-1)[inside[valid]] = inverse.reshape(-1)
     table = np.array([column[chosen] for column in columns])
     num_classes = len(usable)

@@ -20,7 +20,7 @@ class Search:
     """The state of one search.
 
     Args:
-        objective: maps choices (original option indices) to their objective, ``inf`` if they break a budget.
+        objective: maps an assignment (original option indices) to their objective, ``inf`` if they break a budget.
         limits: limit per budget of the core.
         check: raises ``TimeLimitReachedError`` when time is up.
 
@@ -32,7 +32,7 @@ class Search:
     check: Deadline
     planes: list[Plane] = field(default_factory=list)
     best: float = np.inf
-    choices: tuple[int, ...] | None = None
+    assignment: tuple[int, ...] | None = None
     bound: float = -np.inf
     num_programs: int = 0
 
@@ -41,16 +41,16 @@ class Search:
         """The objective below which a choice is still of interest."""
         return self.best - RELATIVE_CUTOFF * abs(self.best) if np.isfinite(self.best) else np.inf
 
-    def offer(self, core: Core, choices: Sequence[int]) -> float:
+    def offer(self, core: Core, assignment: Sequence[int]) -> float:
         """Consider a choice among the options of ``core``; returns the cutoff."""
-        self.consider(core.original(choices))
+        self.consider(core.original(assignment))
         return self.cutoff
 
-    def consider(self, choices: tuple[int, ...]) -> None:
+    def consider(self, assignment: tuple[int, ...]) -> None:
         """Consider a choice; the first of equal ones stays."""
-        value = self.objective(choices)
+        value = self.objective(assignment)
         if value < self.best:
-            self.best, self.choices = value, choices
+            self.best, self.assignment = value, assignment
 
     def learn(self, bound: float) -> None:
         """No choice costs less than ``bound``, or than the best one known."""

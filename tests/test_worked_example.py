@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.costs.cost_table import block_costs
+from autopar.costs.cost_table import unit_costs
 from autopar.costs.overlap import Overlaps
 from autopar.ir.graph import Ref
 from autopar.options.strategies import options_of
@@ -56,7 +56,7 @@ def test_options(program, section):
         on_tp = [str(placements[1]) for placements in (*option.inputs, *option.outputs)]
         cells = (option.labels[1], *on_tp, *map(us, pricer.operator_seconds(operator, option)))
         assert f"| {' | '.join(cells)} |" in section
-    assert best.choices.operators[LAYER, "linear_5"].labels == ("b.0", "n")
+    assert best.assignment.operators[LAYER, "linear_5"].labels == ("b.0", "n")
 
 
 def test_program(program, section):
@@ -69,7 +69,7 @@ def test_program(program, section):
 
 def test_prices(program, section):
     best, pricer = program.best, pricer_for(program.request, program.plan.mesh, 1)
-    operator, option = best.operators[LAYER, "linear_5"], best.choices.operators[LAYER, "linear_5"]
+    operator, option = best.operators[LAYER, "linear_5"], best.assignment.operators[LAYER, "linear_5"]
     meta = operator.inputs[0]
     device = pricer.cluster.device
     flops, moved = 2 * 2048 * 1024 * 1024, 10 * MIB
@@ -79,11 +79,11 @@ def test_prices(program, section):
     assert forward == times[0] and backward == pytest.approx(times[1] + times[2])
     memory = (moved / device.memory_bytes_per_second + device.memory_ramp_seconds) / device.memory_efficiency
     arithmetic = forward - device.kernel_launch_seconds
-    source, kept = best.choices.operators[LAYER, X.node].outputs[0], best.choices.tensors[LAYER, X]
+    source, kept = best.assignment.operators[LAYER, X.node].outputs[0], best.assignment.tensors[LAYER, X]
     reshard = pricer.reshard_seconds(source, kept, meta)
     hidden = Overlaps(best.graph, best.operators, pricer).seconds((LAYER, X), source, kept, is_kept=True)
     assert memory < arithmetic and hidden == pytest.approx(times[2])
-    stored, weight = best.choices.parameters[LAYER, WEIGHT], operator.inputs[1]
+    stored, weight = best.assignment.parameters[LAYER, WEIGHT], operator.inputs[1]
     assert [size / MIB for size in pricer.parameter_bytes(weight, stored)] == [6, 4, 8]
     per_step = (pricer.accumulation_seconds(weight, stored), pricer.sync_parts(weight, stored, 0)[1])
     per_step += (pricer.optimizer_seconds(weight, stored),)
@@ -95,7 +95,7 @@ def test_prices(program, section):
 def test_step(program, section):
     best, prediction = program.best, program.plan.prediction
     pricer = pricer_for(program.request, program.plan.mesh, 1)
-    costs = block_costs(best.graph, best.operators, pricer, best.choices)
+    costs = unit_costs(best.graph, best.operators, pricer, best.assignment)
     units = [costs[name].forward["forward compute"] for name in ("top 0", LAYER, "top 1")]
     assert prediction.seconds["forward compute"] == pytest.approx(units[0] + 4 * units[1] + units[2])
     layer = costs[LAYER]

@@ -1,1 +1,1 @@
-"""Seconds and bytes of options, blocks and stages; the only caller of `cost_models`."""
+"""Seconds and bytes of options, units and stages; the only caller of `cost_models`."""

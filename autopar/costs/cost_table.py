@@ -1,4 +1,4 @@
-"""What each block of the model costs under one set of choices: the table that predictions and pipelines are made of."""
+"""What each unit of the model costs under one assignment: the table that predictions and pipelines are made of."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.costs.block_costs import BlockCost
 from autopar.costs.evaluate import layer_costs
+from autopar.costs.layer_costs import LayerCost
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.ir.graph import Graph
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator
 
 
-def block_costs(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
-) -> dict[str, BlockCost]:
-    """The cost of every block, by name."""
-    activity = layer_costs(graph, operators, pricer, choices)
-    return combined(activity, stored_costs(graph, pricer, choices.parameters))
+def unit_costs(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
+) -> dict[str, LayerCost]:
+    """The cost of every unit, by name."""
+    calls = layer_costs(graph, operators, pricer, assignment)
+    return combined(calls, stored_costs(graph, pricer, assignment.parameters))
 
 
-def combined(costs: Mapping[str, BlockCost], stored: Mapping[str, StoredCost]) -> dict[str, BlockCost]:
-    """The cost of every block with its parameters."""
+def combined(costs: Mapping[str, LayerCost], stored: Mapping[str, StoredCost]) -> dict[str, LayerCost]:
+    """The cost of every unit with its parameters."""
     found = {}
     for name, cost in costs.items():
         own = stored.get(name, StoredCost())

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.lowering.lower import lower
 from autopar.lowering.passes import passes
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.fused import Fusion
 from autopar.options.strategies import Operator, scopes_of
 from codegen.idioms import with_idioms
@@ -54,14 +54,16 @@ class _OneStage:
     num_micro_batches: int = 1
 
 
-def emitted(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, choices: Choices, known: Known) -> Emitted:
+def emitted(
+    graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, assignment: Assignment, known: Known
+) -> Emitted:
     """The program of these decisions, after the passes that the pricer prices."""
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_data_ranks)) for _, f in _runs(graph, operators, pricer))
-    key = has_kernels, has_fp8, overlaps, pricer.mesh, pays, _signature(choices)
+    key = has_kernels, has_fp8, overlaps, pricer.mesh, pays, _signature(assignment)
     if key not in known:
-        program = lower(graph, operators, _OneStage(pricer.mesh), choices)
+        program = lower(graph, operators, _OneStage(pricer.mesh), assignment)
         for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
             program = rewrite(program)
         known[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
@@ -105,7 +107,7 @@ def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> li
     return [(name, fusion) for name, found in runs if found is not None for fusion in found.all]
 
 
-def _signature(choices: Choices) -> Hashable:
+def _signature(assignment: Assignment) -> Hashable:
     """Equal for decisions that place all tensors alike."""
-    calls = tuple((key, option.inputs, option.outputs) for key, option in choices.operators.items())
-    return calls, tuple(choices.tensors.items()), tuple(choices.parameters.items())
+    calls = tuple((key, option.inputs, option.outputs) for key, option in assignment.operators.items())
+    return calls, tuple(assignment.tensors.items()), tuple(assignment.parameters.items())

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from autopar.costs.block_costs import BlockCost, BusySeconds
 from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
 from autopar.costs.events import Moved, Ran, Reader, Unit
 from autopar.costs.kernels import KernelPricer
+from autopar.costs.layer_costs import ComputeSeconds, LayerCost
 from autopar.costs.liveness import Walk
 from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
@@ -22,7 +22,7 @@ from autopar.costs.saved import saved_tensors
 from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.placement import Placements
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Scope, scopes_of
 
 
@@ -30,27 +30,27 @@ def layer_costs(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
-    choices: Choices,
+    assignment: Assignment,
     known: Known | None = None,
-) -> dict[str, BlockCost]:
+) -> dict[str, LayerCost]:
     """What forward and backward do and keep, without parameters: it depends on the shape of one data-parallel rank's
     micro-batch, and not on how many such ranks there are. known: programs of the model that were made already."""
-    made = emitted(graph, operators, pricer, choices, {} if known is None else known)
-    return _Evaluation(made, graph, operators, pricer, choices).costs()
+    made = emitted(graph, operators, pricer, assignment, {} if known is None else known)
+    return _Evaluation(made, graph, operators, pricer, assignment).costs()
 
 
 def layer_seconds(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
-    choices: Choices,
+    assignment: Assignment,
     known: Known | None = None,
-) -> dict[str, BusySeconds]:
+) -> dict[str, ComputeSeconds]:
     """The seconds of every unit, as `layer_costs` has them, without counting any bytes."""
-    made = emitted(graph, operators, pricer, choices, {} if known is None else known)
-    costs = _Evaluation(made, graph, operators, pricer, choices).costs(with_bytes=False)
+    made = emitted(graph, operators, pricer, assignment, {} if known is None else known)
+    costs = _Evaluation(made, graph, operators, pricer, assignment).costs(with_bytes=False)
     return {
-        name: BusySeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.beside_seconds)
+        name: ComputeSeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.overlapped_seconds)
         for name, cost in costs.items()
     }
 
@@ -64,14 +64,14 @@ class _Evaluation:
         graph: Graph,
         operators: Mapping[tuple[str, str], Operator],
         pricer: Pricer,
-        choices: Choices,
+        assignment: Assignment,
     ) -> None:
-        self.made, self.graph, self.operators, self.choices = made, graph, operators, choices
+        self.made, self.graph, self.operators, self.assignment = made, graph, operators, assignment
         self.searched, self.pricer = pricer, priced(made.program, graph, operators, pricer)
         self.overlaps = Overlaps(graph, operators, pricer)
-        self.found: dict[str, BlockCost] = {name: BlockCost() for name in chain(graph)}
+        self.found: dict[str, LayerCost] = {name: LayerCost() for name in chain(graph)}
 
-    def costs(self, with_bytes: bool = True) -> dict[str, BlockCost]:
+    def costs(self, with_bytes: bool = True) -> dict[str, LayerCost]:
         """All units; without bytes there are only seconds, and no modes."""
         for scope in scopes_of(self.graph):
             units = self._units(scope, anew=with_bytes)
@@ -81,14 +81,14 @@ class _Evaluation:
                 self._bytes(scope, units)
             if scope.layer and with_bytes:
                 cost = self.found[scope.name]
-                cost.modes = recompute_modes(self.graph, self.operators, self.pricer, self.choices, scope, cost)
+                cost.modes = recompute_modes(self.graph, self.operators, self.pricer, self.assignment, scope, cost)
         return self.found
 
     def _units(self, scope: Scope, anew: bool) -> Mapping[str, Unit]:
         """What happens in the units of a scope. anew: with the calls of this graph, of which bytes need the sizes."""
         if anew or scope.name not in self.made.units:
             fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
-            own = self.operators, self.choices, fusions, segments(self.graph)
+            own = self.operators, self.assignment, fusions, segments(self.graph)
             before = () if scope.layer else self.made.program.whole_sums
             cls = dict(classes(self.made.program))[scope.name]
             self.made.units[scope.name] = Reader(scope, self.pricer.mesh, *own).units(cls, before)
@@ -97,28 +97,28 @@ class _Evaluation:
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 
-    def _seconds(self, scope: Scope, unit: Unit, cost: BlockCost) -> None:
+    def _seconds(self, scope: Scope, unit: Unit, cost: LayerCost) -> None:
         for key in unit.calls:
-            operator, option = self.operators[key], self.choices.operators[key]
+            operator, option = self.operators[key], self.assignment.operators[key]
             forward, backward = self.pricer.operator_seconds(operator, option)
             kinds = self.pricer.compute_kinds(operator)
             cost.forward[kinds[0]] += forward
             cost.backward[kinds[1]] += backward
             cost.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
-            cost.putting_off_seconds += self.pricer.putting_off_seconds(operator)
+            cost.deferring_seconds += self.pricer.deferring_seconds(operator)
         for event in unit.events:
             if isinstance(event, Moved):
                 self._move(scope, event, cost)
 
-    def _move(self, scope: Scope, move: Moved, cost: BlockCost) -> None:
+    def _move(self, scope: Scope, move: Moved, cost: LayerCost) -> None:
         meta, axes = scope.metas[move.ref], self.pricer.mesh.axes
-        readers = [self.operators[scope.name, name] for name in move.beside]
+        readers = [self.operators[scope.name, name] for name in move.overlapped]
         hidden = self.overlaps.hidden(meta, move.target, move.path[-1], readers) if readers else 0.0
         for index, step in enumerate(move.path):
             forward, backward = self.pricer.step_seconds(step, meta)
             kind = f"{step.backward} {axes[step.axis]}" if step.backward else "local resharding"
             if hidden and index == len(move.path) - 1:
-                cost.beside[kind] += hidden
+                cost.overlapped[kind] += hidden
                 backward -= hidden
             cost.forward[f"{step.forward} {axes[step.axis]}" if step.forward else "local resharding"] += forward
             cost.backward[kind] += backward
@@ -132,7 +132,7 @@ class _Evaluation:
         home = {call: name for name, unit in units.items() for _, call in unit.calls}
         kept = saved_tensors(scope.nodes, scope.metas, parameters)
         for node in scope.nodes:
-            operator, option = self.operators[scope.name, node.name], self.choices.operators[scope.name, node.name]
+            operator, option = self.operators[scope.name, node.name], self.assignment.operators[scope.name, node.name]
             saved = self.searched.saved_bytes(operator, option, kept.get(node.name, ()))
             if node.name in home:
                 self.found[home[node.name]].activation_bytes += saved

@@ -15,7 +15,7 @@ from autopar.costs.emitted import names_of
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.fused import Fusion
 from autopar.options.reshard import Step, steps
 from autopar.options.strategies import Operator, Option, Scope
@@ -52,8 +52,8 @@ class Ran:
 class Moved:
     """A reshard of `ref` by these steps.
 
-    name: of the variable that it assigns. beside: the linear layers, by their names in the graph, beside whose weight
-    gradients the sum of its backward runs.
+    name: of the variable that it assigns. overlapped: the linear layers, by their names in the graph, beside whose
+    weight gradients the sum of its backward runs.
     """
 
     ref: Ref
@@ -61,7 +61,7 @@ class Moved:
     target: Placements
     path: tuple[Step, ...]
     name: str
-    beside: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[tuple[str, Key], ...]:
@@ -99,12 +99,12 @@ class Reader:
         scope: Scope,
         mesh: Mesh,
         operators: Mapping[tuple[str, str], Operator],
-        choices: Choices,
+        assignment: Assignment,
         fusions: Mapping[tuple[str, str], Fusion],
         segments: Mapping[str, str],
     ) -> None:
         self.scope, self.mesh, self.segments = scope, mesh, segments
-        self.operators, self.choices, self.fusions = operators, choices, fusions
+        self.operators, self.assignment, self.fusions = operators, assignment, fusions
         self.stand_in: dict[str, Key] = {}
         self.done: set[str] = set()
 
@@ -112,7 +112,7 @@ class Reader:
         """The units of the class by name. before: statements that run ahead of its body."""
         body = (*before, *cls.body)
         flow = Flow.of(body, cls.outputs)
-        beside = {
+        overlapped = {
             flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
             for index, call in enumerate(body)
             if isinstance(call, Call) and call.target in OVERLAPPED
@@ -126,7 +126,7 @@ class Reader:
                 self._call(statement, unit)
             elif isinstance(statement, Reshard):
                 joins = previous == (statement.source.name, index - 1) and self._is_only_for(index, flow)
-                self._reshard(statement, unit, joins, beside.get(index, ()))
+                self._reshard(statement, unit, joins, overlapped.get(index, ()))
                 previous = statement.result.name, index
         self._end(found, body, homes, cls.outputs, flow)
         return found
@@ -165,7 +165,7 @@ class Reader:
                     self.done.add(name)
                     key = self.scope.name, name
                     held = self._names(call, name)
-                    unit.events.append(Ran(self.operators[key], self.choices.operators[key], not held, held))
+                    unit.events.append(Ran(self.operators[key], self.assignment.operators[key], not held, held))
                     unit.calls.append(key)
 
     def _names(self, call: Call, made: str) -> tuple[tuple[str, Key], ...]:
@@ -181,7 +181,7 @@ class Reader:
 
     def _fused(self, fusion: Fusion, call: Call) -> Iterator[Ran]:
         """A kernel's results, each with how what it is made of lies."""
-        scope, options = self.scope.name, self.choices.operators
+        scope, options = self.scope.name, self.assignment.operators
         lies = {Ref(node.name): options[scope, node.name].outputs[0] for node in fusion.nodes}
         members = {member.name: member for member in fusion.members}
         for ref, name in fusion.readers.items():
@@ -193,7 +193,7 @@ class Reader:
             option = replace(options[scope, node.name], inputs=inputs)
             yield Ran(operator, option, names=self._names(call, node.name))
 
-    def _reshard(self, statement: Reshard, unit: Unit, joins: bool, beside: tuple[str, ...]) -> None:
+    def _reshard(self, statement: Reshard, unit: Unit, joins: bool, overlapped: tuple[str, ...]) -> None:
         source, target = self.key(statement.source), self.key(statement.result)
         if source is None or target is None or source[0] != target[0] or source == target:
             return
@@ -202,7 +202,7 @@ class Reader:
         if isinstance(last, Moved) and (last.ref, last.target) == source:
             path, source = (*last.path, *path), (last.ref, last.source)
             unit.events.pop()
-        unit.events.append(Moved(*source, target[1], path, statement.result.name, beside))
+        unit.events.append(Moved(*source, target[1], path, statement.result.name, overlapped))
 
     @staticmethod
     def _is_only_for(index: int, flow: Flow) -> bool:

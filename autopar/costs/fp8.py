@@ -133,9 +133,9 @@ class Fp8Pricer(Pricer):
         """Deferrable seconds of a weight's gradient: 0 for a layer in fp8."""
         return 0.0 if self.is_fp8(operator, option) else super().weight_seconds(operator, option, whole_seconds)
 
-    def may_put_off(self, operator: Operator, option: Option) -> bool:
-        """Whether programs can put off the gradient of this call's weight: of products in e4m3 they do not."""
-        return not self.is_fp8(operator, option) and super().may_put_off(operator, option)
+    def may_defer(self, operator: Operator, option: Option) -> bool:
+        """Whether programs can defer the gradient of this call's weight: of products in e4m3 they do not."""
+        return not self.is_fp8(operator, option) and super().may_defer(operator, option)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Bytes (kept beside inputs and results, temporaries of the forward)."""

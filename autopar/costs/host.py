@@ -23,8 +23,8 @@ ACTION = 6.0
 LOSS = (20.0, 10.0)
 """Small kernels of cross-entropy in programs, forward and backward: about as many as codegen/runtime/cross_entropy.py
 calls, counted by reading."""
-PUT_OFF = 8.0
-"""The gradients of one linear call that are put off: its own autograd function, the queue, the sums by themselves."""
+DEFERRED = 8.0
+"""The gradients of one linear call that are deferred: its own autograd function, the queue, the sums by themselves."""
 
 
 def launch_seconds(cluster: Cluster) -> float:
@@ -34,9 +34,9 @@ def launch_seconds(cluster: Cluster) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a pipeline's positions share. action_seconds: that an action takes beside what its stage does. core_share:
-    Device.core_share; cores that a waiting position leaves, others use. carries: whether cores that compute also move
-    what is sent, so that a position loses the time of what it receives."""
+    """What pipeline ranks share. action_seconds: that an action takes beside what its stage does. core_share:
+    Device.core_share; cores that a waiting pipeline rank leaves, others use. carries: whether cores that compute also
+    move what is sent, so that a pipeline rank loses the time of what it receives."""
 
     action_seconds: float = 0.0
     core_share: float = 1.0

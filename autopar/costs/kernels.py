@@ -33,8 +33,8 @@ from autopar.options.strategies import Operator, Option, num_local
 from codegen.fusion.losses import ACCUMULATOR_BYTES
 from cost_models import compute
 
-HEAD = "linear and cross-entropy"
-HEAD_CALL = "kernels.linear_cross_entropy"
+LM_HEAD = "linear and cross-entropy"
+LM_HEAD_CALL = "kernels.linear_cross_entropy"
 
 Key = tuple[str, str]
 """Name of a call: (scope, call)."""
@@ -75,7 +75,7 @@ TERMS: Mapping[str, Terms] = {
     "bias and GELU": Terms(launches=(1, 2)),
     "GELU": Terms(on_cpu=True),
     "cross-entropy": Terms(needs_whole=True, launches=(3, 1)),
-    HEAD: Terms(on_cpu=True),
+    LM_HEAD: Terms(on_cpu=True),
 }
 """The terms by the pattern's name. In backward, partial sums of a weight's and a bias' gradient are added up;
 cross-entropy's forward adds up the losses and divides. GELU is torch's own call. Dropout's backward draws its mask
@@ -125,11 +125,11 @@ class KernelPricer(Pricer):
         if fusion is None:
             return super().operator_seconds(operator, option)
         is_last = operator.node.name == fusion.node.name
-        if fusion.name != HEAD:
+        if fusion.name != LM_HEAD:
             return self._traffic_seconds(fusion, operator, option)
         if is_last:
             return self._loss_seconds(fusion, operator, option)
-        return self._head_seconds(operator, option) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
+        return self._lm_head_seconds(operator, option) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
         """Deferrable seconds of a weight's gradient: 0 for an LM head whose weight gradient is made in its forward."""
@@ -159,23 +159,23 @@ class KernelPricer(Pricer):
             seconds.append(compute.seconds(work, self.cluster.device) * here / whole + more)
         return seconds[0], seconds[1] if gradients else 0.0
 
-    def _head_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+    def _lm_head_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """The layer: per chunk three products, with the sum of weight gradients; backward both gradients times a
         factor."""
-        head = self._head(operator.inputs[:2], option.inputs[:2])
-        c, h, v, e, a = head.chunk_rows, head.width, head.classes, head.element_bytes, head.sum_bytes
+        lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
+        c, h, v, e, a = lm_head.chunk_rows, lm_head.width, lm_head.classes, lm_head.element_bytes, lm_head.sum_bytes
         operands = (c * h + v * h + c * v) * e
         products = [((c, v, h), operands)]
-        products += [((c, h, v), operands)] if head.needs_x else []
-        products += [((v, h, c), (c * h + c * v) * e + 2 * v * h * a)] if head.needs_weight else []
+        products += [((c, h, v), operands)] if lm_head.needs_x else []
+        products += [((v, h, c), (c * h + c * v) * e + 2 * v * h * a)] if lm_head.needs_weight else []
         dtype, device = self.dtype_name(operator.node.outputs[0]), self.cluster.device
         works = (compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape) for shape, moved in products)
         chunk = sum(compute.seconds(work, device) for work in works)
         if len(products) == 1:
-            return head.num_chunks * chunk, 0.0
-        cleared = self.memory_seconds(v * h * a) if head.needs_weight else 0.0
-        scaled = self.memory_seconds(2 * head.x_bytes) + self.memory_seconds(head.sums_bytes / a * (a + e))
-        return head.num_chunks * chunk + cleared, scaled
+            return lm_head.num_chunks * chunk, 0.0
+        cleared = self.memory_seconds(v * h * a) if lm_head.needs_weight else 0.0
+        scaled = self.memory_seconds(2 * lm_head.x_bytes) + self.memory_seconds(lm_head.sums_bytes / a * (a + e))
+        return lm_head.num_chunks * chunk + cleared, scaled
 
     def _loss_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
         """The loss: per chunk its logits are read, and read and written as their gradient. Ranks that share the
@@ -199,9 +199,9 @@ class KernelPricer(Pricer):
         if fusion is None:
             return super().saved_bytes(operator, option, kept)
         scale = 1.0 + self.fragmentation
-        if fusion.name == HEAD:
+        if fusion.name == LM_HEAD:
             is_layer = base_name(operator.node.op) == "linear"
-            return self._head(operator.inputs[:2], option.inputs[:2]).kept_bytes * scale if is_layer else 0.0
+            return self._lm_head(operator.inputs[:2], option.inputs[:2]).kept_bytes * scale if is_layer else 0.0
         held, name = kept_by(fusion), operator.node.name
         own = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
         results = (Ref(name, index) for index in range(len(operator.node.outputs)))
@@ -211,14 +211,14 @@ class KernelPricer(Pricer):
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a fused call."""
-        if operator.node.op != HEAD_CALL:
+        if operator.node.op != LM_HEAD_CALL:
             return 0.0, 0.0
-        head = self._head(operator.inputs[:2], option.inputs[:2])
+        lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
         # On a CPU softmax's numerator is made beside the logits, in two fp32 temporaries.
-        width = head.element_bytes + (8 if is_cpu(self.cluster) else 0)
-        return head.kept_bytes, float(head.chunk_rows * head.classes * width)
+        width = lm_head.element_bytes + (8 if is_cpu(self.cluster) else 0)
+        return lm_head.kept_bytes, float(lm_head.chunk_rows * lm_head.classes * width)
 
-    def _head(self, metas: tuple[TensorMeta, ...], lie: tuple[Placements, ...]) -> _Head:
+    def _lm_head(self, metas: tuple[TensorMeta, ...], lie: tuple[Placements, ...]) -> _LMHead:
         (x, weight), (x_lies, weight_lies) = metas, lie
         classes, width = num_local_dim(weight, weight_lies, self.mesh, 0 - len(weight.shape)), x.shape[-1]
         x_elements = num_local(x, x_lies, self.mesh)
@@ -226,7 +226,7 @@ class KernelPricer(Pricer):
         size = x.dtype.itemsize
         wide = ACCUMULATOR_BYTES[str(x.dtype).removeprefix("torch.")]
         own = count, chunk_rows, width, classes, size, wide, x.requires_grad, weight.requires_grad
-        return _Head(*own, float(x_elements * size), float(classes * width * wide))
+        return _LMHead(*own, float(x_elements * size), float(classes * width * wide))
 
     def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
         """How the kernel cuts the rows: (number of chunks, rows of one)."""
@@ -237,7 +237,7 @@ class KernelPricer(Pricer):
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _LMHead:
     """Sizes of a linear layer with its loss on one rank. element_bytes, sum_bytes: of an element of x and weight, and
     of the summed weight gradient; x_bytes, sums_bytes: of all of them."""
 

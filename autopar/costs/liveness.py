@@ -1,4 +1,4 @@
-"""What is alive while one block runs forward and backward, operator by operator, on one rank.
+"""What is alive while one unit runs forward and backward, operator by operator, on one rank.
 
 Generated code holds the results of a function's calls in local variables until it returns, and autograd holds what it
 keeps until the backward of the call that is first to keep it. Backward, calls go in reverse: a call's gradients in are
@@ -33,13 +33,14 @@ CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Bytes while a block runs, counted from what blocks before it keep.
+    """Bytes while a unit runs, counted from what units before it keep.
 
     kept: for the backward. loose: results that nothing keeps, held until the forward returns. forward: at the
     forward's end and peak. again: of a forward that runs again in backward, as far as the last tensor that is kept.
-    backward: at the backward's peak; waiting: the same if gradients of parameters stay; split: if those of linear
-    layers are put off, which then hold deferred bytes until they are made. weight: the largest gradient of a parameter.
-    entering, leaving: gradients of what the block reads and of what it makes.
+    backward: at the backward's peak; waiting: the same if gradients of parameters stay; deferring: if those of linear
+    layers are deferred, which then hold deferred bytes until they are made. weight: the largest gradient of a
+    parameter.
+    entering, leaving: gradients of what the unit reads and of what it makes.
     """
 
     kept: float = 0.0
@@ -48,7 +49,7 @@ class Liveness:
     again: float = 0.0
     backward: float = 0.0
     waiting: float = 0.0
-    split: float = 0.0
+    deferring: float = 0.0
     deferred: float = 0.0
     weight: float = 0.0
     entering: float = 0.0
@@ -196,11 +197,11 @@ class Walk:
         loose, peak, again = self._forward()
         backward, _, entering = self._backward()
         waiting, _, _ = self._backward(waits=True)
-        split, deferred, _ = self._backward(defers=True)
+        deferring, deferred, _ = self._backward(defers=True)
         weight = max((size for ran in self.ran for size in self._weights(ran)), default=0.0)
         leaving = sum(self._bytes(self.scope.metas[r], p) for r, p in self.ends if self.scope.metas[r].requires_grad)
         return Liveness(
-            self.kept_bytes, loose, peak, again, backward, waiting, split, deferred, weight, entering, leaving
+            self.kept_bytes, loose, peak, again, backward, waiting, deferring, deferred, weight, entering, leaving
         )
 
     def _forward(self) -> tuple[float, float, float]:
@@ -299,10 +300,10 @@ class Walk:
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _backward(self, waits: bool = False, defers: bool = False) -> tuple[float, float, float]:
-        """(peak, what is put off, gradients of the block's inputs). waits: parameters' gradients stay."""
+        """(peak, what is deferred, gradients of the unit's inputs). waits: parameters' gradients stay."""
         gradients = _Gradients()
         kept, left = self.kept_bytes, 0.0
-        put_off, tasks = set[Key](), set[int]()
+        deferred_keys, tasks = set[Key](), set[int]()
         for ref, placements in self.ends:
             if self.scope.metas[ref].requires_grad:
                 gradients.add((ref, placements), gradients.new(self._bytes(self.scope.metas[ref], placements)))
@@ -319,7 +320,7 @@ class Walk:
                 present = [gradients.new(0.0)] if any(meta.requires_grad for meta in node.outputs) else []
             if not present:
                 continue
-            is_linear = defers and self.pricer.may_put_off(event.operator, option)
+            is_linear = defers and self.pricer.may_defer(event.operator, option)
             weights = [] if is_linear else self._weights(event)
             found = self._inputs_backward(event, present[0], gradients)
             temporary = self._backward_temporary(event)
@@ -327,7 +328,7 @@ class Walk:
             stays += sum(weights) if waits else 0.0
             if is_linear:
                 position = DEFERRABLE[base_name(node.op)] - 1  # of x, which the weight's gradient needs
-                put_off.add(self._root(node.inputs[position], option.inputs[position]))
+                deferred_keys.add(self._root(node.inputs[position], option.inputs[position]))
                 for number in present:
                     gradients.hold(number)
                     tasks.add(number)
@@ -337,7 +338,7 @@ class Walk:
                 if key in gradients.of:
                     gradients.drop(gradients.of.pop(key))
             for storage, size in self.kept[event.name]:
-                if storage in put_off:
+                if storage in deferred_keys:
                     left += size
                 else:
                     kept -= size

@@ -58,13 +58,13 @@ class Overlaps:
 
     def hidden(self, meta: TensorMeta, target: Placements, last: Step, readers: Iterable[Operator]) -> float:
         """Hidden seconds of a reshard to `target` whose last step's sum runs beside these layers' gradients."""
-        beside = 0.0
+        covering = 0.0
         for reader in readers:
             key = reader.scope, reader.node.name, target
             if key not in self._seconds:
                 self._seconds[key] = self._weight_seconds(reader, meta, target)
-            beside += self._seconds[key]
-        return self._pricer.hidden_seconds(last, meta, beside)
+            covering += self._seconds[key]
+        return self._pricer.hidden_seconds(last, meta, covering)
 
     def reshard_matrix(
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False

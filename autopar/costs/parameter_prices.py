@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.costs import host
-from autopar.costs.coding import Wire, can_compress, coding_bytes, wire_of
+from autopar.costs.quantised_collectives import SentBytes, can_compress, quantising_bytes, sent_bytes_of
 from autopar.costs.rates import Rates, is_cpu
 from autopar.ir.graph import TensorMeta
 from autopar.ir.placement import Stored
@@ -20,9 +20,11 @@ class ParameterPrices(Rates):
     def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
         """What one parameter takes per step beside the calls that use it: traffic that is not hidden, sums, update."""
         per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
-        coding_per_micro, coding_per_step = self.coding_parts(meta, stored, unit_bytes)
-        per_micro += self.accumulation_seconds(meta, stored) + self.rounding_seconds(meta, stored) + coding_per_micro
-        per_step += coding_per_step
+        quantising_per_micro, quantising_per_step = self.quantising_parts(meta, stored, unit_bytes)
+        per_micro += (
+            self.accumulation_seconds(meta, stored) + self.rounding_seconds(meta, stored) + quantising_per_micro
+        )
+        per_step += quantising_per_step
         return per_micro * self.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
 
     def sync_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
@@ -45,9 +47,9 @@ class ParameterPrices(Rates):
         if stored.zero:
             axis = self.mesh.axes.index("dp")
             size = self.mesh.sizes[axis]
-            wire = self.wire(meta, stored)
-            reduces = shared("all_to_all" if wire.reduce_code else "reduce_scatter", axis, local * wire.reduce)
-            gathers = shared("all_gather", axis, local * wire.gather)
+            sent = self.sent(meta, stored)
+            reduces = shared("all_to_all" if sent.reduce_code else "reduce_scatter", axis, local * sent.reduce)
+            gathers = shared("all_gather", axis, local * sent.gather)
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
@@ -58,13 +60,13 @@ class ParameterPrices(Rates):
         exposed = 1.0 - self.hidden_fraction
         return per_micro * exposed, per_step * exposed
 
-    def wire(self, meta: TensorMeta, stored: Stored) -> Wire:
+    def sent(self, meta: TensorMeta, stored: Stored) -> SentBytes:
         """Bytes per element that ZeRO's collectives of one parameter move."""
         training = self.training
         size = self.zero_size(stored)
-        return wire_of(training.compression, meta, size, training.compute_bytes, training.gradient_bytes)
+        return sent_bytes_of(training.compression, meta, size, training.compute_bytes, training.gradient_bytes)
 
-    def coding_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
+    def quantising_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
         """Quantising and dequantising of compressed collectives, which nothing hides, in the parts of `sync_parts`."""
         training, size = self.training, self.zero_size(stored)
         if not (training.compression and stored.zero and meta.requires_grad):
@@ -74,7 +76,7 @@ class ParameterPrices(Rates):
         elements = num_local(meta, stored.placements, self.mesh) * share
         gathers, reduces = (
             self.memory_seconds(elements * moved) / share
-            for moved in coding_bytes(self.wire(meta, stored), size, *widths, self.cluster.device)
+            for moved in quantising_bytes(self.sent(meta, stored), size, *widths, self.cluster.device)
         )
         if stored.zero == 3:
             return reduces + 2 * gathers, 0.0
@@ -177,10 +179,10 @@ class ParameterPrices(Rates):
         """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""
         if stored.zero < 2 or not meta.requires_grad:
             return 0.0
-        wire = self.wire(meta, stored)
-        width = self.training.gradient_bytes + (wire.reduce if wire.reduce_code else 0)
+        sent = self.sent(meta, stored)
+        width = self.training.gradient_bytes + (sent.reduce if sent.reduce_code else 0)
         if stored.zero == 3:
-            width += self.training.compute_bytes + (wire.gather if wire.gather_code else 0)
+            width += self.training.compute_bytes + (sent.gather if sent.gather_code else 0)
         return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
 
     def zero_size(self, stored: Stored) -> int:

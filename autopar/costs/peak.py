@@ -1,7 +1,7 @@
 """The most that one rank holds of a stage's activations, gradients on their way and gathered parameters.
 
-A stage runs its blocks in order and back. While a block runs, everything that blocks before it keep is alive; while it
-runs backward, what later blocks kept is gone, but their gradients may wait in buckets for the rest of theirs
+A stage runs its units in order and back. While a unit runs, everything that units before it keep is alive; while it
+runs backward, what later units kept is gone, but their gradients may wait in buckets for the rest of theirs
 (`codegen/runtime/zero.py`: a bucket is reduced when its last gradient is there).
 """
 
@@ -28,7 +28,7 @@ class Slot:
     buckets are cut. gradient: as autograd makes it; waiting: the same where it stays until its bucket is complete;
     line: in the buffer that is then reduced; arriving: where the sum arrives, if it is added later; gathered: of the
     whole parameter under ZeRO-3.
-    updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the block that
+    updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the unit that
     uses the parameter last. sent: of the line while it is summed, if not the line itself.
     """
 
@@ -60,9 +60,9 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
     line = local * training.gradient_bytes
     partial_sum = line / size if training.num_micro_batches > 1 else 0.0
     gradient = local * meta.dtype.itemsize * scale
-    wire = pricer.wire(meta, stored)
+    sent = pricer.sent(meta, stored)
     # A compressed message is made beside the line, which is then free; another one arrives.
-    message = local * wire.reduce * scale if wire.reduce_code else 0.0
+    message = local * sent.reduce * scale if sent.reduce_code else 0.0
     shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
     return Slot(
         (stored.zero, shards, meta.dtype),
@@ -81,7 +81,7 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One block of a stage: per micro-batch kept bytes, what is alive beside, its parameters. is_layer: whether it is a
+    """One unit of a stage: per micro-batch kept bytes, what is alive beside, its parameters. is_layer: whether it is a
     layer, and not calls between layers."""
 
     name: str
@@ -100,7 +100,7 @@ class Peaks:
     kept: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
-    split: float = 0.0
+    deferring: float = 0.0
     deferred: float = 0.0
     weight: float = 0.0
     updated: float = 0.0
@@ -108,7 +108,7 @@ class Peaks:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are reduced together. missing: blocks that have yet to give theirs."""
+    """Gradients that are reduced together. missing: units that have yet to give theirs."""
 
     waiting: dict[int, float] = field(default_factory=dict)
     line: float = 0.0
@@ -116,24 +116,24 @@ class _Bucket:
     num_bytes: float = 0.0
 
 
-def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
-    """The peaks of a stage whose blocks, in order, are these. received_bytes, sent_bytes: of what crosses its borders
+def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
+    """The peaks of a stage whose units, in order, are these. received_bytes, sent_bytes: of what crosses its boundaries
     per micro-batch: while an action runs, what the next one waits for is on its way."""
-    gathered = [sum(slot.gathered for slot in life.slots) if life.is_layer else 0.0 for life in blocks]
-    root = sum(slot.gathered for life in blocks if not life.is_layer for slot in life.slots)
+    gathered = [sum(slot.gathered for slot in life.slots) if life.is_layer else 0.0 for life in units]
+    root = sum(slot.gathered for life in units if not life.is_layer for slot in life.slots)
     forward = before = loose = 0.0
-    for index, life in enumerate(blocks):
+    for index, life in enumerate(units):
         ahead = sum(gathered[index : index + 2])
         forward = max(forward, before + loose + life.live.forward + ahead + root)
         before += life.kept
         loose += 0.0 if life.is_layer else life.live.loose
     forward = max(forward, before + loose + root)
     forward += sent_bytes
-    held = _held(blocks)
-    reductions = _reductions(blocks)
-    backward = split = 0.0
-    for index in reversed(range(len(blocks))):
-        life = blocks[index]
+    held = _held(units)
+    reductions = _reductions(units)
+    backward = deferring = 0.0
+    for index in reversed(range(len(units))):
+        life = units[index]
         before -= life.kept
         beside = before + held[index] + root + sum(gathered[max(index - 1, 0) : index + 1])
         if index and not life.is_layer:
@@ -141,64 +141,66 @@ def peaks(blocks: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float
         during, after, waits = reductions[index]
         own = life.live.waiting if waits else life.live.backward
         backward = max(backward, beside + own + during, beside + life.live.entering + after)
-        put_off = sum(later.live.deferred for later in blocks[index + 1 :])
-        split = max(split, beside + life.live.split + put_off + during, beside + life.live.entering + after + put_off)
-    slots = [slot for life in blocks for slot in life.slots]
+        deferred = sum(later.live.deferred for later in units[index + 1 :])
+        deferring = max(
+            deferring, beside + life.live.deferring + deferred + during, beside + life.live.entering + after + deferred
+        )
+    slots = [slot for life in units for slot in life.slots]
     return Peaks(
-        sum(life.kept for life in blocks) + sent_bytes,
+        sum(life.kept for life in units) + sent_bytes,
         forward,
         backward + received_bytes,
-        split + received_bytes,
-        sum(life.live.deferred for life in blocks),
-        max((life.live.weight for life in blocks), default=0.0),
+        deferring + received_bytes,
+        sum(life.live.deferred for life in units),
+        max((life.live.weight for life in units), default=0.0),
         sum(slot.updated for slot in slots if slot.is_updated_together)
         + max((slot.updated for slot in slots if not slot.is_updated_together), default=0.0),
     )
 
 
-def _held(blocks: Sequence[Life]) -> list[float]:
-    """For each block, bytes of gradients of parameters that a later block uses too, which autograd adds up first."""
-    held = [0.0] * len(blocks)
-    for first, life in enumerate(blocks):
+def _held(units: Sequence[Life]) -> list[float]:
+    """For each unit, bytes of gradients of parameters that a later unit uses too, which autograd adds up first."""
+    held = [0.0] * len(units)
+    for first, life in enumerate(units):
         for slot in life.slots:
-            later = [i for i, other in enumerate(blocks) if other.name == slot.last_reader and i > first]
+            later = [i for i, other in enumerate(units) if other.name == slot.last_reader and i > first]
             for index in range(first, later[-1] if later and slot.last_reader != life.name else first):
                 held[index] += slot.gradient
     return held
 
 
-def _reductions(blocks: Sequence[Life]) -> list[tuple[float, float, bool]]:
-    """For each block, bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether
+def _reductions(units: Sequence[Life]) -> list[tuple[float, float, bool]]:
+    """For each unit, bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether
     its own gradients wait."""
-    buckets = _buckets(blocks)
+    buckets = _buckets(units)
     lines: list[float] = []
     found: list[tuple[float, float, bool]] = []
-    for index in reversed(range(len(blocks))):
-        earlier = sum(size for b in buckets for block, size in b.waiting.items() if block > index)
+    for index in reversed(range(len(units))):
+        earlier = sum(size for b in buckets for unit, size in b.waiting.items() if unit > index)
         own = sum(b.waiting.get(index, 0.0) for b in buckets)
         during = earlier + sum(lines)
         after = during + own
         for bucket in [b for b in buckets if min(b.waiting, default=index) >= index]:
             after = max(after, earlier + own + sum(lines) + bucket.line)
-            earlier -= sum(size for block, size in bucket.waiting.items() if block > index)
+            earlier -= sum(size for unit, size in bucket.waiting.items() if unit > index)
             own -= bucket.waiting.get(index, 0.0)
             lines = [*lines, bucket.under_way][-IN_FLIGHT:] if bucket.line else lines
             after = max(after, earlier + own + sum(lines))
             buckets.remove(bucket)
-        found.append((during, after, any(slot.waiting for slot in blocks[index].slots)))
+        found.append((during, after, any(slot.waiting for slot in units[index].slots)))
     return found[::-1]
 
 
-def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
+def _buckets(units: Sequence[Life]) -> list[_Bucket]:
     """The buckets as zero.py makes them: from the last layer to the first, then the rest; under ZeRO-3 per layer."""
-    layers = [i for i in reversed(range(len(blocks))) if blocks[i].is_layer]
-    tops = [i for i in range(len(blocks)) if not blocks[i].is_layer]
+    layers = [i for i in reversed(range(len(units))) if units[i].is_layer]
+    tops = [i for i in range(len(units)) if not units[i].is_layer]
     done: list[_Bucket] = []
     open_: dict[tuple[object, ...], _Bucket] = {}
     for index in (*layers, *tops):
-        for slot in blocks[index].slots:
+        for slot in units[index].slots:
             is_unit = slot.gathered > 0
-            key = (*slot.key, index if blocks[index].is_layer else -1) if is_unit else slot.key
+            key = (*slot.key, index if units[index].is_layer else -1) if is_unit else slot.key
             bucket = open_.setdefault(key, _Bucket())
             bucket.waiting[index] = bucket.waiting.get(index, 0.0) + slot.waiting
             bucket.line += slot.line
@@ -210,7 +212,7 @@ def _buckets(blocks: Sequence[Life]) -> list[_Bucket]:
 
 
 Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
-"""(kind of an action, its stage, (stage, micro-batches held, put off) of the pipeline rank's stages) while it runs."""
+"""(kind of an action, its stage, (stage, micro-batches held, deferred) of the pipeline rank's stages) while it runs."""
 
 
 def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
@@ -218,16 +220,16 @@ def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[flo
     most, best = 0.0, -1.0
     # W: autograd copies the gradient that it is given.
     running = {
-        s: {"F": own.forward, "B": own.backward, "I": own.split, "W": 2 * own.weight} for s, own in stages.items()
+        s: {"F": own.forward, "B": own.backward, "I": own.deferring, "W": 2 * own.weight} for s, own in stages.items()
     }
     waiting = {s: (own.kept, own.deferred) for s, own in stages.items()}
     for kind, stage, counts in states:
         others = 0.0
-        for s, held, put_off in counts:
+        for s, held, num_deferred in counts:
             kept, deferred = waiting[s]
-            others += kept * held + deferred * put_off
+            others += kept * held + deferred * num_deferred
         total = others + running[stage][kind]
         if total > best:
-            # W's micro-batch is counted among those put off.
+            # W's micro-batch is counted among those deferred.
             most, best = others + (0.0 if kind == "W" else waiting[stage][0]), total
     return min(most, best), best

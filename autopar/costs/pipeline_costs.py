@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.costs.block_costs import FIXED_KINDS, BlockCost
-from autopar.costs.borders import hop_seconds, second_copies, shared_parameters, tie_costs
 from autopar.costs.host import host_of
+from autopar.costs.layer_costs import FIXED_KINDS, LayerCost
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
+from autopar.costs.stage_boundaries import hop_seconds, second_copies, tied_costs, tied_parameters
 from autopar.costs.stage_costs import SecondCopy, Simulated, StageCost, TiedParameter, rank_bytes, simulated, stage_cost
 from autopar.ir.chain import chain
 from autopar.ir.graph import Graph, layer_names
 from autopar.ir.placement import Stored
 from autopar.ir.plan_data import Pipeline, StagePlan
-from autopar.ir.seats import Seat
+from autopar.ir.stage_mesh import StageMesh
 from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
@@ -31,30 +31,31 @@ class ChainCosts:
     """What every unit of a model's chain costs on one stage mesh.
 
     graph: of the model, with any number of rows. pricer: on the stage mesh, for as many micro-batches as the pipeline
-    has. parameters: as they are stored there. costs: of the units, by name. border_bytes: of one rank per micro-batch,
-    at the border before each unit. group: of the cluster's groups of equal nodes, in which the stage mesh lies.
+    has. parameters: as they are stored there. costs: of the units, by name. boundary_bytes: of one rank per
+    micro-batch, at the boundary before each unit. group: of the cluster's groups of equal nodes, in which the stage
+    mesh lies.
     """
 
     graph: Graph
     pricer: Pricer
     parameters: Mapping[tuple[str, str], Stored]
-    costs: Mapping[str, BlockCost]
-    border_bytes: tuple[float, ...]
+    costs: Mapping[str, LayerCost]
+    boundary_bytes: tuple[float, ...]
     group: int = 0
 
     @property
-    def stage_mesh(self) -> Seat:
+    def stage_mesh(self) -> StageMesh:
         """The mesh, and the group of nodes that it lies in."""
-        return Seat(self.pricer.mesh, self.group)
+        return StageMesh(self.pricer.mesh, self.group)
 
     @cached_property
     def copies(self) -> tuple[SecondCopy, ...]:
         """The buffers of parameters that two units read, in the stage of the second."""
         return second_copies(self.graph, self.pricer, self.parameters)
 
-    def ties(self, pp: int) -> Mapping[str, tuple[tuple[float, float, float], float]]:
-        """`tie_costs` of the same parameters in a pipeline of `pp` ranks."""
-        return tie_costs(self.graph, self.pricer, self.parameters, pp)
+    def tied(self, pp: int) -> Mapping[str, tuple[tuple[float, float, float], float]]:
+        """`tied_costs` of the same parameters in a pipeline of `pp` ranks."""
+        return tied_costs(self.graph, self.pricer, self.parameters, pp)
 
     @property
     def workspace_bytes(self) -> float:
@@ -63,11 +64,11 @@ class ChainCosts:
 
     def sent_bytes(self, stage: StagePlan) -> float:
         """Of one rank of a stage per micro-batch to the next stage, 0 behind the last."""
-        return self.border_bytes[stage.last] if stage.last < len(self.border_bytes) else 0.0
+        return self.boundary_bytes[stage.last] if stage.last < len(self.boundary_bytes) else 0.0
 
     def received_bytes(self, stage: StagePlan) -> float:
         """Of one rank of a stage per micro-batch from the stage before it."""
-        return self.border_bytes[stage.first] if stage.first else 0.0
+        return self.boundary_bytes[stage.first] if stage.first else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,9 @@ def pipeline_costs(ranks: Sequence[ChainCosts], pipeline: Pipeline, cluster: Any
     graph = ranks[0].graph
     stages = pipeline.stages or (StagePlan(0, len(chain(graph))),)
     pipeline = replace(pipeline, stages=stages)
-    home = placement(pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks)
+    home = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks)
     of_stage = [ranks[rank] for rank in home]
-    tied = _tied(of_stage, stages, pipeline.num_positions)
+    tied = _tied(of_stage, stages, pipeline.num_pipeline_ranks)
     return PipelineCosts(pipeline, cluster, tuple(ranks), _stage_costs(of_stage, stages), home, tied)
 
 
@@ -156,10 +157,10 @@ def _tied(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], pp: int) 
     """Parameters that two units read, as the stage of the second has them."""
     holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
     found = []
-    for name, (first, last) in shared_parameters(of_stage[0].graph).items():
-        tie = of_stage[holder[last]].ties(pp).get(name)
-        if tie is not None:
-            sizes, seconds = tie
+    for name, (first, last) in tied_parameters(of_stage[0].graph).items():
+        pair = of_stage[holder[last]].tied(pp).get(name)
+        if pair is not None:
+            sizes, seconds = pair
             fixed = dict(zip(FIXED_KINDS, sizes, strict=True))
             found.append(TiedParameter(holder[first], holder[last], fixed, seconds))
     return tuple(found)

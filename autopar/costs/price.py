@@ -66,7 +66,7 @@ class Pricer(Contractions, ParameterPrices):
         return self.memory_seconds(forward) + inner, self.memory_seconds(backward) if num_grads else 0.0
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """The part of a linear layer's backward that makes its weight's gradient, which may be put off.
+        """The part of a linear layer's backward that makes its weight's gradient, which may be deferred.
 
         whole_seconds: forward and backward of the call (`operator_seconds`).
         """
@@ -76,9 +76,9 @@ class Pricer(Contractions, ParameterPrices):
         forward_and_input = self.operator_seconds(_frozen(operator, position - 1), option)
         return whole_seconds - sum(forward_and_input)
 
-    def putting_off_seconds(self, operator: Operator) -> float:
-        """What it takes beside that to put them off."""
-        return host.PUT_OFF * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
+    def deferring_seconds(self, operator: Operator) -> float:
+        """What it takes beside that to defer them."""
+        return host.DEFERRED * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
 
     def _inner_seconds(self, operator: Operator, option: Option) -> float:
         """Collectives inside a lowering: cross-entropy over a sharded vocabulary reduces three numbers a token."""
@@ -122,8 +122,8 @@ class Pricer(Contractions, ParameterPrices):
         """Bytes of the product of a matmul whose result is another tensor (see fp8.py); 0 for all others."""
         return 0.0
 
-    def may_put_off(self, operator: Operator, option: Option) -> bool:
-        """Whether programs can put off the gradient of this call's weight."""
+    def may_defer(self, operator: Operator, option: Option) -> bool:
+        """Whether programs can defer the gradient of this call's weight."""
         return base_name(operator.node.op) in DEFERRABLE
 
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:

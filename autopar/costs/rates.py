@@ -35,7 +35,7 @@ class Training:
     master_bytes: of a weight as computed with, and of a separate fp32 copy (0 if the weight itself is fp32).
     gradient_bytes: as accumulated and reduced. offload: "optimizer": state and separate masters live in host memory,
     and the host updates them; "parameters": under ZeRO-3 the shards of the parameters too. compression: of ZeRO's
-    collectives (coding.py).
+    collectives (quantised_collectives.py).
     """
 
     num_micro_batches: int = 1
@@ -130,16 +130,16 @@ class Rates:
             self._matrices[key] = (small * np.where(cut, 1 + TIE, 1.0))[np.ix_(index_s, index_t)]
         return self._matrices[key]
 
-    def hidden_seconds(self, last: Step, meta: TensorMeta, beside_seconds: float) -> float:
+    def hidden_seconds(self, last: Step, meta: TensorMeta, covering_seconds: float) -> float:
         """The part of a reshard's seconds in which the sum over ranks of its backward runs beside weight gradients.
 
-        beside_seconds: of these. last: its last step, which alone makes what their layers read, and so alone sums what
-        they give.
+        covering_seconds: of these. last: its last step, which alone makes what their layers read, and so alone sums
+        what they give.
         """
         if not meta.requires_grad or last.target.kind != "Rp" or last.backward is None:
             return 0.0
         seconds = self.collective_seconds(last.backward, last.axis, meta.num_bytes * last.fraction)
-        return min(seconds, self.overlap_share * beside_seconds)
+        return min(seconds, self.overlap_share * covering_seconds)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """A memory-bound kernel that moves num_bytes."""

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.block_costs import BlockCost, Mode
+from autopar.costs.layer_costs import LayerCost, Mode
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
 from autopar.ir.graph import ATTENTION, MATMULS, Graph, LayerRun, Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Scope, num_local
 
 
@@ -47,25 +47,25 @@ def recompute_modes(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
-    choices: Choices,
+    assignment: Assignment,
     scope: Scope,
-    block: BlockCost,
+    unit: LayerCost,
 ) -> dict[str, Mode]:
-    """The modes of a class of layers that keep less than everything, and "none". block: with all but its modes."""
-    kept, live = _kept(graph, operators, pricer, choices, scope), block.live
+    """The modes of a class of layers that keep less than everything, and "none". unit: with all but its modes."""
+    kept, live = _kept(graph, operators, pricer, assignment, scope), unit.live
     again = _repeated(live)
     fetched = _fetched(again, live.kept)
     # The host holds everything; while a layer runs backward, its own and the next one's are back.
     copied = live.kept / pricer.cluster.device.host_link_bytes_per_second
-    late = max(copied - block.forward_seconds, 0.0) + max(copied - block.backward_seconds, 0.0)
+    late = max(copied - unit.forward_seconds, 0.0) + max(copied - unit.backward_seconds, 0.0)
     modes = {
-        "none": Mode(0.0, live.kept, block.transient_bytes, live),
+        "none": Mode(0.0, live.kept, unit.transient_bytes, live),
         "offload": Mode(late, 0.0, max(fetched.forward, fetched.waiting), fetched),
     }
     beside = kept.parts + kept.products, kept.parts + kept.largest
     for name, num_bytes, (once, repeated), seconds in (
-        ("selective", kept.inputs + kept.results, beside, block.forward_seconds - kept.costly_seconds),
-        ("full", kept.inputs, (0.0, 0.0), block.forward_seconds),
+        ("selective", kept.inputs + kept.results, beside, unit.forward_seconds - kept.costly_seconds),
+        ("full", kept.inputs, (0.0, 0.0), unit.forward_seconds),
     ):
         if num_bytes < live.kept:
             alive = replace(_fetched(again, repeated), forward=again.forward + once)
@@ -75,19 +75,19 @@ def recompute_modes(
 
 
 def _kept(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices, scope: Scope
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment, scope: Scope
 ) -> _Kept:
     runs = [piece for piece in graph.body if isinstance(piece, LayerRun) and piece.layer.name == scope.name]
     carried = {position for run in runs for position, _ in run.carried}
     inputs = sum(
-        _local_bytes(pricer, meta, choices.tensors[scope.name, Ref(name)])
+        _local_bytes(pricer, meta, assignment.tensors[scope.name, Ref(name)])
         for position, (name, meta) in enumerate(scope.layer.inputs if scope.layer else ())
         if position in carried
     )
     results, parts, costly, products = 0.0, 0.0, 0.0, [0.0]
     for node in scope.nodes:
         if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
-            operator, option = operators[scope.name, node.name], choices.operators[scope.name, node.name]
+            operator, option = operators[scope.name, node.name], assignment.operators[scope.name, node.name]
             call = pricer.context_call(operator, option)
             num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
             # Of attention over several blocks of keys, the results of all of them are kept, and merged again.
@@ -113,7 +113,7 @@ def _repeated(live: Liveness) -> Liveness:
         live,
         backward=max(live.backward, repeated),
         waiting=max(live.waiting, repeated),
-        split=max(live.split, repeated),
+        deferring=max(live.deferring, repeated),
     )
 
 
@@ -123,7 +123,7 @@ def _fetched(live: Liveness, num_bytes: float) -> Liveness:
         live,
         backward=live.backward + num_bytes,
         waiting=live.waiting + num_bytes,
-        split=live.split + num_bytes,
+        deferring=live.deferring + num_bytes,
     )
 
 

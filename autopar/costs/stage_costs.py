@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from autopar.costs.block_costs import FETCHING, HIDDEN, RECOMPUTATION, BlockCost
 from autopar.costs.host import OWN_CORES, Host
+from autopar.costs.layer_costs import FETCHING, HIDDEN, RECOMPUTATION, LayerCost
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
-from cost_models.schedule import Shape, StageTimes, Timeline, orders, placement, simulate
+from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
 
 BUBBLE = "pipeline bubble"
 ACTIONS = "pipeline actions"
-PUTTING_OFF = "weight gradients put off"
+DEFERRING = "deferring weight gradients"
 ROUND_OFF = 1e-9
 """Share of a step that is no bubble but the sum's round-off."""
 
@@ -25,9 +25,9 @@ class StageCost:
     """One stage on one of its ranks.
 
     micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
-    micro-batch; weight is the part of backward that can be put off, putting_off what schedules that do so take more.
-    fixed: bytes that stay, by kind. peaks: of the rest. beside: seconds by kind of sums beside weight gradients, which
-    are not in micro and backward; schedules that put these off have them.
+    micro-batch; weight is the part of backward that can be deferred, deferring what schedules that do so take more.
+    fixed: bytes that stay, by kind. peaks: of the rest. overlapped: seconds by kind of sums beside weight gradients,
+    which are not in micro and backward; schedules that defer these have them.
     """
 
     micro: Mapping[str, float]
@@ -37,8 +37,8 @@ class StageCost:
     weight: float
     fixed: Mapping[str, float]
     peaks: Peaks
-    putting_off: float = 0.0
-    beside: Mapping[str, float] = field(default_factory=dict)
+    deferring: float = 0.0
+    overlapped: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TiedParameter:
 
 @dataclass(frozen=True, slots=True)
 class SecondCopy:
-    """The buffers of a parameter's second copy, where the blocks `first` and `last` that read it lie in two stages."""
+    """The buffers of a parameter's second copy, where the units `first` and `last` that read it lie in two stages."""
 
     first: int
     last: int
@@ -61,33 +61,33 @@ class SecondCopy:
 
 
 def stage_cost(
-    costs: Mapping[str, BlockCost],
-    blocks: Sequence[str],
+    costs: Mapping[str, LayerCost],
+    units: Sequence[str],
     layers: Collection[str],
     stage: StagePlan,
     sent_bytes: float = 0.0,
     copies: Sequence[SecondCopy] = (),
 ) -> StageCost:
-    """The blocks of a stage under its recompute modes. blocks: of the whole chain. layers: those of them that are
+    """The units of a stage under its recompute modes. units: of the whole chain. layers: those of them that are
     classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters that
     this stage holds."""
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
-    beside: dict[str, float] = defaultdict(float)
-    own = blocks[stage.first : stage.last]
+    overlapped: dict[str, float] = defaultdict(float)
+    own = units[stage.first : stage.last]
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
-    forward = backward = weight = putting_off = 0.0
+    forward = backward = weight = deferring = 0.0
     lives = []
     for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
         slots = (*cost.slots, *(copy.slot for copy in copies if copy.last == index))
-        tables = (cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.beside, beside)
+        tables = (cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.overlapped, overlapped)
         for table, seconds in (*tables, (cost.fixed, fixed)):
             for kind, value in table.items():
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
-        weight, putting_off = weight + cost.weight_seconds, putting_off + cost.putting_off_seconds
+        weight, deferring = weight + cost.weight_seconds, deferring + cost.deferring_seconds
         if not cost.modes:
             lives.append(Life(name, cost.live.kept, cost.live, slots, name in layers))
             continue
@@ -97,11 +97,11 @@ def stage_cost(
         lives.append(Life(name, mode.kept_bytes, mode.live, slots, name in layers))
     received_bytes = lives[0].live.entering if stage.first else 0.0
     held = peaks(lives, received_bytes, sent_bytes)
-    return StageCost(micro, step, forward, backward, weight, fixed, held, putting_off, beside)
+    return StageCost(micro, step, forward, backward, weight, fixed, held, deferring, overlapped)
 
 
-def _modes(stage: StagePlan, block: str, count: int) -> list[str]:
-    runs = [mode for mode, number in stage.recompute.get(block, ()) for _ in range(number)]
+def _modes(stage: StagePlan, unit: str, count: int) -> list[str]:
+    runs = [mode for mode, number in stage.recompute.get(unit, ()) for _ in range(number)]
     return (runs + ["none"] * count)[:count]
 
 
@@ -128,7 +128,7 @@ def simulated(
     pipeline: Pipeline,
     num_micro_batches: int,
     transfers: Mapping[tuple[int, int], float],
-    shared: Sequence[TiedParameter] = (),
+    tied: Sequence[TiedParameter] = (),
     workspace_bytes: Sequence[float] = (),
     capacities: Sequence[float] = (),
     host: Host = OWN_CORES,
@@ -140,18 +140,18 @@ def simulated(
     Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
     done once per step is that of the slowest pipeline rank.
     """
-    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
-    lines = orders(schedule, pp, num_micro_batches, chunks)
+    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
+    lines = make_schedule(schedule, pp, num_micro_batches, chunks)
     workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * pp]
-    is_split = any(action.kind == "W" for action in lines[0])
-    if is_split:
+    defers = any(action.kind == "W" for action in lines[0])
+    if defers:
         stages = [_apart(stage) for stage in stages]
     if pp > 1 and host.action_seconds:
-        stages = [_in_actions(stage, host.action_seconds, is_split) for stage in stages]
+        stages = [_in_actions(stage, host.action_seconds, defers) for stage in stages]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
     home = placement(schedule, pp, chunks)
     timeline = simulate(lines, times, transfers, tuple(transfers) or None, Shape(num_micro_batches, home))
-    tables = [_of_rank(stages, home, rank, num_micro_batches, shared) for rank in range(pp)]
+    tables = [_of_rank(stages, home, rank, num_micro_batches, tied) for rank in range(pp)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
     busiest = max(range(pp), key=lambda rank: exposed[rank])
     slowest = max(range(pp), key=lambda rank: sum(v for k, v in tables[rank][1].items() if k != HIDDEN))
@@ -166,7 +166,7 @@ def simulated(
         seconds[BUBBLE] = bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in tables[slowest][1].items():
         seconds[kind] += value
-    held = rank_bytes(stages, pipeline, num_micro_batches, shared)
+    held = rank_bytes(stages, pipeline, num_micro_batches, tied)
     memory = [kinds | own for kinds, own in zip(held, workspace, strict=True)]
     sizes = capacities or [1.0] * pp
     fullest = memory[max(range(pp), key=lambda rank: sum(memory[rank].values()) / sizes[rank])]
@@ -186,32 +186,32 @@ def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], 
 
 
 def _apart(stage: StageCost) -> StageCost:
-    """The stage with sums that wait, where weight gradients are put off."""
+    """The stage with sums that wait, where weight gradients are deferred."""
     micro = defaultdict(float, stage.micro)
-    for kind, value in stage.beside.items():
+    for kind, value in stage.overlapped.items():
         micro[kind] += value
-    return replace(stage, micro=micro, backward=stage.backward + sum(stage.beside.values()), beside={})
+    return replace(stage, micro=micro, backward=stage.backward + sum(stage.overlapped.values()), overlapped={})
 
 
-def _in_actions(stage: StageCost, seconds: float, is_split: bool) -> StageCost:
-    """The stage with what its actions take beside it; half of what it takes to put gradients off is done in W."""
-    late = stage.putting_off / 2 if is_split else 0.0
-    more = {ACTIONS: (3 if is_split else 2) * seconds} | ({PUTTING_OFF: 2 * late} if late else {})
-    weight = stage.weight + (late + seconds if is_split else 0.0)
-    backward = stage.backward + seconds + (2 * late + seconds if is_split else 0.0)
+def _in_actions(stage: StageCost, seconds: float, defers: bool) -> StageCost:
+    """The stage with what its actions take beside it; half of what it takes to defer gradients is done in W."""
+    late = stage.deferring / 2 if defers else 0.0
+    more = {ACTIONS: (3 if defers else 2) * seconds} | ({DEFERRING: 2 * late} if late else {})
+    weight = stage.weight + (late + seconds if defers else 0.0)
+    backward = stage.backward + seconds + (2 * late + seconds if defers else 0.0)
     return replace(
         stage, micro={**stage.micro, **more}, forward=stage.forward + seconds, backward=backward, weight=weight
     )
 
 
 def rank_bytes(
-    stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, shared: Sequence[TiedParameter]
+    stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, tied: Sequence[TiedParameter]
 ) -> list[dict[str, float]]:
     """Bytes by kind of one device of every pipeline rank at its peak, without the device's own workspace."""
-    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_positions, pipeline.num_chunks
+    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
     states = holding_states(schedule, pp, num_micro_batches, chunks)
     home = placement(schedule, pp, chunks)
-    return [_memory(stages, home, states[rank], rank, shared) for rank in range(pp)]
+    return [_memory(stages, home, states[rank], rank, tied) for rank in range(pp)]
 
 
 @lru_cache(maxsize=1024)
@@ -226,7 +226,7 @@ def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) 
         count = 2 * p + count % p
     home = placement(schedule, p, chunks)
     found = []
-    for rank, line in enumerate(orders(schedule, p, count, chunks)):
+    for rank, line in enumerate(make_schedule(schedule, p, count, chunks)):
         held = {stage: [0, 0] for stage, where in enumerate(home) if where == rank}
         seen: dict[Holding, None] = {}
         for action in line:
@@ -240,7 +240,7 @@ def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) 
 
 
 def _of_rank(
-    stages: Sequence[StageCost], home: Sequence[int], rank: int, count: int, shared: Sequence[TiedParameter]
+    stages: Sequence[StageCost], home: Sequence[int], rank: int, count: int, tied: Sequence[TiedParameter]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds in micro-batches, seconds once per step) by kind of one pipeline rank."""
     many: dict[str, float] = defaultdict(float)
@@ -251,9 +251,9 @@ def _of_rank(
                 many[kind] += value * count
             for kind, value in stage.step.items():
                 once[kind] += value
-    for tie in shared:
-        if rank in (home[tie.first], home[tie.last]) and home[tie.first] != home[tie.last]:
-            once["tied gradients over pp"] += tie.step_seconds
+    for pair in tied:
+        if rank in (home[pair.first], home[pair.last]) and home[pair.first] != home[pair.last]:
+            once["tied gradients over pp"] += pair.step_seconds
     return many, once
 
 
@@ -262,7 +262,7 @@ def _memory(
     home: Sequence[int],
     states: Sequence[Holding],
     rank: int,
-    shared: Sequence[TiedParameter],
+    tied: Sequence[TiedParameter],
 ) -> dict[str, float]:
     """Bytes by kind of one device of a pipeline rank, at its peak."""
     found: dict[str, float] = defaultdict(float)
@@ -270,9 +270,9 @@ def _memory(
     for index in own:
         for kind, value in stages[index].fixed.items():
             found[kind] += value
-    for tie in shared:
-        if home[tie.last] == rank and home[tie.first] != rank:
-            for kind, value in tie.fixed.items():
+    for pair in tied:
+        if home[pair.last] == rank and home[pair.first] != rank:
+            for kind, value in pair.fixed.items():
                 found[kind] += value
     activations, peak = at_peak(states, {index: stages[index].peaks for index in own})
     updated = sum(stages[index].peaks.updated for index in own)

@@ -1,4 +1,4 @@
-"""What the parameters of every block cost to store, synchronise and update, whatever the batch.
+"""What the parameters of every unit cost to store, synchronise and update, whatever the batch.
 
 On one rank, per micro-batch: gathered weights and scattered gradients of ZeRO; per step: what is left of the exchange
 of gradients, and the optimizer. A share h of gradient traffic hides behind the backward: where x seconds of it show,
@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 import torch
 
-from autopar.costs.block_costs import ACCUMULATION, CODING, FIXED_KINDS, HIDDEN, ROUNDING, SYNCHRONISATION
+from autopar.costs.layer_costs import ACCUMULATION, FIXED_KINDS, HIDDEN, QUANTISING, ROUNDING, SYNCHRONISATION
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, homes_of, last_readers
@@ -25,7 +25,7 @@ from autopar.options.strategies import Scope, scopes_of
 
 @dataclass
 class StoredCost:
-    """The parameters of one block: seconds per micro-batch and per step, bytes that stay and that are gathered, and the
+    """The parameters of one unit: seconds per micro-batch and per step, bytes that stay and that are gathered, and the
     buffers of each trained one, found when they are asked for: bounds ask for seconds only."""
 
     per_micro: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -48,9 +48,9 @@ def stored_costs(
     scopes: tuple[Scope, ...] | None = None,
     counts_unread: bool = True,
 ) -> dict[str, StoredCost]:
-    """Synchronisation, updates and storage of every block's parameters; they do not depend on the batch.
+    """Synchronisation, updates and storage of every unit's parameters; they do not depend on the batch.
 
-    homes: block of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
+    homes: unit of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
     counts_unread: also what no call reads, which every rank of one stage holds whole.
     """
     home, hidden = homes or homes_of(graph), pricer.hidden_fraction
@@ -67,23 +67,23 @@ def stored_costs(
         alike[scope, where, stored, meta.dtype, meta.requires_grad] += meta.numel
     # All prices are linear in the elements of parameters that share buffers: those stored alike are priced as one.
     for (scope, where, stored, dtype, requires_grad), elements in alike.items():
-        block, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
+        unit, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
         per_micro, per_step = pricer.sync_parts(meta, stored, units[scope])
-        for table, exposed in ((block.per_micro, per_micro), (block.per_step, per_step)):
+        for table, exposed in ((unit.per_micro, per_micro), (unit.per_step, per_step)):
             table[SYNCHRONISATION] += exposed
             table[HIDDEN] += exposed * hidden / (1.0 - hidden)
-        block.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored)
+        unit.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored)
         if rounding := pricer.rounding_seconds(meta, stored):
-            block.per_micro[ROUNDING] += rounding
-        for table, coding in zip(
-            (block.per_micro, block.per_step), pricer.coding_parts(meta, stored, units[scope]), strict=True
+            unit.per_micro[ROUNDING] += rounding
+        for table, quantising in zip(
+            (unit.per_micro, unit.per_step), pricer.quantising_parts(meta, stored, units[scope]), strict=True
         ):
-            if coding:
-                table[CODING] += coding
-        block.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
+            if quantising:
+                table[QUANTISING] += quantising
+        unit.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
         for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
-            block.fixed[kind] += size
-        block.gathered_bytes += pricer.gathered_bytes(meta, stored)
+            unit.fixed[kind] += size
+        unit.gathered_bytes += pricer.gathered_bytes(meta, stored)
     for where, parameters in trained.items():
         found[where].make_slots = partial(_slots, graph, pricer, parameters)
     if counts_unread:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.costs.block_costs import HIDDEN
+from autopar.costs.layer_costs import HIDDEN
 from autopar.ir.plan_data import StagePlan, labels_text, placements_text, stored_text
 from autopar.plan import Plan
 from autopar.report.costs import kind_words
@@ -40,7 +40,7 @@ class Amounts:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """decisions: all of those made once per plan. stages: one line per stage. placements: those that differ, by scope
-    and tensor. seconds, num_bytes: by kind. positions: peak bytes of each pipeline position."""
+    and tensor. seconds, num_bytes: by kind. pipeline_ranks: peak bytes of each pipeline rank."""
 
     first: Plan
     second: Plan
@@ -49,7 +49,7 @@ class Comparison:
     placements: tuple[Difference, ...]
     seconds: tuple[Amounts, ...]
     num_bytes: tuple[Amounts, ...]
-    positions: tuple[Amounts, ...]
+    pipeline_ranks: tuple[Amounts, ...]
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
@@ -62,7 +62,7 @@ def compare(first: Plan, second: Plan) -> Comparison:
         placements=tuple(_placements(first, second)),
         seconds=tuple(_amounts(first.prediction.seconds, second.prediction.seconds)),
         num_bytes=tuple(_amounts(first.prediction.num_bytes, second.prediction.num_bytes)),
-        positions=tuple(_positions(first, second)),
+        pipeline_ranks=tuple(_pipeline_ranks(first, second)),
     )
 
 
@@ -70,12 +70,12 @@ def _decisions(first: Plan, second: Plan) -> Iterator[Difference]:
     rows: dict[str, Callable[[Plan], str]] = {
         "model": lambda p: p.model,
         "cluster": lambda p: p.cluster,
-        "mesh": lambda p: p.layout,
+        "mesh": lambda p: p.mesh_text,
         "global batch": lambda p: str(p.global_batch_size),
         "micro-batches": lambda p: str(p.num_micro_batches),
         "precision": lambda p: p.precision,
         "schedule": lambda p: p.pipeline.schedule or "-",
-        "stages per position": lambda p: str(p.pipeline.num_chunks),
+        "stages per pipeline rank": lambda p: str(p.pipeline.num_chunks),
         "ZeRO stage": lambda p: str(zero_stage(p)),
         "layers recomputed": lambda p: ", ".join(f"{n} {mode}" for mode, n in recompute_modes(p).items()) or "none",
         "on the host": lambda p: p.pipeline.offload or "nothing",
@@ -124,11 +124,11 @@ def _amounts(first: Mapping[str, float], second: Mapping[str, float]) -> Iterato
             yield Amounts(kind, first.get(kind, 0.0), second.get(kind, 0.0))
 
 
-def _positions(first: Plan, second: Plan) -> Iterator[Amounts]:
-    peaks = [[sum(kinds.values()) for kinds in plan.prediction.positions] for plan in (first, second)]
+def _pipeline_ranks(first: Plan, second: Plan) -> Iterator[Amounts]:
+    peaks = [[sum(kinds.values()) for kinds in plan.prediction.pipeline_ranks] for plan in (first, second)]
     for index in range(max(map(len, peaks))):
         values = [own[index] if index < len(own) else 0.0 for own in peaks]
-        yield Amounts(f"position {index}", *values)
+        yield Amounts(f"pipeline rank {index}", *values)
 
 
 # --- text -------------------------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ def comparison_panels(comparison: Comparison, names: tuple[str, str] = ("A", "B"
     yield _numbers("Predicted time of one step", (*exposed, total), names, seconds_text, hidden)
     peak = Amounts("peak", first.peak_bytes, second.peak_bytes)
     yield _numbers("Predicted memory of the fullest rank", (*comparison.num_bytes, peak), names, bytes_text)
-    if comparison.positions:
-        yield _numbers("Peak of each pipeline position", comparison.positions, names, bytes_text, has_total=False)
+    if comparison.pipeline_ranks:
+        yield _numbers("Peak of each pipeline rank", comparison.pipeline_ranks, names, bytes_text, has_total=False)
 
 
 def _differences(title: str, rows: tuple[Difference, ...], names: tuple[str, str]) -> RenderableType:

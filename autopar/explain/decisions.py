@@ -30,12 +30,12 @@ class Decision:
     constraints: Constraints
 
 
-def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
+def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
     """Every decision of a plan, a step to each side, with the user's other pins kept."""
     limits = request.constraints
     for name in pins_of(limits):
         yield Decision(name, "", without(limits, (name,)))
-    yield from _degrees(request, plan, num_blocks)
+    yield from _degrees(request, plan, num_units)
     data_ranks = plan.mesh.num_data_ranks
     for mode in RECOMPUTE_MODES:
         modes = recompute_modes(plan)
@@ -45,15 +45,15 @@ def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[D
         for stage in range(4):
             if stage != zero_stage(plan):
                 yield Decision("zero", str(stage), replace(limits, zero=stage))
-    if limits.schedule is None and plan.pipeline.num_positions > 1:
-        degrees = {**limits.degrees, "pp": plan.pipeline.num_positions}
+    if limits.schedule is None and plan.pipeline.num_pipeline_ranks > 1:
+        degrees = {**limits.degrees, "pp": plan.pipeline.num_pipeline_ranks}
         for schedule in SCHEDULES:
             if schedule != plan.pipeline.schedule:
                 yield Decision("schedule", schedule, replace(limits, schedule=schedule, degrees=degrees))
     if limits.micro_batches is None:
         counts = list(filter(request.splits, micro_batch_counts(request.global_batch_size // data_ranks, None)))
         degrees = {**limits.degrees}
-        if not plan.pipeline.seats:
+        if not plan.pipeline.stage_meshes:
             # The count that a rank's rows allow depends on dp, which is therefore kept.
             degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "dp") if axis in plan.mesh.axes}
             degrees.setdefault("dp", 1)
@@ -66,29 +66,29 @@ def other_decisions(request: Request, plan: Plan, num_blocks: int) -> Iterator[D
                 yield Decision("offload", offload, replace(limits, offload=other))
 
 
-def _degrees(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
+def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
     """A step up and down on each axis that is not pinned."""
     limits = request.constraints
     if request.mixed is not None:
-        yield from _degrees_of_groups(request, plan, num_blocks)
+        yield from _degrees_of_groups(request, plan, num_units)
         return
     try:
-        legal = shapes(request, num_blocks)
+        legal = shapes(request, num_units)
     except ConstraintError:
         return
-    chosen = (plan.pipeline.num_positions, plan.mesh.num_data_ranks, plan.mesh.size("tp"))
+    chosen = (plan.pipeline.num_pipeline_ranks, plan.mesh.num_data_ranks, plan.mesh.size("tp"))
     for index, axis in enumerate(("pp", "dp", "tp")):
         if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
             for size in neighbours(sorted({shape[index] for shape in legal}), chosen[index]):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
 
 
-def _degrees_of_groups(request: Request, plan: Plan, num_blocks: int) -> Iterator[Decision]:
+def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
     """The other degrees over groups of unlike nodes, where `dp` differs from one pipeline rank to the next."""
     limits, groups = request.constraints, request.whole.groups
-    positions = list(range(len(groups), num_blocks + 1))
+    pipeline_ranks = list(range(len(groups), num_units + 1))
     degrees = [n for n in divisors(math.lcm(*(g.devices_per_node for g in groups)))]
-    sizes = (("pp", positions, plan.pipeline.num_positions), ("tp", degrees, plan.mesh.size("tp")))
+    sizes = (("pp", pipeline_ranks, plan.pipeline.num_pipeline_ranks), ("tp", degrees, plan.mesh.size("tp")))
     for axis, values, chosen in sizes:
         for size in neighbours(values, chosen) if axis not in limits.degrees else ():
             yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))

@@ -1,4 +1,5 @@
-"""The explanation of a plan: what-ifs and alternatives, each planned again on the traces and bases of the first."""
+"""The explanation of a plan: what-ifs and alternatives, each planned again on the traces and solved layers of the
+first."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from autopar.explain.decisions import Decision, is_made, other_decisions, pin_te
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.verdict import TIE, time_words, verdict_words
 from autopar.ir.chain import chain
-from autopar.options.choices import Candidate
+from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
@@ -39,28 +40,29 @@ def explain(source: GeneratedProgram | Request, *, seconds: float = 60.0) -> Exp
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit = time.monotonic() + seconds
-    bases = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
+    solved_layers = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
     searched = search_plans(
-        request, bases, POLISH_ONLY
-    ).best  # again for a program that was searched: it fills the bases
+        request, solved_layers, POLISH_ONLY
+    ).best  # again for a program that was searched: it fills the solved layers
     explained = source.best if isinstance(source, GeneratedProgram) else searched
-    return _Questions(request, bases, searched, limit).answer(explained)
+    return _Questions(request, solved_layers, searched, limit).answer(explained)
 
 
 @dataclass
 class _Questions:
-    """What is asked of one request. searched: its best plan; bases: solved for it, and shared by all questions."""
+    """What is asked of one request. searched: its best plan; solved_layers: solved for it, and shared by all
+    questions."""
 
     request: Request
-    bases: Solved
+    solved_layers: Solved
     searched: Candidate
     limit: float
     not_tried: list[str] = field(default_factory=list)
 
     def answer(self, best: Candidate) -> Explanation:
         plan = best.plan
-        num_blocks = len(chain(best.graph))
-        asked = list(other_decisions(self.request, plan, num_blocks))
+        num_units = len(chain(best.graph))
+        asked = list(other_decisions(self.request, plan, num_units))
         what_ifs = [w for c in conditions(self.request) if (w := self.what_if(best, c)) is not None]
         alternatives = [a for d in asked if (a := self.alternative(plan, d)) is not None]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
@@ -82,9 +84,11 @@ class _Questions:
         if time.monotonic() > self.limit:
             self.not_tried.append(words)
             return None if same is None else WhatIf(resource, words, rows, same, None, problem="not planned anew")
-        bases = self.bases if condition.has_same_prices else self.bases.priced_for(condition.request)
+        solved_layers = (
+            self.solved_layers if condition.has_same_prices else self.solved_layers.priced_for(condition.request)
+        )
         try:
-            plan = search_plans(condition.request, bases, POLISH_ONLY).best.plan
+            plan = search_plans(condition.request, solved_layers, POLISH_ONLY).best.plan
         except AutoparError as error:
             return WhatIf(resource, words, rows, same, None, problem=error.constraint)
         return WhatIf(resource, words, rows, same, plan.prediction.step_seconds, full_words(plan))
@@ -98,7 +102,7 @@ class _Questions:
             return None
         request = replace(self.request, constraints=decision.constraints)
         try:
-            found = search_plans(request, self.bases, POLISH_ONLY).best.plan
+            found = search_plans(request, self.solved_layers, POLISH_ONLY).best.plan
         except AutoparError as error:
             return Alternative(
                 dimension=name, value=value, plan="", seconds=None, peak_bytes=None, why=self._refusal(error)

@@ -117,7 +117,7 @@ def _current(explanation: Explanation, dimension: str) -> str:
     """A decision of the explained plan."""
     plan = explanation.plan
     if dimension in ("tp", "dp", "pp", "ddp"):
-        sizes = {"pp": plan.pipeline.num_positions, "dp": plan.mesh.num_data_ranks}
+        sizes = {"pp": plan.pipeline.num_pipeline_ranks, "dp": plan.mesh.num_data_ranks}
         return str(sizes.get(dimension, plan.mesh.size(dimension)))
     found = {
         "zero": str(zero_stage(plan)),

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.decisions import pin_text, pins_of, without
 from autopar.plan import Plan
-from autopar.planning.bases import Bases
 from autopar.planning.candidates import candidate_of
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.request import Request
+from autopar.planning.solved_layers import SolvedLayers
 from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
 
@@ -40,8 +40,10 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
         search.run()
     except AutoparError:
         return error
-    bases, limit = search.bases, time.monotonic() + seconds
-    found = [r for r in (cheapest_pin(request, bases, limit), smallest_cluster(request, bases, limit)) if r]
+    solved_layers, limit = search.solved_layers, time.monotonic() + seconds
+    found = [
+        r for r in (cheapest_pin(request, solved_layers, limit), smallest_cluster(request, solved_layers, limit)) if r
+    ]
     texts = [f"{r.words}: {plan_words(r.plan)}, {seconds_text(r.plan.prediction.step_seconds)} a step" for r in found]
     given = error.alternatives
     known = [given] if isinstance(given, str) else list(given or ())
@@ -50,45 +52,45 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
     return better
 
 
-def cheapest_pin(request: Request, bases: Bases, limit: float) -> Remedy | None:
+def cheapest_pin(request: Request, solved_layers: SolvedLayers, limit: float) -> Remedy | None:
     """The single pin without which the fastest plan exists; a few of them where no single one is enough."""
     pins, found = pins_of(request.constraints), list[Remedy]()
     for name in pins:
-        remedy = _without(request, (name,), bases) if time.monotonic() < limit else None
+        remedy = _without(request, (name,), solved_layers) if time.monotonic() < limit else None
         found += [remedy] if remedy is not None else []
     if found:
         return min(found, key=lambda r: r.plan.prediction.step_seconds)
-    remedy = _without(request, tuple(pins), bases) if len(pins) > 1 and time.monotonic() < limit else None
+    remedy = _without(request, tuple(pins), solved_layers) if len(pins) > 1 and time.monotonic() < limit else None
     dropped = tuple(pins)
     for name in pins if remedy is not None else ():
         fewer = tuple(other for other in dropped if other != name)
-        smaller = _without(request, fewer, bases) if fewer and time.monotonic() < limit else None
+        smaller = _without(request, fewer, solved_layers) if fewer and time.monotonic() < limit else None
         if smaller is not None:
             remedy, dropped = smaller, fewer
     return remedy
 
 
-def _without(request: Request, names: tuple[str, ...], bases: Bases) -> Remedy | None:
+def _without(request: Request, names: tuple[str, ...], solved_layers: SolvedLayers) -> Remedy | None:
     limits = request.constraints
-    # Tables of placements bear on what bases decide; other pins do not.
+    # Tables of placements bear on what solved layers decide; other pins do not.
     has_table = any(isinstance(getattr(limits, name, None), tuple) for name in names)
-    plan = plan_for(replace(request, constraints=without(limits, names)), None if has_table else bases)
+    plan = plan_for(replace(request, constraints=without(limits, names)), None if has_table else solved_layers)
     return None if plan is None else Remedy("without " + ", ".join(pin_text(limits, n) for n in names), plan)
 
 
-def smallest_cluster(request: Request, bases: Bases, limit: float) -> Remedy | None:
+def smallest_cluster(request: Request, solved_layers: SolvedLayers, limit: float) -> Remedy | None:
     """The fewest nodes of the same kind that hold a plan, found by doubling and then between the last two."""
     nodes, low, remedy = request.cluster.num_nodes, request.cluster.num_nodes, None
     count = 2 * nodes
     while remedy is None and count <= MOST_NODES * nodes and time.monotonic() < limit:
-        remedy = _with_nodes(request, count, bases)
+        remedy = _with_nodes(request, count, solved_layers)
         low, count = (low, count) if remedy else (count, 2 * count)
     if remedy is None:
         return None
     for between in _between(low, count):
         if time.monotonic() > limit:
             break
-        smaller = _with_nodes(request, between, bases)
+        smaller = _with_nodes(request, between, solved_layers)
         if smaller is not None:
             return smaller
     return remedy
@@ -100,17 +102,17 @@ def _between(low: int, high: int) -> Iterator[int]:
     yield from range(low + step, high, step)
 
 
-def _with_nodes(request: Request, count: int, bases: Bases) -> Remedy | None:
+def _with_nodes(request: Request, count: int, solved_layers: SolvedLayers) -> Remedy | None:
     cluster = replace(request.cluster, num_nodes=count)
     larger = replace(request, cluster=cluster)
-    plan = plan_for(larger, bases.priced_for(larger))
+    plan = plan_for(larger, solved_layers.priced_for(larger))
     return None if plan is None else Remedy(f"{cluster} ({cluster.num_devices} devices)", plan)
 
 
-def plan_for(request: Request, bases: Bases | None) -> Plan | None:
-    """The best plan of the search over pipelines (one position is one of them), or None."""
+def plan_for(request: Request, solved_layers: SolvedLayers | None) -> Plan | None:
+    """The best plan of the search over pipelines (one pipeline rank is one of them), or None."""
     try:
-        best = EqualSearch(request, bases).run().best
+        best = EqualSearch(request, solved_layers).run().best
         return None if best is None else candidate_of(best, request).plan
     except AutoparError:
         return None

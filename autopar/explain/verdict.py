@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.costs.block_costs import HIDDEN, RECOMPUTATION, SYNCHRONISATION
+from autopar.costs.layer_costs import HIDDEN, RECOMPUTATION, SYNCHRONISATION
 from autopar.costs.stage_costs import BUBBLE
 from autopar.explain.explanation import WhatIf
 from autopar.plan import Plan
@@ -43,7 +43,7 @@ def verdict_words(plan: Plan, searched: Plan, capacity_bytes: float, what_ifs: S
         lines.append((memory_gain, f"memory of {_fullest(plan)}", slack))
     bubble = plan.prediction.seconds.get(BUBBLE, 0.0)
     if bubble:
-        idle = f"the busiest position waits {seconds_text(bubble)}, {bubble / now:.0%} of the step"
+        idle = f"the busiest pipeline rank waits {seconds_text(bubble)}, {bubble / now:.0%} of the step"
         # Halving it is what compares with twice of something else.
         more = _amortised(plan, what_ifs, before)
         lines.append((bubble / 2 / now, "the pipeline's bubble", idle + more))
@@ -66,8 +66,8 @@ def _moved(now: float, after: float) -> str:
 
 
 def _fullest(plan: Plan) -> str:
-    positions = [sum(kinds.values()) for kinds in plan.prediction.positions]
-    return f"position {positions.index(max(positions))}" if positions else "a rank"
+    pipeline_ranks = [sum(kinds.values()) for kinds in plan.prediction.pipeline_ranks]
+    return f"pipeline rank {pipeline_ranks.index(max(pipeline_ranks))}" if pipeline_ranks else "a rank"
 
 
 def _memory_words(plan: Plan, capacity: float, what_ifs: Sequence[WhatIf], before: float) -> str:
@@ -117,6 +117,6 @@ def time_words(plan: Plan) -> Iterator[str]:
         behind = behind if hidden else "nothing of it is hidden behind the backward pass"
         yield f"synchronising gradients and parameters takes {part(synchronised)}; {behind}"
     if seconds.get(BUBBLE):
-        yield f"the busiest pipeline position waits {part(seconds[BUBBLE])} for others (fill, drain, messages)"
+        yield f"the busiest pipeline rank waits {part(seconds[BUBBLE])} for others (fill, drain, messages)"
     if seconds.get("optimizer"):
         yield f"the optimiser takes {part(seconds['optimizer'])}"

@@ -10,7 +10,7 @@ from autopar.ir.graph import Graph, LayerRun, Node, derived
 
 @derived
 def segments(graph: Graph) -> dict[str, str]:
-    """Top-level call -> its block: "top 0" before the first layers, and so on."""
+    """Top-level call -> its unit: "top 0" before the first layers, and so on."""
     found: dict[str, str] = {}
     number, is_open = -1, False
     for piece in graph.body:
@@ -25,18 +25,18 @@ def segments(graph: Graph) -> dict[str, str]:
 
 @derived
 def chain(graph: Graph) -> tuple[str, ...]:
-    """The block of every link in execution order: "top 0", then each layer's class, and so on."""
-    top, blocks = segments(graph), list[str]()
+    """The name of every unit in execution order: "top 0", then each layer's class, and so on."""
+    top, units = segments(graph), list[str]()
     for piece in graph.body:
         if isinstance(piece, LayerRun):
-            blocks += [piece.layer.name] * len(piece.instances)
-        elif not blocks or blocks[-1] != top[piece.name]:
-            blocks.append(top[piece.name])
-    return tuple(blocks)
+            units += [piece.layer.name] * len(piece.instances)
+        elif not units or units[-1] != top[piece.name]:
+            units.append(top[piece.name])
+    return tuple(units)
 
 
 def homes_of(graph: Graph) -> dict[str, str]:
-    """Top-level parameter -> the block that uses it first (layers that get it passed in count for the top)."""
+    """Top-level parameter -> the unit that uses it first (layers that get it passed in count for the top)."""
     own, found = segments(graph), dict[str, str]()
     nearest = next(iter(own.values()), "")
     for piece in graph.body:
@@ -47,13 +47,13 @@ def homes_of(graph: Graph) -> dict[str, str]:
 
 
 def home_of_unread(graph: Graph) -> str:
-    """The block whose stage holds what no call reads: the first that is there once."""
+    """The unit whose stage holds what no call reads: the first that is there once."""
     return next(iter(segments(graph).values()), chain(graph)[0])
 
 
 @derived
 def last_readers(graph: Graph) -> dict[str, str]:
-    """What the body's pieces read -> the block that reads it last."""
+    """What the body's pieces read -> the unit that reads it last."""
     own = segments(graph)
     return {
         ref.node: piece.layer.name if isinstance(piece, LayerRun) else own[piece.name]
@@ -62,7 +62,7 @@ def last_readers(graph: Graph) -> dict[str, str]:
     }
 
 
-def nodes_of(graph: Graph, block: str) -> tuple[Node, ...]:
-    """The calls of a top-level block."""
+def nodes_of(graph: Graph, unit: str) -> tuple[Node, ...]:
+    """The calls of a top-level unit."""
     own = segments(graph)
-    return tuple(p for p in graph.body if isinstance(p, Node) and own[p.name] == block)
+    return tuple(p for p in graph.body if isinstance(p, Node) and own[p.name] == unit)

@@ -249,7 +249,7 @@ MATMULS = frozenset(
     ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
 )
 DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
-"""Calls whose weight gradients can be put off (codegen/runtime/deferred.py), and which input is the weight."""
+"""Calls whose weight gradients can be deferred (codegen/runtime/deferred.py), and which input is the weight."""
 
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 

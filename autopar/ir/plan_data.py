@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.ir.compression import Compression
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Stored
-from autopar.ir.seats import Seat, seats_text
+from autopar.ir.stage_mesh import StageMesh, stage_meshes_text
 
 PRECISIONS = ("fp32", "bf16")
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")
@@ -27,12 +27,12 @@ def is_offload(text: str) -> bool:
 class Prediction:
     """Seconds of one optimiser step by kind, and bytes on the fullest rank by kind.
 
-    positions: the same bytes for each pipeline position, where there are several.
+    pipeline_ranks: the same bytes for each pipeline rank, where there are several.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     num_bytes: Mapping[str, float] = field(default_factory=dict)
-    positions: tuple[Mapping[str, float], ...] = ()
+    pipeline_ranks: tuple[Mapping[str, float], ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -59,7 +59,7 @@ class ScopePlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One pipeline stage: blocks `first` to `last` (not included) of the model's chain of blocks.
+    """One pipeline stage: units `first` to `last` (not included) of the model's chain of units.
 
     recompute: per layer class, how many of its layers in this stage, in order, run in which mode ("none", "selective",
     "full"); classes that are left out keep everything.
@@ -72,34 +72,36 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How the model is cut over `num_positions` groups of ranks, all with the plan's mesh unless there are `seats`.
+    """How the model is cut over `num_pipeline_ranks` groups of ranks, all with the plan's mesh unless there are
+    `stage_meshes`.
 
-    schedule: of autopar's schedules ("" with one position). stages: in model order; more than positions where a
-    position runs several. offload: of OFFLOADS, "" for none. seats: one per position where they are not alike.
+    schedule: of autopar's schedules ("" with one pipeline rank). stages: in model order; more than pipeline ranks where
+    a pipeline rank runs several. offload: of OFFLOADS, "" for none. stage_meshes: one per pipeline rank where they are
+    not alike.
     """
 
-    num_positions: int = 1
+    num_pipeline_ranks: int = 1
     schedule: str = ""
     stages: tuple[StagePlan, ...] = ()
     offload: str = ""
-    seats: tuple[Seat, ...] = ()
+    stage_meshes: tuple[StageMesh, ...] = ()
 
     @property
     def num_chunks(self) -> int:
-        """The number of stages of one position."""
-        return max(len(self.stages) // self.num_positions, 1)
+        """The number of stages of one pipeline rank."""
+        return max(len(self.stages) // self.num_pipeline_ranks, 1)
 
     @property
     def is_plain(self) -> bool:
-        """One position that keeps all activations and everything on the device."""
-        return self.num_positions == 1 and not self.offload and not any(s.recompute for s in self.stages)
+        """One pipeline rank that keeps all activations and everything on the device."""
+        return self.num_pipeline_ranks == 1 and not self.offload and not any(s.recompute for s in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanData:
     """All decisions of one plan; `Plan` adds its file.
 
-    mesh: of one pipeline position; where they differ, the envelope of all (seats.py). scopes: "" and layer class names
+    mesh: of one pipeline rank; where they differ, the envelope of all (stage_mesh.py). scopes: "" and layer class names
     with their decisions, which hold for every stage.
     """
 
@@ -120,20 +122,20 @@ class PlanData:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all pipeline positions."""
-        return sum(seat.mesh.num_ranks for seat in self.seats)
+        """Ranks of all pipeline ranks."""
+        return sum(stage_mesh.mesh.num_ranks for stage_mesh in self.stage_meshes)
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
-        """The seat of every position."""
-        return self.pipeline.seats or (Seat(self.mesh),) * self.pipeline.num_positions
+    def stage_meshes(self) -> tuple[StageMesh, ...]:
+        """The stage mesh of every pipeline rank."""
+        return self.pipeline.stage_meshes or (StageMesh(self.mesh),) * self.pipeline.num_pipeline_ranks
 
     @property
-    def layout(self) -> str:
+    def mesh_text(self) -> str:
         """The mesh with the pipeline's axis before it: `pp2 x dp2 x tp2`."""
-        if self.pipeline.seats:
-            return seats_text(self.pipeline.seats)
-        return layout_text(self.pipeline.num_positions, self.mesh)
+        if self.pipeline.stage_meshes:
+            return stage_meshes_text(self.pipeline.stage_meshes)
+        return whole_mesh_text(self.pipeline.num_pipeline_ranks, self.mesh)
 
     @property
     def compresses(self) -> bool:
@@ -143,11 +145,11 @@ class PlanData:
 
     @property
     def fullest_group(self) -> int:
-        """The group of nodes that the position with the largest share of its memory in use belongs to."""
-        positions = self.prediction.positions
-        if not self.pipeline.seats or self.prediction.num_bytes not in positions:
+        """The group of nodes that the pipeline rank with the largest share of its memory in use belongs to."""
+        pipeline_ranks = self.prediction.pipeline_ranks
+        if not self.pipeline.stage_meshes or self.prediction.num_bytes not in pipeline_ranks:
             return 0
-        return self.pipeline.seats[positions.index(self.prediction.num_bytes)].group
+        return self.pipeline.stage_meshes[pipeline_ranks.index(self.prediction.num_bytes)].group
 
     def place(self, scope: str, *path: str) -> str:
         """`plan.yaml, line 12: layers.Block.calls.linear`, or without the line for a plan that was not read."""
@@ -160,11 +162,11 @@ class PlanData:
         return ("" if line is None else f"{self.source}, line {line}: ") + ".".join(path)
 
 
-def layout_text(num_positions: int, mesh: Mesh) -> str:
+def whole_mesh_text(num_pipeline_ranks: int, mesh: Mesh) -> str:
     """The mesh with the pipeline's axis before it: `pp2 x dp2 x tp2`."""
-    if num_positions == 1:
+    if num_pipeline_ranks == 1:
         return str(mesh)
-    return f"pp{num_positions}" + (f" x {mesh}" if mesh.axes else "")
+    return f"pp{num_pipeline_ranks}" + (f" x {mesh}" if mesh.axes else "")
 
 
 def placements_text(placements: Placements, mesh: Mesh) -> str:

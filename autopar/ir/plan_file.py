@@ -33,7 +33,7 @@ from autopar.ir.plan_data import (
     placements_text,
     stored_text,
 )
-from autopar.ir.seats import Seat, envelope
+from autopar.ir.stage_mesh import StageMesh, envelope
 from cost_models.schedule import SCHEDULES
 
 FORMAT = 1
@@ -78,7 +78,7 @@ def _to_data(plan: PlanData) -> dict[str, Any]:
         "autopar_plan": FORMAT,
         "model": plan.model,
         "cluster": plan.cluster,
-        "mesh": f"pp{plan.pipeline.num_positions}" if plan.pipeline.seats else plan.layout,
+        "mesh": f"pp{plan.pipeline.num_pipeline_ranks}" if plan.pipeline.stage_meshes else plan.mesh_text,
         "global_batch_size": plan.global_batch_size,
         "micro_batches": plan.num_micro_batches,
         "precision": plan.precision,
@@ -89,14 +89,14 @@ def _to_data(plan: PlanData) -> dict[str, Any]:
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
         "predicted_seconds": {k: float(v) for k, v in plan.prediction.seconds.items()},
         "predicted_bytes": {k: float(v) for k, v in plan.prediction.num_bytes.items()},
-        **_positions_data(plan.prediction),
+        **_pipeline_ranks_data(plan.prediction),
         "runner_ups": [{"plan": n, "seconds": float(s), "why": w} for n, s, w in plan.runner_ups],
     }
 
 
-def _positions_data(prediction: Prediction) -> dict[str, Any]:
-    positions = [{k: float(v) for k, v in kinds.items()} for kinds in prediction.positions]
-    return {"predicted_bytes_by_position": positions} if positions else {}
+def _pipeline_ranks_data(prediction: Prediction) -> dict[str, Any]:
+    pipeline_ranks = [{k: float(v) for k, v in kinds.items()} for kinds in prediction.pipeline_ranks]
+    return {"predicted_bytes_by_position": pipeline_ranks} if pipeline_ranks else {}
 
 
 def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
         modes = {n: ", ".join(f"{mode} {count}" for mode, count in runs) for n, runs in stage.recompute.items()}
         stages.append({"blocks": f"{stage.first}-{stage.last - 1}"} | ({"recompute": modes} if modes else {}))
     entries: dict[str, Any] = {"schedule": pipeline.schedule, "offload": pipeline.offload}
-    entries |= {"positions": [str(seat) for seat in pipeline.seats], "stages": stages}
+    entries |= {"positions": [str(stage_mesh) for stage_mesh in pipeline.stage_meshes], "stages": stages}
     return {"pipeline": {name: entry for name, entry in entries.items() if entry}}
 
 
@@ -137,9 +137,11 @@ class _Reader:
             raise self.fail(("autopar_plan",), f"format {self.data['autopar_plan']} is not {FORMAT}", f"{FORMAT}")
         whole = self._mesh()
         pipeline = self.mapping(("pipeline",), self.data.get("pipeline"), PIPELINE)
-        seats = self._seats(whole, pipeline)
-        self.mesh = envelope([seat.mesh for seat in seats]) if seats else _inner(whole)
-        seats = tuple(Seat(seat.mesh.over(self.mesh.axes), seat.group) for seat in seats)
+        stage_meshes = self._stage_meshes(whole, pipeline)
+        self.mesh = envelope([stage_mesh.mesh for stage_mesh in stage_meshes]) if stage_meshes else _inner(whole)
+        stage_meshes = tuple(
+            StageMesh(stage_mesh.mesh.over(self.mesh.axes), stage_mesh.group) for stage_mesh in stage_meshes
+        )
         scopes = {"": self._scope(("top",), self.data["top"])}
         for name, entry in self.mapping(("layers",), self.data.get("layers")).items():
             scopes[name] = self._scope(("layers", name), entry)
@@ -153,7 +155,7 @@ class _Reader:
             scopes=scopes,
             prediction=self._prediction(),
             runner_ups=tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
-            pipeline=self._pipeline(whole.size("pp"), seats, pipeline),
+            pipeline=self._pipeline(whole.size("pp"), stage_meshes, pipeline),
             compression=self._compression(),
             fp8=self._fp8(),
             source=self.source,
@@ -234,8 +236,8 @@ class _Reader:
         seconds, num_bytes = (
             self._numbers((key,), self.data.get(key)) for key in ("predicted_seconds", "predicted_bytes")
         )
-        positions = self.items(("predicted_bytes_by_position",), self.data)
-        return Prediction(seconds, num_bytes, tuple(self._numbers(path, entry) for path, entry in positions))
+        pipeline_ranks = self.items(("predicted_bytes_by_position",), self.data)
+        return Prediction(seconds, num_bytes, tuple(self._numbers(path, entry) for path, entry in pipeline_ranks))
 
     def _runner_up(self, path: Keys, entry: Any) -> tuple[str, float, str]:
         found = self.mapping(path, entry, ("plan", "seconds", "why"))
@@ -245,37 +247,43 @@ class _Reader:
         seconds = self.number((*path, "seconds"), found["seconds"])
         return self.text((*path, "plan"), found["plan"]), seconds, self.text((*path, "why"), found["why"])
 
-    def _seats(self, whole: Mesh, pipeline: Mapping[str, Any]) -> tuple[Seat, ...]:
-        """The positions' own meshes, where the file has them."""
+    def _stage_meshes(self, whole: Mesh, pipeline: Mapping[str, Any]) -> tuple[StageMesh, ...]:
+        """The pipeline ranks' own meshes, where the file has them."""
         path = ("pipeline", "positions")
         entries = self.items(path, pipeline)
         if entries and (len(entries) != whole.size("pp") or whole.axes != ("pp",)):
-            raise self.fail(path, f"{len(entries)} positions for the mesh {whole}", f"mesh: pp{len(entries)}")
-        seats = tuple(self.parsed(path, Seat.parse, text) for path, text in entries)
-        for (where, _), seat in zip(entries, seats, strict=True):
-            if not set(seat.mesh.axes) <= set(SEARCHED_AXES[1:]):
-                raise self.fail(where, f"{seat.mesh} has an unknown axis", f"axes {', '.join(SEARCHED_AXES[1:])}")
-        return seats
+            raise self.fail(path, f"{len(entries)} pipeline ranks for the mesh {whole}", f"mesh: pp{len(entries)}")
+        stage_meshes = tuple(self.parsed(path, StageMesh.parse, text) for path, text in entries)
+        for (where, _), stage_mesh in zip(entries, stage_meshes, strict=True):
+            if not set(stage_mesh.mesh.axes) <= set(SEARCHED_AXES[1:]):
+                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(SEARCHED_AXES[1:])}")
+        return stage_meshes
 
-    def _pipeline(self, num_positions: int, seats: tuple[Seat, ...], data: Mapping[str, Any]) -> Pipeline:
+    def _pipeline(
+        self, num_pipeline_ranks: int, stage_meshes: tuple[StageMesh, ...], data: Mapping[str, Any]
+    ) -> Pipeline:
         if not data:
-            if num_positions > 1:
+            if num_pipeline_ranks > 1:
                 raise self.fail(("mesh",), "has a pp axis, but the plan has no pipeline", "a mesh without pp")
             return Pipeline()
         stages = tuple(self._stage(path, entry) for path, entry in self.items(("pipeline", "stages"), data))
-        if len(stages) % num_positions or not stages:
-            message = f"{len(stages)} stages cannot be dealt to {num_positions} positions"
-            raise self.fail(("pipeline", "stages"), message, f"a multiple of {num_positions}")
+        if len(stages) % num_pipeline_ranks or not stages:
+            message = f"{len(stages)} stages cannot be dealt to {num_pipeline_ranks} pipeline ranks"
+            raise self.fail(("pipeline", "stages"), message, f"a multiple of {num_pipeline_ranks}")
         offload = self.text(("pipeline", "offload"), data.get("offload", "none"))
         if not is_offload(offload):
             legal = ", ".join((*OFFLOADS, "nvme:/a/folder"))
             raise self.fail(("pipeline", "offload"), f"{shown(offload)} is unknown", legal)
         path, schedule = ("pipeline", "schedule"), data.get("schedule", "")
-        if schedule or num_positions > 1:
+        if schedule or num_pipeline_ranks > 1:
             schedule = self.word(path, schedule, SCHEDULES)
         offload = "" if offload == "none" else offload
         return Pipeline(
-            num_positions=num_positions, schedule=schedule or "", stages=stages, offload=offload, seats=seats
+            num_pipeline_ranks=num_pipeline_ranks,
+            schedule=schedule or "",
+            stages=stages,
+            offload=offload,
+            stage_meshes=stage_meshes,
         )
 
     def _stage(self, path: Keys, entry: Any) -> StagePlan:

@@ -1,1 +1,1 @@
-"""A graph and its decisions to `codegen` programs, whole or stage by stage."""
+"""A graph and an assignment to `codegen` programs, whole or stage by stage."""

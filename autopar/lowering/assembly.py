@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from autopar.errors import InternalError
 from autopar.ir.plan_data import Pipeline
-from autopar.ir.seats import first_ranks
+from autopar.ir.stage_mesh import first_ranks
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
-from autopar.options.choices import Candidate
+from autopar.options.assignment import Candidate
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.evaluation import follows_training
@@ -19,7 +19,7 @@ from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
 from codegen.verify import check_types
-from cost_models.schedule import orders, orders_text, placement
+from cost_models.schedule import make_schedule, placement, schedule_text
 
 HOST = "host"
 
@@ -53,14 +53,14 @@ def _internal(values: str) -> InternalError:
 def _lowered(candidate: Candidate) -> Program | PipelineProgram:
     plan, pipeline = candidate.plan, candidate.plan.pipeline
     home = home_of(pipeline)
-    keeps_shards, coding = pipeline.offload == "parameters", plan.compression.names
-    common = (candidate.graph, candidate.operators, plan, candidate.choices)
-    if pipeline.num_positions == 1:
+    keeps_shards, compression = pipeline.offload == "parameters", plan.compression.names
+    common = (candidate.graph, candidate.operators, plan, candidate.assignment)
+    if pipeline.num_pipeline_ranks == 1:
         modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
         program = lower(*common, recompute=modes, offload=held, offload_optimizer=home)
-        return replace(program, offload_parameters=keeps_shards, compression=coding)
+        return replace(program, offload_parameters=keeps_shards, compression=compression)
     staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
-    return staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=coding))
+    return staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=compression))
 
 
 def _split(modes: Modes) -> tuple[Modes, Modes]:
@@ -84,18 +84,18 @@ def home_of(pipeline: Pipeline) -> str:
 
 def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
     """The plan's stages and the lines of its schedule."""
-    name, positions, chunks = pipeline.schedule, pipeline.num_positions, pipeline.num_chunks
-    lines = orders_text(orders(name, positions, num_micro_batches, chunks)).splitlines()
+    name, pipeline_ranks, chunks = pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks
+    lines = schedule_text(make_schedule(name, pipeline_ranks, num_micro_batches, chunks)).splitlines()
     return Staging(
         boundaries=tuple(stage.first for stage in pipeline.stages),
-        positions=placement(name, positions, chunks),
+        pipeline_ranks=placement(name, pipeline_ranks, chunks),
         schedule_name=name,
         schedule=tuple(lines),
         recompute=tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
         offload=tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
         defers_weights=name.startswith("zero-bubble"),
-        meshes=tuple(seat.mesh for seat in pipeline.seats),
-        first_ranks=first_ranks(pipeline.seats),
+        meshes=tuple(stage_mesh.mesh for stage_mesh in pipeline.stage_meshes),
+        first_ranks=first_ranks(pipeline.stage_meshes),
     )
 
 

@@ -1,4 +1,5 @@
-"""Graph + Choices -> codegen.Program, or one program per pipeline stage: `scope_lowering.py` makes the statements."""
+"""Graph + assignment -> codegen.Program, or one program per pipeline stage: `scope_lowering.py` makes the
+statements."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_waiting
 from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
-from autopar.lowering.stages import Cut, StageGraph, border_placements, shared_parameters, stage_graphs
-from autopar.options.choices import Choices
+from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_graphs, tied_parameters
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Scope, scopes_of
 from codegen.program import ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
 from codegen.runtime.names import argument
@@ -25,7 +26,7 @@ Modes = Mapping[str, tuple[tuple[str, int], ...]]
 
 
 class Planned(Protocol):
-    """What lowering reads of a plan; `mesh` is that of one pipeline position."""
+    """What lowering reads of a plan; `mesh` is that of one pipeline rank."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -43,14 +44,15 @@ class Planned(Protocol):
 class Staging:
     """How a program is cut and run as a pipeline.
 
-    boundaries: first block of each stage (`stages.blocks_of`). positions: where each stage runs. schedule: one line of
-    actions per position. recompute, offload: for each stage, how its layers recompute ("none", "selective", "full") and
-    whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules. meshes,
-    first_ranks: of every position, where they differ from the plan's mesh and from position order.
+    boundaries: first unit of each stage (`stages.units_of`). pipeline_ranks: where each stage runs. schedule: one line
+    of actions per pipeline rank. recompute, offload: for each stage, how its layers recompute ("none", "selective",
+    "full") and whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules.
+    meshes, first_ranks: of every pipeline rank, where they differ from the plan's mesh and from the order of pipeline
+    ranks.
     """
 
     boundaries: Cut
-    positions: tuple[int, ...]
+    pipeline_ranks: tuple[int, ...]
     schedule_name: str
     schedule: tuple[str, ...]
     recompute: tuple[Modes, ...] = ()
@@ -61,7 +63,7 @@ class Staging:
 
     def mesh(self, stage: int, default: Mesh) -> Mesh:
         """The mesh that a stage runs on."""
-        return self.meshes[self.positions[stage]] if self.meshes else default
+        return self.meshes[self.pipeline_ranks[stage]] if self.meshes else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class _Context:
 
     operators: Mapping[tuple[str, str], Operator]
     plan: Planned
-    choices: Choices
+    assignment: Assignment
     vocabulary: int
     defers_weights: bool = False
     offload_optimizer: str = ""
@@ -85,7 +87,7 @@ def lower(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
     plan: Planned,
-    choices: Choices,
+    assignment: Assignment,
     *,
     recompute: Modes | None = None,
     offload: Modes | None = None,
@@ -96,7 +98,7 @@ def lower(
     context = _Context(
         operators=operators,
         plan=plan,
-        choices=choices,
+        assignment=assignment,
         vocabulary=vocabulary,
         offload_optimizer=offload_optimizer,
         unread=unread_specs(graph),
@@ -112,17 +114,17 @@ def lower_stages(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
     plan: Planned,
-    choices: Choices,
+    assignment: Assignment,
     staging: Staging,
     *,
     offload_optimizer: str = "",
 ) -> PipelineProgram:
-    """The programs of a pipeline's stages. `choices` are of the whole graph on the plan's axes, which all positions
-    have."""
+    """The programs of a pipeline's stages. `assignment` is of the whole graph on the plan's axes, which all pipeline
+    ranks have."""
     context = _Context(
         operators=operators,
         plan=plan,
-        choices=choices,
+        assignment=assignment,
         vocabulary=smallest_vocabulary(graph),
         defers_weights=staging.defers_weights,
         offload_optimizer=offload_optimizer,
@@ -145,10 +147,12 @@ def lower_stages(
     return PipelineProgram(
         name=graph.name,
         stages=tuple(
-            PipelineStage(program, position, {k: n for k, n in stage.first_layer.items() if k in program.layer_names})
-            for program, stage, position in zip(numbered, stages, staging.positions, strict=True)
+            PipelineStage(
+                program, pipeline_rank, {k: n for k, n in stage.first_layer.items() if k in program.layer_names}
+            )
+            for program, stage, pipeline_rank in zip(numbered, stages, staging.pipeline_ranks, strict=True)
         ),
-        tied=shared_parameters(stages),
+        tied=tied_parameters(stages),
         schedule_name=staging.schedule_name,
         schedule=staging.schedule,
         first_ranks=staging.first_ranks,
@@ -168,7 +172,7 @@ def _lower_stage(
     """root_class: its name and docstring. first_dropout_call: how many there are in earlier stages."""
     graph, plan = stage.graph, context.plan
     kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
-    crossing = {name: border_placements(placements) for name, placements in kept.items()}
+    crossing = {name: boundary_placements(placements) for name, placements in kept.items()}
     shared = _shared(context, mesh, stage, crossing)
     layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
     root = Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
@@ -201,7 +205,7 @@ def _lower_stage(
         vocabulary=context.vocabulary,
         notes=graph.notes,
         receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
-        sends={n: border_of(shared, root.scope.metas[r], border_placements(root.lies[r])) for r, n in stage.sends},
+        sends={n: border_of(shared, root.scope.metas[r], boundary_placements(root.lies[r])) for r, n in stage.sends},
         recompute=recompute,
         offload=offload,
         offload_optimizer=context.offload_optimizer,
@@ -218,7 +222,7 @@ def _shared(context: _Context, mesh: Mesh, stage: StageGraph, crossing: Mapping[
         graph=stage.graph,
         operators=context.operators,
         mesh=mesh,
-        choices=replace(context.choices, tensors={**context.choices.tensors, **entering}),
+        assignment=replace(context.assignment, tensors={**context.assignment.tensors, **entering}),
         scopes={scope.name: scope for scope in scopes_of(stage.graph)},
         results=stage.results,
         received=frozenset(crossing),
@@ -228,7 +232,7 @@ def _shared(context: _Context, mesh: Mesh, stage: StageGraph, crossing: Mapping[
 
 def _inputs(shared: Shared) -> list[Input]:
     """The inputs of a stage's forward: of the graph's inputs those that were decided on."""
-    return [each for each in shared.graph.inputs if ("", Ref(each.name)) in shared.choices.tensors]
+    return [each for each in shared.graph.inputs if ("", Ref(each.name)) in shared.assignment.tensors]
 
 
 def _root_class(
@@ -240,14 +244,14 @@ def _root_class(
 ) -> ModuleClass:
     """The class of a stage's top level. unread_here: what it holds and nothing reads."""
     shared, (name, doc) = root.shared, name_and_doc
-    stored = [p for p in shared.graph.parameters if ("", p.name) in shared.choices.parameters]
+    stored = [p for p in shared.graph.parameters if ("", p.name) in shared.assignment.parameters]
     return ModuleClass(
         name=name,
         doc=doc,
         parameters={p.name: spec_of(shared, "", p) for p in stored if not p.is_buffer},
         buffers={p.name: spec_of(shared, "", p) for p in stored if p.is_buffer} | dict(unread_here),
         inputs=tuple(
-            root.variable(Ref(i.name), shared.choices.tensors["", Ref(i.name)], argument(i.name))
+            root.variable(Ref(i.name), shared.assignment.tensors["", Ref(i.name)], argument(i.name))
             for i in _inputs(shared)
         ),
         body=tuple(body),
@@ -283,7 +287,7 @@ def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) 
         return (loss,)
     for ref, name in stage.sends:
         context.placements[number, name] = root.lies[ref]
-    return tuple(root.use(ref, border_placements(root.lies[ref])) for ref, _ in stage.sends)
+    return tuple(root.use(ref, boundary_placements(root.lies[ref])) for ref, _ in stage.sends)
 
 
 def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:
@@ -330,7 +334,7 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
     for index, ref in enumerate(layer.outputs):
         where = lowering.lies[ref]
         if index in carried:
-            where = shared.choices.tensors[scope.name, Ref(layer.inputs[carried[index]][0])]
+            where = shared.assignment.tensors[scope.name, Ref(layer.inputs[carried[index]][0])]
         outputs.append(lowering.use(ref, where))
     body = (*body, *lowering.drain())
     return ModuleClass(

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
 from autopar.lowering.lowerings import lower_call
 from autopar.lowering.names import readable_names
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.reshard import Step, steps
 from autopar.options.strategies import Operator, Scope
 from autopar.rules.localize import local_call
@@ -41,7 +41,7 @@ class Shared:
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
     mesh: Mesh
-    choices: Choices
+    assignment: Assignment
     scopes: Mapping[str, Scope]
     results: tuple[Ref, ...]
     received: frozenset[str] = frozenset()
@@ -69,17 +69,17 @@ class Lowering:
     known: Mapping[Ref, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        choices, scope, graph = self.shared.choices, self.scope, self.shared.graph
+        assignment, scope, graph = self.shared.assignment, self.scope, self.shared.graph
         self.names = readable_names(scope, graph, self.shared.results)
-        for (owner, name), stored in choices.parameters.items():
+        for (owner, name), stored in assignment.parameters.items():
             if owner == scope.name and Ref(name) in scope.metas:
                 ref, where = Ref(name), stored.placements
                 self.lies[ref], self.at_hand[ref, where] = where, self.variable(ref, where, attribute_path(name))
         entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
         for name in entering:
             ref = Ref(name)
-            if (scope.name, ref) in choices.tensors:
-                self.define(ref, choices.tensors[scope.name, ref])
+            if (scope.name, ref) in assignment.tensors:
+                self.define(ref, assignment.tensors[scope.name, ref])
         uses: dict[Ref, int] = {}
         for piece in scope.nodes if scope.layer else graph.body:
             for ref in piece.inputs:
@@ -102,7 +102,7 @@ class Lowering:
         return Var(name, held)
 
     def receive(self, kept: Mapping[str, Placements]) -> None:
-        """Tensors of earlier stages go from how they crossed the border to how the plan keeps them."""
+        """Tensors of earlier stages go from how they crossed the boundary to how the plan keeps them."""
         for name, placements in kept.items():
             ref = Ref(name)
             if placements != self.lies[ref]:
@@ -129,7 +129,7 @@ class Lowering:
 
     def node(self, node: Node) -> None:
         operator = self.shared.operators[self.scope.name, node.name]
-        option = self.shared.choices.operators[self.scope.name, node.name]
+        option = self.shared.assignment.operators[self.scope.name, node.name]
         arguments = [self.use(ref, where) for ref, where in zip(node.inputs, option.inputs, strict=True)]
         arguments = [self._scaled(node, index, variable) for index, variable in enumerate(arguments)]
         local = local_call(node, operator.rule, option.axes, operator.inputs, self.shared.mesh.sizes)
@@ -142,7 +142,7 @@ class Lowering:
         call = Call(local.op, args, kwargs, results, section=node.module)
         self.pending.append(lower_call(self, node, operator, option, local, call))
         for ref, placements in made:
-            kept = self.shared.choices.tensors.get((self.scope.name, ref))
+            kept = self.shared.assignment.tensors.get((self.scope.name, ref))
             if kept is not None and kept != placements and ref in self.uses:
                 self.use(ref, kept, rename=False)
                 self.lies[ref] = kept
@@ -168,7 +168,7 @@ class Lowering:
         layer = self.shared.scopes[run.layer.name]
         args = []
         for ref, (formal, _) in zip(run.args, run.layer.inputs, strict=True):
-            args.append(self.use(ref, self.shared.choices.tensors[layer.name, Ref(formal)]))
+            args.append(self.use(ref, self.shared.assignment.tensors[layer.name, Ref(formal)]))
         carried = {output: position for position, output in run.carried}
         results = []
         for index, inner in enumerate(run.layer.outputs):
@@ -191,11 +191,11 @@ class Lowering:
         )
 
     def _layer_output(self, layer: Scope, run: LayerRun, inner: Ref, position: int | None) -> Placements:
-        choices = self.shared.choices
+        assignment = self.shared.assignment
         if position is not None:
-            return choices.tensors[layer.name, Ref(run.layer.inputs[position][0])]
-        kept = choices.tensors.get((layer.name, inner))
-        return kept if kept is not None else choices.operators[layer.name, inner.node].outputs[inner.index]
+            return assignment.tensors[layer.name, Ref(run.layer.inputs[position][0])]
+        kept = assignment.tensors.get((layer.name, inner))
+        return kept if kept is not None else assignment.operators[layer.name, inner.node].outputs[inner.index]
 
     # --- resharding -------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class Lowering:
             for piece in graph.body:
                 if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.lies:
                     self.node(piece)
-            variable = self.use(target, self.shared.choices.operators["", node.name].inputs[1])
+            variable = self.use(target, self.shared.assignment.operators["", node.name].inputs[1])
             counts.append(self.count_valid(variable, ignore_index, f"count_{number}"))
             statements = without_waiting([*statements, *self.drain()])
         return statements, tuple(counts)

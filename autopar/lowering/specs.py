@@ -6,12 +6,12 @@ from autopar.ir.graph import Graph, Parameter, Ref, TensorMeta, unread
 from autopar.ir.placement import Placements, R, Stored
 from autopar.lowering.scope_lowering import Shared, dtype_name, placement_pairs
 from autopar.options.strategies import num_local
-from codegen.program import Border, Spec
+from codegen.program import BoundaryTensor, Spec
 
 
 def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
     """A parameter or buffer of a scope, as it is stored."""
-    stored = shared.choices.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
+    stored = shared.assignment.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
     return Spec(
         shape=parameter.meta.shape,
         dtype=_stored_dtype(parameter),
@@ -42,12 +42,12 @@ def _stored_dtype(parameter: Parameter) -> str:
 
 def input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
     """An input of forward: of the batch, or of an earlier stage."""
-    pairs = placement_pairs(shared.choices.tensors["", Ref(name)], shared.mesh)
+    pairs = placement_pairs(shared.assignment.tensors["", Ref(name)], shared.mesh)
     return Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=False)
 
 
-def border_of(shared: Shared, meta: TensorMeta, placements: Placements) -> Border:
+def border_of(shared: Shared, meta: TensorMeta, placements: Placements) -> BoundaryTensor:
     """A tensor that crosses between stages."""
     pairs = placement_pairs(placements, shared.mesh)
     spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
-    return Border(spec, num_local(meta, placements, shared.mesh) * meta.dtype.itemsize)
+    return BoundaryTensor(spec, num_local(meta, placements, shared.mesh) * meta.dtype.itemsize)

@@ -1,12 +1,12 @@
-"""A model as a chain of blocks, and the graphs of pipeline stages cut from it.
+"""A model as a chain of units, and the graphs of pipeline stages cut from it.
 
 The chain is the model in execution order: the top-level calls before the first layer, each layer, the calls between
-runs of layers, the calls after the last one. A stage is a run of consecutive blocks.
+runs of layers, the calls after the last one. A stage is a run of consecutive units.
 
 What a stage needs and does not compute comes from one of two places:
 
 - calls without a gradient that depend on the batch and on buffers only (position tables, masks, rotary cos and sin)
-  belong to no block: every stage that needs them computes them itself;
+  belong to no unit: every stage that needs them computes them itself;
 - everything else (hidden states, an encoder's output, a position bias with a gradient, skip connections) is received
   from the stage that makes it, whichever that is.
 """
@@ -24,11 +24,11 @@ from autopar.lowering.names import RESERVED, readable_names
 from autopar.options.strategies import scopes_of
 
 Cut = tuple[int, ...]
-"""The index of each stage's first block: (0, 3, 5) are three stages."""
+"""The index of each stage's first unit: (0, 3, 5) are three stages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Unit:
     """One unit of the chain.
 
     kind: a layer class' name, or "" for top-level calls. calls: names of those calls. run, index: the layer is
@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """One stage as a graph of its own: calls and layers keep their names, so that choices are found by them.
+    """One stage as a graph of its own: calls and layers keep their names, so that an assignment finds them.
 
     graph: its inputs are the received tensors (batch_dim None), then the batch inputs that the stage reads; `loss` is
     the model's loss in the last stage, elsewhere the first tensor sent. received: (public name, meta) of tensors of
@@ -66,20 +66,20 @@ class StageGraph:
         return (self.graph.loss,) if self.has_loss else tuple(ref for ref, _ in self.sends)
 
 
-def blocks_of(graph: Graph) -> tuple[Block, ...]:
-    """The chain. Where nothing is between two runs there is no block. Repeated calls are in no block's `calls`."""
+def units_of(graph: Graph) -> tuple[Unit, ...]:
+    """The chain. Where nothing is between two runs there is no unit. Repeated calls are in no unit's `calls`."""
     repeated = repeated_calls(graph)
-    blocks: list[Block] = []
+    units: list[Unit] = []
     for is_run, pieces in groupby(graph.body, key=lambda piece: isinstance(piece, LayerRun)):
         if not is_run:
-            blocks.append(Block("", tuple(piece.name for piece in pieces if piece.name not in repeated)))
+            units.append(Unit("", tuple(piece.name for piece in pieces if piece.name not in repeated)))
             continue
         for run in (piece for piece in pieces if isinstance(piece, LayerRun)):
-            blocks += [
-                Block(kind=run.layer.name, calls=(), run=run.name, index=i, path=path)
+            units += [
+                Unit(kind=run.layer.name, calls=(), run=run.name, index=i, path=path)
                 for i, path in enumerate(run.instances)
             ]
-    return tuple(blocks)
+    return tuple(units)
 
 
 def stage_graphs(graph: Graph, boundaries: Cut) -> tuple[StageGraph, ...]:
@@ -99,18 +99,18 @@ def stage_graphs(graph: Graph, boundaries: Cut) -> tuple[StageGraph, ...]:
     return tuple(found)
 
 
-def check_cut(boundaries: Cut, num_blocks: int) -> None:
-    """Raises PlanError unless the boundaries are increasing block indices from 0."""
+def check_cut(boundaries: Cut, num_units: int) -> None:
+    """Raises PlanError unless the boundaries are increasing unit indices from 0."""
     is_increasing = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
-    if not boundaries or boundaries[0] != 0 or not is_increasing or boundaries[-1] >= num_blocks:
+    if not boundaries or boundaries[0] != 0 or not is_increasing or boundaries[-1] >= num_units:
         raise PlanError(
             "stages must begin at increasing blocks, the first at block 0",
             values=", ".join(map(str, boundaries)),
-            alternatives=f"0 and up to {num_blocks - 1} more of 1 ... {num_blocks - 1}" if num_blocks > 1 else "0",
+            alternatives=f"0 and up to {num_units - 1} more of 1 ... {num_units - 1}" if num_units > 1 else "0",
         )
 
 
-def shared_parameters(stages: tuple[StageGraph, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def tied_parameters(stages: tuple[StageGraph, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """(name, stages) of parameters that several stages hold, in the model's order (tied weights)."""
     holders: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -120,8 +120,8 @@ def shared_parameters(stages: tuple[StageGraph, ...]) -> tuple[tuple[str, tuple[
     return tuple((name, tuple(held)) for name, held in holders.items() if len(held) > 1)
 
 
-def border_placements(placements: Placements) -> Placements:
-    """How a tensor that lies in `placements` crosses a border: whole or in plain shards, so that both sides of it
+def boundary_placements(placements: Placements) -> Placements:
+    """How a tensor that lies in `placements` crosses a boundary: whole or in plain shards, so that both sides of it
     hold values and gradients that need nothing more."""
     return tuple(p if p.is_shard and p.sections == 1 else R for p in placements)
 
@@ -131,7 +131,7 @@ def border_placements(placements: Placements) -> Placements:
 
 @dataclass(frozen=True, slots=True)
 class _Division:
-    """The body with every run cut at stage borders.
+    """The body with every run cut at stage boundaries.
 
     placed: (stage, piece) in order; -1 for repeated calls, which are in `repeated` by name. made_in: the stage of
     every other piece.
@@ -152,14 +152,14 @@ class _Division:
 
 def _divide(graph: Graph, boundaries: Cut) -> _Division:
     """A run's last part keeps its name, which what follows refers to; earlier parts get names of their own."""
-    blocks = blocks_of(graph)
-    check_cut(boundaries, len(blocks))
+    units = units_of(graph)
+    check_cut(boundaries, len(units))
     stage_of_call: dict[str, int] = {}
     stages_of_run: dict[str, list[int]] = {}
-    for index, block in enumerate(blocks):
+    for index, unit in enumerate(units):
         stage = sum(start <= index for start in boundaries) - 1
-        stage_of_call |= dict.fromkeys(block.calls, stage)
-        stages_of_run.setdefault(block.run, []).append(stage)
+        stage_of_call |= dict.fromkeys(unit.calls, stage)
+        stages_of_run.setdefault(unit.run, []).append(stage)
     taken = _names(graph)
     placed: list[tuple[int, Node | LayerRun]] = []
     for piece in graph.body:
@@ -213,7 +213,7 @@ def _stage_graph(
     received: Mapping[Ref, str],
     names: Mapping[Ref, str],
 ) -> StageGraph:
-    """`own`: what the stage runs. received: its tensors of other stages. names: all tensors that cross a border."""
+    """`own`: what the stage runs. received: its tensors of other stages. names: all tensors that cross a boundary."""
     graph, metas = division.graph, division.metas()
 
     def renamed(ref: Ref) -> Ref:
@@ -245,9 +245,9 @@ def _stage_graph(
 
 
 def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, str]:
-    """A name for every tensor that crosses a border, in order of production. received: by each stage.
+    """A name for every tensor that crosses a boundary, in order of production. received: by each stage.
 
-    What one layer hands to the next is called alike at every border, so that stages of equal layers are equal
+    What one layer hands to the next is called alike at every boundary, so that stages of equal layers are equal
     programs. No stage then receives the wrong one: see `_clashes`.
     """
     graph = division.graph

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, S
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Option, options_of, scopes_of
 from autopar.rules.rule import AxisOption, find_factor
 
 Operators = Mapping[tuple[str, str], Operator]
 
 
-def carried(choices: Choices, operators: Operators, source_rows: int, rows: int) -> Choices:
+def carried(assignment: Assignment, operators: Operators, source_rows: int, rows: int) -> Assignment:
     """Decisions for a graph of `source_rows` rows as those for one of `rows` rows, over all ranks. operators: of the
     graph that they were made for; where that has one row, it has no batch to be told apart, and they stay."""
     if source_rows in (rows, 1):
-        return choices
-    return _Carrier(operators, source_rows, rows).carry(choices)
+        return assignment
+    return _Carrier(operators, source_rows, rows).carry(assignment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class _Carrier:
     source_rows: int
     rows: int
 
-    def carry(self, choices: Choices) -> Choices:
+    def carry(self, assignment: Assignment) -> Assignment:
         marks = self._marks()
-        return Choices(
-            {key: self._option(key, option, marks) for key, option in choices.operators.items()},
-            {key: self._all(placements, marks.get(key)) for key, placements in choices.tensors.items()},
-            choices.parameters,
+        return Assignment(
+            {key: self._option(key, option, marks) for key, option in assignment.operators.items()},
+            {key: self._all(placements, marks.get(key)) for key, placements in assignment.tensors.items()},
+            assignment.parameters,
         )
 
     def _marks(self) -> dict[tuple[str, Ref], Placement]:
@@ -98,22 +98,22 @@ class _Carrier:
         return count if rest else of_batch * self.rows * inside
 
 
-def covers(choices: Choices, graph: Graph) -> bool:
+def covers(assignment: Assignment, graph: Graph) -> bool:
     """Whether every call, parameter and layer input of the graph has its decision."""
     for scope in scopes_of(graph):
-        if any((scope.name, node.name) not in choices.operators for node in scope.nodes):
+        if any((scope.name, node.name) not in assignment.operators for node in scope.nodes):
             return False
         used = {ref.node for node in scope.nodes for ref in node.inputs}
         stored = scope.layer.parameters if scope.layer else graph.parameters
-        if any(p.name in used and (scope.name, p.name) not in choices.parameters for p in stored):
+        if any(p.name in used and (scope.name, p.name) not in assignment.parameters for p in stored):
             return False
-        if scope.layer and any((scope.name, Ref(name)) not in choices.tensors for name, _ in scope.layer.inputs):
+        if scope.layer and any((scope.name, Ref(name)) not in assignment.tensors for name, _ in scope.layer.inputs):
             return False
     return True
 
 
-def suits(choices: Choices, graph: Graph, operators: Operators, mesh: Mesh) -> bool:
-    """Whether the decisions are all of this graph, and of what its calls have on the mesh."""
-    if not covers(choices, graph):
+def suits(assignment: Assignment, graph: Graph, operators: Operators, mesh: Mesh) -> bool:
+    """Whether the assignment is all of this graph, and of what its calls have on the mesh."""
+    if not covers(assignment, graph):
         return False
-    return all(choices.operators[key] in options_of(operator, mesh) for key, operator in operators.items())
+    return all(assignment.operators[key] in options_of(operator, mesh) for key, operator in operators.items())

@@ -168,8 +168,8 @@ def is_joint(operator: Operator, option: Option) -> bool:
 
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     """Options of one axis by its role. A data axis that can shard the batch does nothing else: what costs the same on
-    two data-parallel ranks as on many is what shards (see planning/bases.py), and a partial weight with the whole batch
-    is not."""
+    two data-parallel ranks as on many is what shards (see planning/solved_layers.py), and a partial weight with the
+    whole batch is not."""
     batch = operator.batch
     sections = dict(operator.sections)
     if batch and batch[1] > 1:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.seats import Seat, envelope
+from autopar.ir.stage_mesh import StageMesh, envelope
+from autopar.options.assignment import Candidate, compress
 from autopar.options.carried import suits
-from autopar.options.choices import Candidate, compress
 from autopar.plan import Plan
-from autopar.planning.bases import decided_anew, stored_parameters
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request, operators_at
+from autopar.planning.solved_layers import solved_anew, stored_parameters
 from autopar.planning.stage_problem import Found
 
 
 def candidate_of(found: Found, request: Request) -> Candidate:
     """The plan of a solved config on the graph of its micro-batch, with the prediction of its simulation. Stage meshes
     that turn out to be alike are not written out."""
-    config, meshes = found.config, {each.mesh for each in found.pipeline.seats}
-    mesh = found.pipeline.seats[0].mesh if len(meshes) == 1 else envelope([each.mesh for each in found.pipeline.seats])
-    seats = tuple(Seat(each.mesh.over(mesh.axes), each.group) for each in found.pipeline.seats)
-    are_alike = request.mixed is None and len(set(seats)) == 1
-    pipeline = replace(found.pipeline, seats=() if are_alike else seats)
+    config, meshes = found.config, {each.mesh for each in found.pipeline.stage_meshes}
+    mesh = (
+        found.pipeline.stage_meshes[0].mesh
+        if len(meshes) == 1
+        else envelope([each.mesh for each in found.pipeline.stage_meshes])
+    )
+    stage_meshes = tuple(StageMesh(each.mesh.over(mesh.axes), each.group) for each in found.pipeline.stage_meshes)
+    are_alike = request.mixed is None and len(set(stage_meshes)) == 1
+    pipeline = replace(found.pipeline, stage_meshes=() if are_alike else stage_meshes)
     count, rows = config.num_micro_batches, request.global_batch_size // config.num_micro_batches
     graph, operators = operators_at(request, rows)
-    choices = replace(found.base, mesh=mesh).choices(config.zero, rows)
-    if not suits(choices, graph, operators, mesh):  # a model that is another one with few rows
-        choices = decided_anew(request, graph, operators, mesh, config.price)
-        choices = replace(choices, parameters=stored_parameters(choices, mesh.axes, mesh.axes, config.zero))
-    scopes = compress(graph, operators, mesh, choices)
+    assignment = replace(found.solved_layer, mesh=mesh).assignment(config.zero, rows)
+    if not suits(assignment, graph, operators, mesh):  # a model that is another one with few rows
+        assignment = solved_anew(request, graph, operators, mesh, config.multiplier)
+        assignment = replace(assignment, parameters=stored_parameters(assignment, mesh.axes, mesh.axes, config.zero))
+    scopes = compress(graph, operators, mesh, assignment)
     plan = Plan(
         model=graph.name,
         cluster=str(request.whole),
@@ -41,4 +45,6 @@ def candidate_of(found: Found, request: Request) -> Candidate:
         compression=request.training.compression,
         fp8=request.fp8,
     )
-    return predicted(request, Candidate(plan=plan, graph=graph, operators=operators, choices=choices, solution=None))
+    return predicted(
+        request, Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=None)
+    )

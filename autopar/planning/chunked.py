@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.costs.block_costs import MODES
+from autopar.costs.layer_costs import MODES
 from autopar.costs.pipeline_costs import PipelineCosts
 from autopar.errors import ConstraintError
 from autopar.planning.parallel_config import ParallelConfig
@@ -48,14 +48,14 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
 
 def _check_depth(search: EqualSearch) -> None:
     """Raises ConstraintError where the model is too short for the pinned schedule with every number of ranks."""
-    numbers, num_blocks = sorted({each.pp for each in search.unscheduled if each.pp > 1}), len(search.costs.blocks)
+    numbers, num_units = sorted({each.pp for each in search.unscheduled if each.pp > 1}), len(search.costs.units)
     needed = [number * chunks for number in numbers for _, chunks in chunks_of(search)]
-    if needed and min(needed) > num_blocks:
+    if needed and min(needed) > num_units:
         limits = search.request.constraints
         raise ConstraintError(
             f"the schedule {limits.schedule!r} needs more stages than the model has blocks",
-            values=f"{min(needed)} stages ({numbers[0]} positions), {num_blocks} blocks",
-            alternatives=["1f1b, gpipe or zero-bubble", "fewer pipeline positions (pp)"],
+            values=f"{min(needed)} stages ({numbers[0]} pipeline ranks), {num_units} blocks",
+            alternatives=["1f1b, gpipe or zero-bubble", "fewer pipeline ranks (pp)"],
         )
 
 
@@ -78,8 +78,8 @@ def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
 def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[tuple[Found, PipelineCosts]]:
     """The even cut, and what it costs, under every recompute mode, the one that keeps most first."""
     costs, (stage_mesh,) = search.costs, config.stage_meshes
-    is_long_enough = config.pp * config.chunks <= len(costs.blocks) and config.num_micro_batches > 1
-    if not is_long_enough or search.bases.base_of(config, stage_mesh) is None:
+    is_long_enough = config.pp * config.chunks <= len(costs.units) and config.num_micro_batches > 1
+    if not is_long_enough or search.solved_layers.of(config, stage_mesh) is None:
         return
     problem, pinned = StageProblem.of(costs, config), search.request.constraints.recompute
     for mode in MODES:
@@ -94,12 +94,12 @@ def _even_cut(problem: StageProblem, mode: str) -> PipelineSolution | None:
     """Stages of which the longest is as short as can be."""
     config, ((stage_mesh, here),) = problem.config, problem.chains.items()
     name, num_stages, points = str(stage_mesh), config.pp * config.chunks, {}
-    for block, cost in here.costs.items():
+    for unit, cost in here.costs.items():
         modes = modes_of(cost)
         label = mode if mode in modes else "none"
-        points[block, name] = (point(cost, label, modes[label], "1f1b"),)
+        points[unit, name] = (point(cost, label, modes[label], "1f1b"),)
     even = PipelineProblem(
-        blocks=problem.costs.blocks,
+        units=problem.costs.units,
         submeshes=(Submesh(name, GROUP, 1, FREE_MEMORY),),
         groups={GROUP: num_stages},
         points=points,

@@ -1,4 +1,4 @@
-"""What every block of the model costs on a rank of each stage mesh, under a parallel config."""
+"""What every unit of the model costs on a rank of each stage mesh, under a parallel config."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from operator import add
 
-from autopar.costs.block_costs import BlockCost, Mode, exposed
-from autopar.costs.borders import shared_parameters
 from autopar.costs.cost_table import combined
+from autopar.costs.layer_costs import LayerCost, Mode, exposed
 from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
+from autopar.costs.stage_boundaries import tied_parameters
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.ir.chain import chain, homes_of
-from autopar.ir.seats import Seat
+from autopar.ir.stage_mesh import StageMesh
 from autopar.options.strategies import scopes_of
-from autopar.planning.bases import Base, Bases
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for, usable_bytes
-from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.shared_assignments import SharedAssignments
+from autopar.planning.solved_layers import SolvedLayer, SolvedLayers
 from autopar.planning.stage_points import modes_of
 
-Solved = Bases | SharedDecisions
+Solved = SolvedLayers | SharedAssignments
 """Decisions, by themselves for equal stage meshes and shared by unlike ones; those of another request may serve, if it
-differs only in what they do not depend on (see bases.py)."""
+differs only in what they do not depend on (see solved_layers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSeconds:
-    """Of every class of blocks on one stage mesh, in the order of `ConfigCosts.counts`: busy per micro-batch, of this
+    """Of every class of units on one stage mesh, in the order of `ConfigCosts.counts`: busy per micro-batch, of this
     weight gradients, and once per step."""
 
     micro: list[float]
@@ -39,15 +39,15 @@ class ClassSeconds:
 
 
 class ConfigCosts:
-    """Prices of the blocks of one request's model, each found when it is asked for."""
+    """Prices of the units of one request's model, each found when it is asked for."""
 
     def __init__(self, request: Request, solved: Solved) -> None:
         self.request, self.solved = request, solved
         self.graph = request.trace(request.global_batch_size)
-        self.blocks = chain(self.graph)
-        self.counts = Counter(self.blocks)
+        self.units = chain(self.graph)
+        self.counts = Counter(self.units)
         self.homes, self.scopes = homes_of(self.graph), scopes_of(self.graph)
-        self.shared = shared_parameters(self.graph)
+        self.shared = tied_parameters(self.graph)
         self.groups = [request.of_group(number) for number in range(len(request.whole.groups))]
         self.usable_bytes = [usable_bytes(group) for group in self.groups]
         self.is_on_cpu = is_cpu(request.whole.groups[0])
@@ -55,64 +55,64 @@ class ConfigCosts:
         self._synchronised: dict[Hashable, tuple[list[float], list[float]]] = {}
         self._none = [0.0] * len(self.counts)
 
-    def base(self, config: ParallelConfig, stage_mesh: Seat) -> Base:
-        """The decisions on a stage mesh, which there must be."""
-        found = self.solved.base_of(config, stage_mesh)
+    def solved_layer(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer:
+        """The solved layer on a stage mesh, which there must be."""
+        found = self.solved.of(config, stage_mesh)
         assert found is not None
         return found
 
-    def seconds(self, config: ParallelConfig, stage_mesh: Seat) -> ClassSeconds:
+    def seconds(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """On a stage mesh."""
-        base = self.base(config, stage_mesh)
-        key = stage_mesh, base.storage, config.zero, config.offload
+        solved_layer = self.solved_layer(config, stage_mesh)
+        key = stage_mesh, solved_layer.storage, config.zero, config.offload
         if key not in self._synchronised:
             stored = self.stored(config, stage_mesh)
             own = [stored.get(name, StoredCost()) for name in self.counts]
             self._synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
         per_micro, per_step = self._synchronised[key]
-        busy = self._busy(base, config.schedule)
+        busy = self._busy(solved_layer, config.schedule)
         return ClassSeconds(list(map(add, busy.micro, per_micro)), busy.weight, per_step)
 
-    def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: Seat) -> ClassSeconds:
+    def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """On a stage mesh, whatever becomes of the parameters."""
-        return self._busy(self.base(config, stage_mesh), config.schedule)
+        return self._busy(self.solved_layer(config, stage_mesh), config.schedule)
 
-    def _busy(self, base: Base, schedule: str) -> ClassSeconds:
-        own = base.activity.seconds
+    def _busy(self, solved_layer: SolvedLayer, schedule: str) -> ClassSeconds:
+        own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
         return ClassSeconds([each.under(schedule) for each in busy], [each.weight for each in busy], self._none)
 
-    def modes(self, cost: BlockCost) -> Mapping[str, Mode]:
-        """The modes of a block that the constraints and the device leave."""
+    def modes(self, cost: LayerCost) -> Mapping[str, Mode]:
+        """The modes of a unit that the constraints and the device leave."""
         return modes_of(cost, self.request.constraints.recompute, has_host=not self.is_on_cpu)
 
-    def stored(self, config: ParallelConfig, stage_mesh: Seat) -> dict[str, StoredCost]:
-        """The parameters of every block on a stage mesh."""
-        base = self.base(config, stage_mesh)
+    def stored(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, StoredCost]:
+        """The parameters of every unit on a stage mesh."""
+        solved_layer = self.solved_layer(config, stage_mesh)
         # Gradients that are summed over micro-batches take room of their own, however many there are.
-        key = stage_mesh, base.storage, config.zero, config.offload, config.num_micro_batches > 1
+        key = stage_mesh, solved_layer.storage, config.zero, config.offload, config.num_micro_batches > 1
         if key not in self._stored:
-            parameters, pricer = base.parameters(config.zero), self._pricer(config, stage_mesh)
+            parameters, pricer = solved_layer.parameters(config.zero), self._pricer(config, stage_mesh)
             self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
         return self._stored[key]
 
-    def stored_bytes(self, config: ParallelConfig, stage_mesh: Seat) -> dict[str, float]:
-        """Of every block, what stays from step to step."""
+    def stored_bytes(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, float]:
+        """Of every unit, what stays from step to step."""
         return {name: sum(cost.fixed.values()) for name, cost in self.stored(config, stage_mesh).items()}
 
-    def chain_costs(self, config: ParallelConfig, stage_mesh: Seat) -> ChainCosts:
-        """Every block on a stage mesh, with its parameters and what crosses the border before it."""
-        base = self.base(config, stage_mesh)
+    def chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
+        """Every unit on a stage mesh, with its parameters and what crosses the boundary before it."""
+        solved_layer = self.solved_layer(config, stage_mesh)
         return ChainCosts(
             graph=self.graph,
             pricer=self._pricer(config, stage_mesh),
-            parameters=base.parameters(config.zero),
-            costs=combined(base.costs, self.stored(config, stage_mesh)),
-            border_bytes=base.activity.border_bytes,
+            parameters=solved_layer.parameters(config.zero),
+            costs=combined(solved_layer.costs, self.stored(config, stage_mesh)),
+            boundary_bytes=solved_layer.call_costs.boundary_bytes,
             group=stage_mesh.group,
         )
 
-    def _pricer(self, config: ParallelConfig, stage_mesh: Seat) -> Pricer:
+    def _pricer(self, config: ParallelConfig, stage_mesh: StageMesh) -> Pricer:
         """Prices of what is stored on a stage mesh."""
         group = self.groups[stage_mesh.group]
         return pricer_for(group, stage_mesh.mesh, config.num_micro_batches, config.offload)

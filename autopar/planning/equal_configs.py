@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
-from autopar.ir.seats import Seat
-from autopar.planning.bases import PRICES, named_mesh
+from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
+from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
 from cost_models.machine import Cluster
 
 GROUP_NODES = (1, 2, 4)
@@ -21,10 +21,10 @@ TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
 
 
-def equal_configs(request: Request, num_blocks: int) -> Iterator[ParallelConfig]:
-    """All that agree with the pinned degrees, the batch and the number of blocks. Schedules are left open."""
+def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
+    """All that agree with the pinned degrees, the batch and the number of units. Schedules are left open."""
     limits = request.constraints
-    legal = shapes(request, num_blocks)
+    legal = shapes(request, num_units)
     rows_of_rank = sorted({request.global_batch_size // dp for _, dp, _ in legal})
     if limits.micro_batches and all(rows % limits.micro_batches for rows in rows_of_rank):
         raise ConstraintError(
@@ -37,16 +37,16 @@ def equal_configs(request: Request, num_blocks: int) -> Iterator[ParallelConfig]
         for count in filter(request.splits, counts):
             rows = request.global_batch_size // count
             for zero in zero_stages(request, dp, count):
-                for price in PRICES:
+                for multiplier in MULTIPLIERS:
                     for offload in offloads(request, zero):
                         for mesh in meshes_of(request, dp, tp, zero):
                             yield ParallelConfig(
-                                stage_meshes=(Seat(mesh),),
+                                stage_meshes=(StageMesh(mesh),),
                                 pipeline_ranks=(pp,),
                                 rows=rows,
                                 num_micro_batches=count,
                                 zero=zero,
-                                price=price,
+                                multiplier=multiplier,
                                 offload=offload,
                             )
 
@@ -100,7 +100,7 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
     return ("", "optimizer", "parameters") if zero == 3 else ("", "optimizer")
 
 
-def shapes(request: Request, num_blocks: int, most_tp: int | None = None) -> list[tuple[int, int, int]]:
+def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list[tuple[int, int, int]]:
     """(pipeline ranks, dp, tp) whose product is the cluster. most_tp: unless it is pinned, by default that of TP_NODES.
 
     Raises ConstraintError where pinned degrees leave none.
@@ -110,7 +110,7 @@ def shapes(request: Request, num_blocks: int, most_tp: int | None = None) -> lis
     found = [
         (pp, devices // pp // tp, tp)
         for pp in divisors(devices)
-        if pp <= num_blocks
+        if pp <= num_units
         for tp in divisors(devices // pp)
         if tp <= most or tp == degrees.get("tp")
     ]
@@ -120,7 +120,7 @@ def shapes(request: Request, num_blocks: int, most_tp: int | None = None) -> lis
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
         raise ConstraintError(
             "the pinned degrees do not make the cluster's number of devices",
-            values=f"{pinned} for {devices} devices" + (f", {num_blocks} blocks" if "pp" in degrees else ""),
+            values=f"{pinned} for {devices} devices" + (f", {num_units} blocks" if "pp" in degrees else ""),
             alternatives=[_text(shape) for shape in (agreeing or found)[:8]],
         )
     legal = [s for s in wanted if request.global_batch_size % s[1] == 0]

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.chain import chain
 from autopar.ir.graph import Graph, layer_names
-from autopar.options.choices import Candidate, expand
+from autopar.options.assignment import Candidate, expand
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan
 from autopar.planning.request import Request, operators_at
@@ -53,60 +53,60 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
         )
     graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
     check_pipeline(plan, graph)
-    choices = expand(graph, operators, plan)
-    candidate: Candidate = price_plan(graph, operators, request, plan, choices)
+    assignment = expand(graph, operators, plan)
+    candidate: Candidate = price_plan(graph, operators, request, plan, assignment)
     return SearchResult((candidate,), (), (), is_given=True)
 
 
 def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
-    """Raises PlanError unless the plan's positions take all devices of every group of nodes."""
+    """Raises PlanError unless the plan's pipeline ranks take all devices of every group of nodes."""
     used = [0] * len(cluster.groups)
-    for seat in plan.seats:
-        if seat.group >= len(used):
+    for stage_mesh in plan.stage_meshes:
+        if stage_mesh.group >= len(used):
             raise PlanError(
-                f"{plan.at('pipeline', 'positions')}: a position is of a group of nodes that the cluster does not have",
-                values=f"group {seat.group} of {cluster}",
+                f"{plan.at('pipeline', 'positions')}: a pipeline rank is of a group that the cluster does not have",
+                values=f"group {stage_mesh.group} of {cluster}",
                 alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
             )
-        used[seat.group] += seat.mesh.num_ranks
+        used[stage_mesh.group] += stage_mesh.mesh.num_ranks
     for number, group in enumerate(cluster.groups):
         if used[number] != group.num_devices:
             where = f" {group}" if len(used) > 1 else ""
             raise PlanError(
                 f"{plan.at('mesh')}: the plan's mesh does not fill the cluster{where}",
-                values=f"{plan.layout} has {used[number]} ranks for {group.num_devices} devices",
+                values=f"{plan.mesh_text} has {used[number]} ranks for {group.num_devices} devices",
                 alternatives="a cluster of that size, or a new plan",
             )
 
 
 def check_pipeline(plan: Plan, graph: Graph) -> None:
-    """Raises PlanError for stages, modes or a schedule that the model's blocks cannot have."""
-    pipeline, blocks = plan.pipeline, chain(graph)
+    """Raises PlanError for stages, modes or a schedule that the model's units cannot have."""
+    pipeline, units = plan.pipeline, chain(graph)
     if not pipeline.stages:
         return
     ends = [0, *(stage.last for stage in pipeline.stages)]
-    starts = [stage.first for stage in pipeline.stages] + [len(blocks)]
+    starts = [stage.first for stage in pipeline.stages] + [len(units)]
     if ends != starts or any(stage.first >= stage.last for stage in pipeline.stages):
         raise PlanError(
             f"{plan.at('pipeline', 'stages')}: the stages must follow one another over all blocks of the model",
             values=", ".join(f"{stage.first}-{stage.last - 1}" for stage in pipeline.stages),
-            alternatives=f"ranges from 0 to {len(blocks) - 1} without gaps: " + block_names(blocks),
+            alternatives=f"ranges from 0 to {len(units) - 1} without gaps: " + unit_names(units),
         )
-    known = (*SCHEDULES, "") if pipeline.num_positions == 1 else SCHEDULES
+    known = (*SCHEDULES, "") if pipeline.num_pipeline_ranks == 1 else SCHEDULES
     if pipeline.schedule not in known:
         raise PlanError(
             f"{plan.at('pipeline', 'schedule')}: the plan's schedule is not one that autopar has",
             values=repr(pipeline.schedule),
             alternatives=", ".join(SCHEDULES),
         )
-    if pipeline.num_positions > 1:
+    if pipeline.num_pipeline_ranks > 1:
         _check_stage_count(plan)
-    for position, stage in enumerate(pipeline.stages):
+    for index, stage in enumerate(pipeline.stages):
         for name, runs in stage.recompute.items():
-            count = blocks[stage.first : stage.last].count(name)
+            count = units[stage.first : stage.last].count(name)
             if sum(number for _, number in runs) != count or name not in layer_names(graph):
                 raise PlanError(
-                    f"{plan.at('pipeline', 'stages', str(position), 'recompute', name)}: the stage of blocks "
+                    f"{plan.at('pipeline', 'stages', str(index), 'recompute', name)}: the stage of blocks "
                     f"{stage.first}-{stage.last - 1} has {count} layers {name}",
                     values=f"recompute: {', '.join(f'{mode} {number}' for mode, number in runs)}",
                     alternatives="a mode for each of its layers, such as full 3, none 5",
@@ -114,17 +114,21 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
 
 
 def _check_stage_count(plan: Plan) -> None:
-    """Raises PlanError where the schedule gives the positions another number of stages than the plan has."""
+    """Raises PlanError where the schedule gives the pipeline ranks another number of stages than the plan has."""
     pipeline = plan.pipeline
-    found, positions = len(pipeline.stages), pipeline.num_positions
+    found, pipeline_ranks = len(pipeline.stages), pipeline.num_pipeline_ranks
     given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
-    wanted = len(placement(pipeline.schedule, positions, given))
+    wanted = len(placement(pipeline.schedule, pipeline_ranks, given))
     if wanted != found:
         raise PlanError(
             f"{plan.at('pipeline', 'schedule')}: {pipeline.schedule} does not fit the number of stages",
-            values=f"{found} stages on {positions} positions",
+            values=f"{found} stages on {pipeline_ranks} pipeline ranks",
             alternatives=f"{wanted} stages"
-            + (" or another multiple of the positions" if given else " (or interleaved, for several per position)"),
+            + (
+                " or another multiple of the pipeline ranks"
+                if given
+                else " (or interleaved, for several per pipeline rank)"
+            ),
         )
 
 
@@ -138,13 +142,13 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
         ("micro_batches", limits.micro_batches, plan.num_micro_batches),
         ("offload", limits.offload, pipeline.offload),
         ("recompute", limits.recompute, modes.pop() if len(modes) == 1 else modes),
-        ("pp", limits.degrees.get("pp"), pipeline.num_positions),
+        ("pp", limits.degrees.get("pp"), pipeline.num_pipeline_ranks),
     ]
-    if pipeline.num_positions > 1:
+    if pipeline.num_pipeline_ranks > 1:
         pinned += [("schedule", limits.schedule, pipeline.schedule), ("chunks", limits.chunks, pipeline.num_chunks)]
     if plan.mesh.size("dp") > 1:
         pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
-    if not pipeline.seats:
+    if not pipeline.stage_meshes:
         pinned += [(axis, limits.degrees.get(axis), plan.mesh.size(axis)) for axis in ("ddp", "dp", "tp")]
     for name, asked, given in pinned:
         if asked is not None and asked != given:
@@ -155,10 +159,10 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
             )
 
 
-def block_names(blocks: tuple[str, ...]) -> str:
-    """The blocks of a model with their numbers: `0 top 0, 1-8 Block, 9 top 1`."""
+def unit_names(units: tuple[str, ...]) -> str:
+    """The units of a model with their numbers: `0 top 0, 1-8 Block, 9 top 1`."""
     parts = []
-    for name, group in itertools.groupby(range(len(blocks)), key=lambda i: blocks[i]):
+    for name, group in itertools.groupby(range(len(units)), key=lambda i: units[i]):
         numbers = list(group)
         parts.append(f"{numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''} {name}")
     return ", ".join(parts)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.costs.block_costs import Mode
+from autopar.costs.layer_costs import Mode
 from autopar.costs.memory_bound import least_seconds
 from autopar.planning.stage_points import Holding
 from search.inter_op import solve_pipeline
@@ -50,30 +50,30 @@ class Fitting:
 
 
 def least_recompute(
-    blocks: Iterable[tuple[int, Iterable[Mode]]],
+    units: Iterable[tuple[int, Iterable[Mode]]],
     holding: Holding,
     ranks: Sequence[tuple[int, int]],
     memory_bytes: float,
     fixed_bytes: float,
 ) -> float:
     """Seconds per micro-batch that recomputation takes at least, if the memory of all pipeline ranks were one and every
-    block kept what it keeps on the rank where that is least; inf where even so nothing fits.
+    unit kept what it keeps on the rank where that is least; inf where even so nothing fits.
 
-    blocks: how many there are of a kind, and all modes that they may take. ranks: (p, i), as in `Holding`.
+    units: how many there are of a kind, and all modes that they may take. ranks: (p, i), as in `Holding`.
     memory_bytes: of one device of every rank, added up; fixed_bytes: what of it is taken whatever is recomputed.
     """
     room_bytes = memory_bytes * (1 + ROUNDING) - fixed_bytes
     if room_bytes < 0:
         return math.inf
-    classes = [(count, [(mode.seconds, holding.least(ranks, mode)) for mode in modes]) for count, modes in blocks]
+    classes = [(count, [(mode.seconds, holding.least(ranks, mode)) for mode in modes]) for count, modes in units]
     return least_seconds(classes, room_bytes)
 
 
 def least_kept(
-    blocks: Iterable[tuple[int, Iterable[Mode]]], holding: Holding, ranks: Sequence[tuple[int, int]]
+    units: Iterable[tuple[int, Iterable[Mode]]], holding: Holding, ranks: Sequence[tuple[int, int]]
 ) -> float:
-    """Bytes that all blocks keep at least, each in the mode and on the rank where that is least."""
-    return sum(count * min(holding.least(ranks, mode) for mode in modes) for count, modes in blocks)
+    """Bytes that all units keep at least, each in the mode and on the rank where that is least."""
+    return sum(count * min(holding.least(ranks, mode) for mode in modes) for count, modes in units)
 
 
 def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution:

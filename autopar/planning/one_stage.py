@@ -18,15 +18,15 @@ from autopar.costs.stored_costs import unread_bytes
 from autopar.errors import ConstraintError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.options.choices import Candidate, Choices, compress
+from autopar.options.assignment import Assignment, Candidate, compress
 from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
-from autopar.planning.bases import named_mesh
 from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.equal_configs import shapes
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
-from autopar.planning.space import build_space
+from autopar.planning.search_space import build_search_space
+from autopar.planning.solved_layers import named_mesh
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits
 from search.problem import Solution, evaluate
@@ -81,13 +81,15 @@ def lower_bound(mesh: Mesh, request: Request) -> float:
 def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
     """Step time on `mesh` with `count` micro-batches if memory were free; it does not fall as the count grows."""
     graph = request.trace(request.global_batch_size // count)
-    space = build_space(graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints, None)
-    return solve(space.problem).objective
+    search_space = build_search_space(
+        graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints, None
+    )
+    return solve(search_space.problem).objective
 
 
 def meshes(request: Request) -> list[Mesh]:
     """Every dp x tp of the cluster's devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
-    legal = sorted((dp, tp) for _, dp, tp in shapes(request, num_blocks=1, most_tp=request.cluster.num_devices))
+    legal = sorted((dp, tp) for _, dp, tp in shapes(request, num_units=1, most_tp=request.cluster.num_devices))
     count = request.constraints.micro_batches or 1
     dividing = [(dp, tp) for dp, tp in legal if request.global_batch_size // dp % count == 0]
     return [named_mesh(dp, tp) for dp, tp in dividing or legal]
@@ -151,15 +153,15 @@ def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
     pricer = pricer_for(request, mesh, count)
     room, transient = _room_bytes(graph, request), 0.0
     for _ in range(MAX_TRANSIENT_ROUNDS):
-        space = build_space(graph, operators, pricer, request.constraints, room - transient)
+        search_space = build_search_space(graph, operators, pricer, request.constraints, room - transient)
         try:
-            solution = solve(space.problem)
+            solution = solve(search_space.problem)
         except NothingFits:
             break
-        choices = decode(space, solution.choices)
-        costs = one_stage_costs(graph, operators, pricer, choices)
+        assignment = decode(search_space, solution.assignment)
+        costs = one_stage_costs(graph, operators, pricer, assignment)
         if costs.peak_bytes <= usable_bytes(request):
-            return _candidate(graph, operators, request, costs, choices, solution)
+            return _candidate(graph, operators, request, costs, assignment, solution)
         transient = max(costs.peak_bytes - unread_bytes(graph) - solution.usage[0], transient * 1.1)
     return _leanest(graph, operators, pricer, request)
 
@@ -173,19 +175,22 @@ def _leanest(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request
 ) -> Candidate | Failure:
     """The plan that keeps the least, if it fits; else what it would need."""
-    space, count = build_space(graph, operators, pricer, request.constraints, 0.0), pricer.training.num_micro_batches
+    search_space, count = (
+        build_search_space(graph, operators, pricer, request.constraints, 0.0),
+        pricer.training.num_micro_batches,
+    )
     try:
-        chosen = solve(space.problem).choices
+        chosen = solve(search_space.problem).assignment
     except NothingFits as error:
-        if not error.choices:
+        if not error.assignment:
             return Failure(math.inf, pricer.mesh, count, {})
-        chosen = error.choices
-    choices = decode(space, chosen)
-    costs = one_stage_costs(graph, operators, pricer, choices)
+        chosen = error.assignment
+    assignment = decode(search_space, chosen)
+    costs = one_stage_costs(graph, operators, pricer, assignment)
     if costs.peak_bytes <= usable_bytes(request):
-        return _candidate(graph, operators, request, costs, choices, None)
+        return _candidate(graph, operators, request, costs, assignment, None)
     needed = costs.simulated().prediction
-    _, (kept_bytes,) = evaluate(space.problem, chosen)
+    _, (kept_bytes,) = evaluate(search_space.problem, chosen)
     least_bytes = kept_bytes + request.capacity_bytes() - _room_bytes(graph, request)
     return Failure(
         num_bytes=needed.peak_bytes,
@@ -201,7 +206,7 @@ def _candidate(
     operators: Mapping[tuple[str, str], Operator],
     request: Request,
     costs: PipelineCosts,
-    choices: Choices,
+    assignment: Assignment,
     solution: Solution | None,
 ) -> Candidate:
     (rank,) = costs.ranks
@@ -212,12 +217,12 @@ def _candidate(
         global_batch_size=request.global_batch_size,
         num_micro_batches=costs.num_micro_batches,
         precision=request.precision,
-        scopes=compress(graph, operators, rank.pricer.mesh, choices),
+        scopes=compress(graph, operators, rank.pricer.mesh, assignment),
         prediction=costs.simulated().prediction,
         compression=request.training.compression,
         fp8=request.fp8,
     )
-    return Candidate(plan=plan, graph=graph, operators=operators, choices=choices, solution=solution)
+    return Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=solution)
 
 
 def at_budget(request: Request, failure: Failure, num_bytes: float) -> Plan | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.seats import Seat
+from autopar.ir.stage_mesh import StageMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,16 +12,17 @@ class ParallelConfig:
     """A parallel configuration of which the stages are left open.
 
     stage_meshes: that pipeline ranks may have; one where all are alike. pipeline_ranks: how many there may be. rows: of
-    one micro-batch over all data-parallel ranks. price: of a byte, at which decisions are made (see bases.py). offload:
-    "", "optimizer" or "parameters". schedule: "" where that is left open, too. chunks: stages of a pipeline rank.
+    one micro-batch over all data-parallel ranks. multiplier: under which decisions are made (see solved_layers.py).
+    offload: "", "optimizer" or "parameters". schedule: "" where that is left open, too. chunks: stages of a pipeline
+    rank.
     """
 
-    stage_meshes: tuple[Seat, ...]
+    stage_meshes: tuple[StageMesh, ...]
     pipeline_ranks: tuple[int, ...]
     rows: int
     num_micro_batches: int
     zero: int
-    price: float
+    multiplier: float
     offload: str
     schedule: str = ""
     chunks: int = 1
@@ -36,7 +37,7 @@ class ParallelConfig:
         """The largest tensor-parallel degree, for which decisions are made."""
         return max(each.mesh.size("tp") for each in self.stage_meshes)
 
-    def rows_on(self, stage_mesh: Seat) -> int:
+    def rows_on(self, stage_mesh: StageMesh) -> int:
         """Of one micro-batch on one data-parallel rank of a stage mesh."""
         return self.rows // stage_mesh.mesh.num_data_ranks
 
@@ -49,7 +50,7 @@ class ParallelConfig:
             rows=self.rows,
             num_micro_batches=self.num_micro_batches,
             zero=self.zero,
-            price=self.price,
+            multiplier=self.multiplier,
             offload=self.offload,
             schedule=schedule,
             chunks=chunks,
@@ -57,6 +58,6 @@ class ParallelConfig:
 
     @property
     def key(self) -> tuple[int, tuple[str, ...], int, int, float, str, str]:
-        """A key by which layouts that are equally good have a fixed order."""
+        """A key by which equally good configs have a fixed order."""
         meshes = tuple(map(str, self.stage_meshes))
-        return self.pp, meshes, self.num_micro_batches, self.zero, self.price, self.offload, self.schedule
+        return self.pp, meshes, self.num_micro_batches, self.zero, self.multiplier, self.offload, self.schedule

@@ -1,6 +1,6 @@
 """The search over pipelines: parallel configs, best bound first, each cut into stages to optimality.
 
-A config's bound is what its blocks take with memory to spare and evenly cut (bounds.py); configs are solved
+A config's bound is what its units take with memory to spare and evenly cut (bounds.py); configs are solved
 (stage_problem.py) in the order of their bounds until the next bound is no better than the best solution. The objective
 is the closed form of `search.inter_op`; the plan that wins is then simulated event by event, which is what its
 prediction says.
@@ -12,21 +12,22 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 
 from autopar.ir.chain import chain
-from autopar.planning.bases import Bases
 from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.bounds import bound, bound_without_parameters, tightened
 from autopar.planning.config_costs import ConfigCosts, Solved
 from autopar.planning.equal_configs import equal_configs
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request
-from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.shared_assignments import SharedAssignments
+from autopar.planning.solved_layers import SolvedLayers
 from autopar.planning.stage_problem import Found, StageProblem
 from autopar.planning.unequal_configs import schedules, unequal_configs, variants, without_parameters
 from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import PipelineInfeasibleError
 
-EXACT_BASES = 16
-"""Number of (tp, rows) up to which every base is solved for its own rows; beyond, for TYPICAL_ROWS and reused."""
+EXACT_SOLVED_LAYERS = 16
+"""Number of (tp, rows) up to which every solved layer is solved for its own rows; beyond, for TYPICAL_ROWS and
+reused."""
 
 TYPICAL_ROWS = 2
 
@@ -86,20 +87,22 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
 class EqualSearch(PipelineSearch):
     """The search over pipelines of which all ranks have equal stage meshes.
 
-    solved: decisions of another request that differs only in what they do not depend on (see bases.py).
+    solved: layers of another request that differs only in what they do not depend on (see solved_layers.py).
     """
 
-    def __init__(self, request: Request, solved: Bases | None = None) -> None:
-        num_blocks = len(chain(request.trace(request.global_batch_size)))
-        self.unscheduled = tuple(equal_configs(request, num_blocks))
+    def __init__(self, request: Request, solved: SolvedLayers | None = None) -> None:
+        num_units = len(chain(request.trace(request.global_batch_size)))
+        self.unscheduled = tuple(equal_configs(request, num_units))
         kinds = {(each.tp, each.rows_on(each.stage_meshes[0])) for each in self.unscheduled}
-        self.bases = solved or Bases(request, None if len(kinds) <= EXACT_BASES else TYPICAL_ROWS)
-        super().__init__(request, self.bases)
+        self.solved_layers = solved or SolvedLayers(
+            request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS
+        )
+        super().__init__(request, self.solved_layers)
 
     def configs(self) -> Iterator[ParallelConfig]:
         """All of them whose closed form is minimised."""
         for config in self.unscheduled:
-            if not self.bases.repeats(config):
+            if not self.solved_layers.repeats(config):
                 yield from self.scheduled(config)
 
     def scheduled(self, config: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -112,7 +115,7 @@ class EqualSearch(PipelineSearch):
     def promising(self) -> list[ParallelConfig]:
         """Configs of several pipeline ranks by their bounds, whatever their schedule."""
         several = (each for each in self.unscheduled if each.pp > 1)
-        costed = (each.under("1f1b") for each in several if self.bases.base_of(each, each.stage_meshes[0]))
+        costed = (each.under("1f1b") for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
         return sorted(costed, key=lambda config: (bound(self.costs, config), config.key))
 
     def bounded(self) -> Iterable[Bounded]:
@@ -123,21 +126,21 @@ class EqualSearch(PipelineSearch):
 class UnequalSearch(PipelineSearch):
     """The search over pipelines with unlike stage meshes: of several sizes, or in groups of unlike nodes.
 
-    solved: decisions of another request, as for `EqualSearch`. On many devices what is found is the best to GAP, or
+    solved: layers of another request, as for `EqualSearch`. On many devices what is found is the best to GAP, or
     that of the MOST_SOLVED most promising problems.
     """
 
-    def __init__(self, request: Request, solved: SharedDecisions | None = None) -> None:
-        self.decisions = solved or SharedDecisions(request)
-        super().__init__(request, self.decisions)
+    def __init__(self, request: Request, solved: SharedAssignments | None = None) -> None:
+        self.assignments = solved or SharedAssignments(request)
+        super().__init__(request, self.assignments)
         if request.whole.num_devices > FEW_DEVICES:
             self.gap, self.most_solved = GAP, MOST_SOLVED
 
     def configs(self) -> Iterator[ParallelConfig]:
         """All of them."""
-        return unequal_configs(self.request, self.decisions, len(self.costs.blocks))
+        return unequal_configs(self.request, self.assignments, len(self.costs.units))
 
     def bounded(self) -> Iterable[Bounded]:
         """Where the search begins: what bears on parameters only is left open."""
-        configs = without_parameters(self.request, self.decisions, len(self.costs.blocks))
+        configs = without_parameters(self.request, self.assignments, len(self.costs.units))
         return ((bound_without_parameters(self.costs, each), each, Bound.WITHOUT_PARAMETERS) for each in configs)

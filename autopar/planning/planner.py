@@ -17,11 +17,10 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.frontend.uncollected import uncollected
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_data import layout_text
-from autopar.options.choices import Candidate, Choices
+from autopar.ir.plan_data import whole_mesh_text
+from autopar.options.assignment import Assignment, Candidate
 from autopar.options.strategies import Operator
 from autopar.plan import Plan
-from autopar.planning.bases import Bases
 from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
@@ -30,8 +29,9 @@ from autopar.planning.one_stage import OneStageSearch, meshes
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request, divisors
-from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import nothing_fits
+from autopar.planning.solved_layers import SolvedLayers
 from autopar.planning.stage_points import HOLDING
 from autopar.planning.stage_problem import Found
 from autopar.units import bytes_text
@@ -44,7 +44,8 @@ UNEQUAL_DEVICES = 16
 UNEQUAL_GAIN = 0.01
 """Share of the step by which unlike stage meshes have to be faster than equal ones."""
 MOST_CANDIDATES = 4
-"""Layouts, best first by the closed form of `search.inter_op`, whose step is simulated and told of as runners-up."""
+"""Parallel configs, best first by the closed form of `search.inter_op`, whose step is simulated and told of as
+runners-up."""
 MOST_CHUNKED = 2
 """The same under schedules with several stages per pipeline rank."""
 TIE = 1e-9
@@ -53,7 +54,7 @@ TIE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, layout) that could not win.
+    """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, parallel config) that could not win.
 
     infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given.
     """
@@ -72,17 +73,18 @@ class SearchResult:
 def search_plans(
     request: Request, shared: Solved | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
-    """The best plan of each layout that can still win, fastest first.
+    """The best plan of each parallel config that can still win, fastest first.
 
-    shared: decisions of another request that differs only in what they do not depend on (see bases.py). exact_devices:
-    on larger clusters the exact search only polishes; with 0 all pipeline ranks have equal stage meshes too.
+    shared: solved layers of another request that differs only in what they do not depend on (see solved_layers.py).
+    exact_devices: on larger clusters the exact search only polishes; with 0 all pipeline ranks have equal stage meshes
+    too.
 
     Raises InfeasibleError with what the smallest plan needs.
     """
     if request.mixed is not None:
-        return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedDecisions) else None))
+        return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedAssignments) else None))
     try:
-        search = EqualSearch(request, shared if isinstance(shared, Bases) else None)
+        search = EqualSearch(request, shared if isinstance(shared, SolvedLayers) else None)
     except ConstraintError:
         # No equal stage meshes make the cluster's number of devices.
         unlike = _unequal(request) if exact_devices else None
@@ -110,11 +112,11 @@ def search_plans(
     found += [candidate_of(better, request)] if better is not None else []
     if not found:
         raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])
-    found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.layout))
+    found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.mesh_text))
     found = _distinct(found)
     _refuse_idle(found[0], request)
-    names = {c.plan.layout for c in found}
-    skipped = {layout_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
+    names = {c.plan.mesh_text for c in found}
+    skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures))
@@ -139,7 +141,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
         "no pipeline uses all devices of all groups of nodes",
         values={
             "groups": ", ".join(map(str, request.whole.groups)),
-            "blocks of the model": len(search.costs.blocks),
+            "blocks of the model": len(search.costs.units),
             "global batch": request.global_batch_size,
         },
         alternatives=[
@@ -179,20 +181,22 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
 
 
 def _distinct(found: list[Candidate]) -> list[Candidate]:
-    """The fastest of each layout."""
+    """The fastest of each parallel config."""
     first: dict[str, Candidate] = {}
     for candidate in found:
-        first.setdefault(candidate.plan.layout, candidate)
+        first.setdefault(candidate.plan.mesh_text, candidate)
     return list(first.values())
 
 
 def price_plan(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, choices: Choices
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, assignment: Assignment
 ) -> Candidate:
     """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
     found = predicted(
         request,
-        Candidate(plan=replace(plan, runner_ups=()), graph=graph, operators=operators, choices=choices, solution=None),
+        Candidate(
+            plan=replace(plan, runner_ups=()), graph=graph, operators=operators, assignment=assignment, solution=None
+        ),
     )
     prediction, capacity = found.plan.prediction, request.capacity_bytes(found.plan.fullest_group)
     if prediction.peak_bytes > capacity:
@@ -211,9 +215,9 @@ def _refuse_idle(best: Candidate, request: Request) -> None:
     Where it could be divided but communication would cost more (a tiny model), the plan stands and says so itself.
     """
     plan = best.plan
-    if not plan.mesh.axes or plan.pipeline.num_positions > 1 or request.constraints.degrees:
+    if not plan.mesh.axes or plan.pipeline.num_pipeline_ranks > 1 or request.constraints.degrees:
         return
-    options = best.choices.operators.values()
+    options = best.assignment.operators.values()
     is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
     can_split = any(mesh.size("dp") > 1 for mesh in meshes(request))
     if is_split or can_split:

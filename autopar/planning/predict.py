@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.costs.borders import border_bytes
-from autopar.costs.cost_table import block_costs
+from autopar.costs.cost_table import unit_costs
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.costs.price import Pricer
+from autopar.costs.stage_boundaries import boundary_bytes
 from autopar.costs.stage_costs import Simulated
 from autopar.ir.graph import Graph
 from autopar.ir.plan_data import Pipeline
-from autopar.ir.seats import Seat
-from autopar.options.choices import Candidate, Choices, on_axes
+from autopar.ir.stage_mesh import StageMesh
+from autopar.options.assignment import Assignment, Candidate, on_axes
 from autopar.options.strategies import Operator
 from autopar.planning.request import Request, pricer_for
 
@@ -28,35 +28,37 @@ def predicted(request: Request, candidate: Candidate) -> Candidate:
 
 
 def one_stage_costs(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
 ) -> PipelineCosts:
     """A plan that is one stage and keeps everything. pricer: on the plan's mesh."""
-    return pipeline_costs([_chain_costs(graph, operators, pricer, choices)], Pipeline(), pricer.cluster)
+    return pipeline_costs([_chain_costs(graph, operators, pricer, assignment)], Pipeline(), pricer.cluster)
 
 
 def simulate_plan(request: Request, candidate: Candidate) -> Simulated:
     """The plan's timeline and what it predicts; a plan without stages is one stage. Every stage is priced on the mesh
     of its pipeline rank."""
     plan, graph, operators = candidate.plan, candidate.graph, candidate.operators
-    chains: dict[Seat, ChainCosts] = {}
-    for seat in dict.fromkeys(plan.seats):
-        group, mesh = request.of_group(seat.group), seat.mesh.compact
+    chains: dict[StageMesh, ChainCosts] = {}
+    for stage_mesh in dict.fromkeys(plan.stage_meshes):
+        group, mesh = request.of_group(stage_mesh.group), stage_mesh.mesh.compact
         pricer = pricer_for(group, mesh, plan.num_micro_batches, plan.pipeline.offload)
-        choices = on_axes(candidate.choices, plan.mesh.axes, mesh.axes)
-        chains[seat] = _chain_costs(graph, operators, pricer, choices, seat.group)
-    capacities = [float(request.capacity_bytes(seat.group)) for seat in plan.seats]
-    return pipeline_costs([chains[seat] for seat in plan.seats], plan.pipeline, request.whole).simulated(capacities)
+        assignment = on_axes(candidate.assignment, plan.mesh.axes, mesh.axes)
+        chains[stage_mesh] = _chain_costs(graph, operators, pricer, assignment, stage_mesh.group)
+    capacities = [float(request.capacity_bytes(stage_mesh.group)) for stage_mesh in plan.stage_meshes]
+    return pipeline_costs(
+        [chains[stage_mesh] for stage_mesh in plan.stage_meshes], plan.pipeline, request.whole
+    ).simulated(capacities)
 
 
 def _chain_costs(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, choices: Choices, group: int = 0
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment, group: int = 0
 ) -> ChainCosts:
     """Every unit of the chain under decisions on the pricer's mesh, in a group of nodes."""
     return ChainCosts(
         graph=graph,
         pricer=pricer,
-        parameters=choices.parameters,
-        costs=block_costs(graph, operators, pricer, choices),
-        border_bytes=border_bytes(graph, pricer.mesh, choices),
+        parameters=assignment.parameters,
+        costs=unit_costs(graph, operators, pricer, assignment),
+        boundary_bytes=boundary_bytes(graph, pricer.mesh, assignment),
         group=group,
     )

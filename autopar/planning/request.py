@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.costs.block_costs import puts_off
 from autopar.costs.fp8 import Fp8KernelPricer, Fp8Pricer
 from autopar.costs.kernels import KernelPricer
+from autopar.costs.layer_costs import defers_weights
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, operators_of
-from autopar.planning.space import Space
+from autopar.planning.search_space import SearchSpace
 from autopar.settings.constraints import Constraints
 from codegen.runtime.optimizer_probe import Needs
 from cost_models.machine import Cluster
@@ -101,7 +101,7 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
     kind = _PRICERS[request.kernels, request.fp8]
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
     hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION
-    overlaps = request.overlaps and not puts_off(request.constraints.schedule or "")
+    overlaps = request.overlaps and not defers_weights(request.constraints.schedule or "")
     beside = HIDDEN_FRACTION if overlaps else 0.0
     return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION, beside)
 
@@ -111,10 +111,10 @@ def usable_bytes(request: Request) -> float:
     return float(request.capacity_bytes() - (0 if is_cpu(request.cluster) else workspace_bytes(request.cluster.device)))
 
 
-def decode(space: Space, chosen: tuple[int, ...]) -> Choices:
+def decode(search_space: SearchSpace, chosen: tuple[int, ...]) -> Assignment:
     """The options that a solver chose, by the names of what they decide."""
-    picked = {d.key: d.options[i] for d, i in zip(space.decisions, chosen, strict=True)}
-    return Choices(
+    picked = {d.key: d.options[i] for d, i in zip(search_space.variables, chosen, strict=True)}
+    return Assignment(
         {key[1:3]: value for key, value in picked.items() if key[0] == "operator"},
         {(key[1], Ref(key[2], key[3])): value for key, value in picked.items() if key[0] == "tensor"},
         {key[1:3]: value for key, value in picked.items() if key[0] == "parameter"},

@@ -59,10 +59,10 @@ def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failur
         return None
     num_bytes, found = least
     plan = candidate_of(found, request).plan
-    axes, sizes, pp = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_positions
-    mesh = Mesh(("pp", *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.seats else plan.mesh
+    axes, sizes, pp = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_pipeline_ranks
+    mesh = Mesh(("pp", *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.stage_meshes else plan.mesh
     needed = num_bytes + _reserved(search.costs)
-    if not plan.pipeline.seats:
+    if not plan.pipeline.stage_meshes:
         # A search within the budget will hold the plan to what it needs on the graph of its own micro-batch.
         needed = max(needed, plan.prediction.peak_bytes)
     return Failure(needed, mesh, plan.num_micro_batches, plan.prediction.num_bytes)

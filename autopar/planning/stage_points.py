@@ -1,11 +1,11 @@
-"""A block's costs as points of the inter-op problem, and the problem's solution as a pipeline."""
+"""A unit's costs as points of the inter-op problem, and the problem's solution as a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.costs.block_costs import BlockCost, Mode, puts_off
+from autopar.costs.layer_costs import LayerCost, Mode, defers_weights
 from autopar.ir.plan_data import RECOMPUTE_MODES, Pipeline, StagePlan
 from search.pipeline_problem import (
     InFlight,
@@ -21,21 +21,21 @@ class Holding:
     """Micro-batches that rank i of p holds at its fullest: in flight, and with deferred weight gradients."""
 
     in_flight: InFlight
-    put_off: InFlight | None = None
+    num_deferred: InFlight | None = None
 
     def least(self, ranks: Iterable[tuple[int, int]], mode: Mode) -> float:
         """Bytes of a layer on the one of `ranks` (p, i) where it keeps least."""
-        held = {(self.in_flight(p, i), self.put_off(p, i) if self.put_off else 0.0) for p, i in ranks}
+        held = {(self.in_flight(p, i), self.num_deferred(p, i) if self.num_deferred else 0.0) for p, i in ranks}
         return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in held)
 
 
 def _zero_bubble(count: int) -> Holding:
     """Pipeline rank i of p has deferred i of the min(m, p) micro-batches that it holds while the next runs backward."""
 
-    def put_off(p: int, i: int) -> float:
+    def num_deferred(p: int, i: int) -> float:
         return min(i, min(count, p) - 1)
 
-    return Holding(lambda p, i: min(count, p) - put_off(p, i), put_off)
+    return Holding(lambda p, i: min(count, p) - num_deferred(p, i), num_deferred)
 
 
 HOLDING: Mapping[str, Callable[[int], Holding]] = {
@@ -55,8 +55,8 @@ def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
     return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0
 
 
-def stretch_of(costs: Mapping[str, BlockCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
-    """The factor on the bottleneck's time per micro-batch under zero bubble. counts: of every block; count: of
+def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
+    """The factor on the bottleneck's time per micro-batch under zero bubble. counts: of every unit; count: of
     micro-batches.
 
     With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
@@ -66,13 +66,13 @@ def stretch_of(costs: Mapping[str, BlockCost], counts: Mapping[str, int], schedu
     if schedule != "zero-bubble" or count == 1:
         return 1.0
     own = [(costs[name], number) for name, number in counts.items()]
-    busy = sum((c.forward_seconds + c.backward_seconds + c.beside_seconds) * number for c, number in own)
+    busy = sum((c.forward_seconds + c.backward_seconds + c.overlapped_seconds) * number for c, number in own)
     weight = sum(c.weight_seconds * number for c, number in own)
     return stretched(weight, busy, count)
 
 
-def modes_of(cost: BlockCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
-    """The recompute modes of a block; calls outside layers keep everything. has_host: whether host memory is another
+def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
+    """The recompute modes of a unit; calls outside layers keep everything. has_host: whether host memory is another
     than the device's; else nothing is moved there unless that is pinned."""
     if not cost.modes:
         return {"none": Mode(0.0, cost.live.kept, cost.transient_bytes, cost.live)}
@@ -81,10 +81,10 @@ def modes_of(cost: BlockCost, pinned: str | None = None, has_host: bool = True) 
     return {name: mode for name, mode in cost.modes.items() if has_host or name != "offload"}
 
 
-def point(cost: BlockCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
-    """One mode of a block under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
+def point(cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
+    """One mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
     forward, backward = cost.forward_seconds, cost.backward_seconds + mode.seconds
-    backward += cost.beside_seconds if puts_off(schedule) else 0.0
+    backward += cost.overlapped_seconds if defers_weights(schedule) else 0.0
     busy = forward + backward
     fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
     return Point(
@@ -106,10 +106,10 @@ def pipeline_of(solution: PipelineSolution, num_ranks: int, schedule: str, offlo
     stages = []
     for choice in solution.stages:
         modes = {}
-        for block, counts in choice.counts:
+        for unit, counts in choice.counts:
             ordered = sorted(counts, key=lambda pair: -RECOMPUTE_MODES.index(pair[0]))
             if any(mode != "none" for mode, _ in ordered):
-                modes[block] = tuple(ordered)
+                modes[unit] = tuple(ordered)
         stages.append(StagePlan(choice.first, choice.last + 1, modes))
     if num_ranks == 1 and not offload and not any(stage.recompute for stage in stages):
         return Pipeline()

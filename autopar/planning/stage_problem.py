@@ -1,7 +1,7 @@
 """The best pipeline under a parallel config: cut, stage meshes, recompute modes, as one problem of `search.inter_op`.
 
-Transfers between two stage meshes are priced at the border with the most bytes and taken to be linear in them. A
-parameter that two blocks read costs as much as on the stage mesh where a second copy costs most.
+Transfers between two stage meshes are priced at the boundary with the most bytes and taken to be linear in them. A
+parameter that two units read costs as much as on the stage mesh where a second copy costs most.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.ir.plan_data import Pipeline
-from autopar.ir.seats import Seat
-from autopar.planning.bases import Base
+from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.bounds import byte_seconds
 from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.solved_layers import SolvedLayer
 from autopar.planning.stage_points import HOLDING, pipeline_of, point, stretch_of
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
 
@@ -25,21 +25,21 @@ from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A solved parallel config. objective: seconds by the closed form. pipeline: with the stage mesh of every pipeline
-    rank. base: the decisions, on one of the stage meshes."""
+    rank. solved_layer: on one of the stage meshes."""
 
     objective: float
     config: ParallelConfig
     pipeline: Pipeline
-    base: Base
+    solved_layer: SolvedLayer
 
 
 @dataclass(frozen=True)
 class StageProblem:
-    """A parallel config to be cut into stages. chains: what every block costs on each of the stage meshes."""
+    """A parallel config to be cut into stages. chains: what every unit costs on each of the stage meshes."""
 
     costs: ConfigCosts
     config: ParallelConfig
-    chains: Mapping[Seat, ChainCosts]
+    chains: Mapping[StageMesh, ChainCosts]
 
     @classmethod
     def of(cls, costs: ConfigCosts, config: ParallelConfig) -> StageProblem:
@@ -53,19 +53,19 @@ class StageProblem:
 
     def found(self, solution: PipelineSolution) -> Found:
         """A solution of the problem."""
-        base = self.costs.base(self.config, self.config.stage_meshes[0])
-        return Found(solution.objective, self.config, self.pipeline(solution), base)
+        solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
+        return Found(solution.objective, self.config, self.pipeline(solution), solved_layer)
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
         """A solution's stages, and the stage mesh of every pipeline rank."""
         meshes = {str(mesh): mesh for mesh in self.config.stage_meshes}
         num_ranks = len(solution.stages) // self.config.chunks
         found = pipeline_of(solution, num_ranks, self.config.schedule, self.config.offload)
-        return replace(found, seats=tuple(meshes[stage.submesh] for stage in solution.stages[:num_ranks]))
+        return replace(found, stage_meshes=tuple(meshes[stage.submesh] for stage in solution.stages[:num_ranks]))
 
     def assembled(self, pipeline: Pipeline) -> PipelineCosts:
         """A solution's pipeline, as the prediction will put it together."""
-        return pipeline_costs([self.chains[mesh] for mesh in pipeline.seats], pipeline, self.costs.request.whole)
+        return pipeline_costs([self.chains[mesh] for mesh in pipeline.stage_meshes], pipeline, self.costs.request.whole)
 
     def fitting(self) -> Fitting:
         """The problem in the memory of the request's devices."""
@@ -76,7 +76,7 @@ class StageProblem:
         """Bytes on the fullest rank of every stage mesh, as the prediction will count them."""
         fullest: dict[str, float] = {}
         pipeline = self.pipeline(solution)
-        for mesh, kinds in zip(pipeline.seats, self.assembled(pipeline).num_bytes(), strict=True):
+        for mesh, kinds in zip(pipeline.stage_meshes, self.assembled(pipeline).num_bytes(), strict=True):
             fullest[str(mesh)] = max(fullest.get(str(mesh), 0.0), sum(kinds.values()))
         return fullest
 
@@ -86,14 +86,14 @@ class StageProblem:
         count, points, holding = config.num_micro_batches, {}, HOLDING[config.schedule](config.num_micro_batches)
         for mesh, here in self.chains.items():
             stretch = stretch_of(here.costs, costs.counts, config.schedule, count)
-            for block, cost in here.costs.items():
-                points[block, str(mesh)] = tuple(
+            for unit, cost in here.costs.items():
+                points[unit, str(mesh)] = tuple(
                     point(cost, label, mode, config.schedule, stretch) for label, mode in costs.modes(cost).items()
                 )
-        borders = [here.border_bytes for here in self.chains.values()]
-        seconds = byte_seconds(costs, config, borders)
+        boundaries = [here.boundary_bytes for here in self.chains.values()]
+        seconds = byte_seconds(costs, config, boundaries)
         return PipelineProblem(
-            blocks=costs.blocks,
+            units=costs.units,
             submeshes=tuple(
                 Submesh(str(mesh), str(mesh.group), mesh.mesh.num_ranks, memory_bytes[str(mesh)])
                 for mesh in self.chains
@@ -102,19 +102,19 @@ class StageProblem:
             points=points,
             in_flight=holding.in_flight,
             num_micro_batches=count,
-            border_bytes=tuple(max(border) for border in zip(*borders, strict=True)),
+            boundary_bytes=tuple(max(own) for own in zip(*boundaries, strict=True)),
             transfer_seconds={(str(a), str(b)): each for (a, b), each in seconds.items()},
             transfer_is_exposed=costs.is_on_cpu,
             tied=tuple(self._tied()),
             num_stages=config.pipeline_ranks,
-            put_off=holding.put_off,
+            num_deferred=holding.num_deferred,
         )
 
     def _tied(self) -> Iterator[Tied]:
-        """Parameters that two blocks read."""
-        ties = [here.ties(self.config.pp) for here in self.chains.values()]
+        """Parameters that two units read."""
+        tied = [here.tied(self.config.pp) for here in self.chains.values()]
         for name, (first, last) in self.costs.shared.items():
-            known = [each[name] for each in ties if name in each]
+            known = [each[name] for each in tied if name in each]
             if known:
                 size, seconds = max(sum(sizes) for sizes, _ in known), max(seconds for _, seconds in known)
                 yield Tied(first, last, size, seconds, alike=False)

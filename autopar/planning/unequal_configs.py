@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.seats import Seat
-from autopar.planning.bases import PRICES, named_mesh
+from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.equal_configs import micro_batch_counts, offloads, zero_stages
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
-from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.shared_assignments import SharedAssignments
+from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
 from autopar.planning.stage_points import HOLDING, SEARCHED_SCHEDULES
 from cost_models.machine import Cluster
 
@@ -26,28 +26,28 @@ MANY_DEVICES = 8
 """Devices of a group of several nodes above which a submesh has half a node at least."""
 
 
-def unequal_configs(request: Request, decisions: SharedDecisions, num_blocks: int) -> Iterator[ParallelConfig]:
+def unequal_configs(request: Request, assignments: SharedAssignments, num_units: int) -> Iterator[ParallelConfig]:
     """All that agree with the constraints."""
-    for config in without_parameters(request, decisions, num_blocks):
+    for config in without_parameters(request, assignments, num_units):
         yield from variants(request, config)
 
 
-def without_parameters(request: Request, decisions: SharedDecisions, num_blocks: int) -> Iterator[ParallelConfig]:
+def without_parameters(request: Request, assignments: SharedAssignments, num_units: int) -> Iterator[ParallelConfig]:
     """What bears on parameters only is left open: ZeRO stage 0 and no offload stand for all."""
     counts = micro_batch_counts(request.global_batch_size, request.constraints.micro_batches)
     for count in filter(request.splits, counts):
         rows = request.global_batch_size // count
-        for meshes in mesh_sets(request, decisions, num_blocks, rows):
-            numbers = tuple(sorted(numbers_of_ranks(request, num_blocks, meshes)))
-            prices = decisions.prices(max(each.mesh.size("tp") for each in meshes), rows)
-            for schedule, price in itertools.product(schedules(request, count), prices):
+        for meshes in mesh_sets(request, assignments, num_units, rows):
+            numbers = tuple(sorted(numbers_of_ranks(request, num_units, meshes)))
+            multipliers = assignments.multipliers(max(each.mesh.size("tp") for each in meshes), rows)
+            for schedule, multiplier in itertools.product(schedules(request, count), multipliers):
                 yield ParallelConfig(
                     stage_meshes=meshes,
                     pipeline_ranks=numbers,
                     rows=rows,
                     num_micro_batches=count,
                     zero=0,
-                    price=price,
+                    multiplier=multiplier,
                     offload="",
                     schedule=schedule,
                 )
@@ -61,25 +61,27 @@ def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfi
             yield replace(config, zero=zero, offload=offload)
 
 
-def mesh_sets(request: Request, decisions: SharedDecisions, num_blocks: int, rows: int) -> Iterator[tuple[Seat, ...]]:
+def mesh_sets(
+    request: Request, assignments: SharedAssignments, num_units: int, rows: int
+) -> Iterator[tuple[StageMesh, ...]]:
     """Sets of stage meshes for micro-batches of `rows` rows: one of every group, or two of the only one."""
     legal = [list(_stage_meshes(request, number, rows)) for number in range(len(request.whole.groups))]
     sets = itertools.product(*legal) if len(legal) > 1 else itertools.combinations(legal[0], 2)
     for meshes in sets:
         degrees, data = [s.mesh.size("tp") for s in meshes], [s.mesh.num_data_ranks for s in meshes]
         tp = max(degrees)
-        has_room = decisions.has_data(tp, rows) or max(data) == 1
+        has_room = assignments.has_data(tp, rows) or max(data) == 1
         is_cut = all(tp % degree == 0 for degree in degrees) and rows % math.lcm(*data) == 0
-        is_legal = is_cut and has_room and numbers_of_ranks(request, num_blocks, meshes)
-        if is_legal and decisions.choices(tp, rows, PRICES[0]) is not None:
+        is_legal = is_cut and has_room and numbers_of_ranks(request, num_units, meshes)
+        if is_legal and assignments.assignment(tp, rows, MULTIPLIERS[0]) is not None:
             yield meshes
 
 
-def numbers_of_ranks(request: Request, num_blocks: int, meshes: tuple[Seat, ...]) -> set[int]:
-    """How many pipeline ranks with these meshes, each at least once, take all devices; no more than the blocks are."""
+def numbers_of_ranks(request: Request, num_units: int, meshes: tuple[StageMesh, ...]) -> set[int]:
+    """How many pipeline ranks with these meshes, each at least once, take all devices; no more than the units are."""
     found = {0}
     for number, group in enumerate(request.whole.groups):
-        first, *others = [seat.mesh.num_ranks for seat in meshes if seat.group == number]
+        first, *others = [stage_mesh.mesh.num_ranks for stage_mesh in meshes if stage_mesh.group == number]
         counts = range(1, group.num_devices // first + 1)
         rests = {n: group.num_devices - n * first for n in counts}
         if others:
@@ -88,7 +90,7 @@ def numbers_of_ranks(request: Request, num_blocks: int, meshes: tuple[Seat, ...]
             own = {n for n, rest in rests.items() if not rest}
         found = {a + b for a in found for b in own}
     pinned = request.constraints.degrees.get("pp")
-    return {n for n in found if n <= num_blocks and pinned in (None, n)}
+    return {n for n in found if n <= num_units and pinned in (None, n)}
 
 
 def submesh_sizes(cluster: Cluster) -> list[int]:
@@ -104,7 +106,7 @@ def submesh_sizes(cluster: Cluster) -> list[int]:
     return sorted({*parts, *wholes})
 
 
-def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[Seat]:
+def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[StageMesh]:
     """Submeshes of a group that divide its devices and a micro-batch."""
     group, degrees = request.whole.groups[number], request.constraints.degrees
     for size in submesh_sizes(group):
@@ -112,7 +114,7 @@ def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[Seat]:
             data = size // tp
             pinned = degrees.get("tp", tp) == tp and degrees.get("dp", data) == data
             if pinned and rows % data == 0 and tp <= group.devices_per_node:
-                yield Seat(named_mesh(data, tp), number)
+                yield StageMesh(named_mesh(data, tp), number)
 
 
 def schedules(request: Request, count: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A plan in a line: its layout, and the decisions that are made once for all of it."""
+"""A plan in a line: its mesh, and the decisions that are made once for all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.plan import Plan
 def plan_words(plan: Plan) -> str:
     """A plan in words: `dp2 x tp2, 4 micro-batches`."""
     count = plan.num_micro_batches
-    return f"{plan.layout}, {count} micro-batch{'es' if count > 1 else ''}"
+    return f"{plan.mesh_text}, {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def full_words(plan: Plan) -> str:

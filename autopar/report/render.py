@@ -56,14 +56,18 @@ def _header(compiled: GeneratedProgram) -> RenderableType:
     plan = compiled.plan
     lines = [
         ("cluster", str(compiled.cluster)),
-        ("mesh", f"{plan.layout}: " + _axes_text(compiled)),
+        ("mesh", f"{plan.mesh_text}: " + _axes_text(compiled)),
         ("batch", _batch_text(compiled)),
         ("precision", plan.precision + (", linear layers of repeated layers in fp8 (e4m3)" if plan.fp8 else "")),
         *([("compression", str(plan.compression))] if plan.compression else []),
         ("predicted", _prediction_text(compiled)),
     ]
     table = Table(
-        box=None, show_header=False, title=f"{plan.model} on {plan.layout}", title_justify="left", padding=(0, 2, 0, 0)
+        box=None,
+        show_header=False,
+        title=f"{plan.model} on {plan.mesh_text}",
+        title_justify="left",
+        padding=(0, 2, 0, 0),
     )
     table.title_style = "bold"
     table.add_column(style="cyan")
@@ -74,26 +78,26 @@ def _header(compiled: GeneratedProgram) -> RenderableType:
 
 
 def _axes_text(compiled: GeneratedProgram) -> str:
-    if compiled.plan.pipeline.seats:
-        return _seats_text(compiled)
-    mesh, positions = compiled.plan.mesh, compiled.plan.pipeline.num_positions
+    if compiled.plan.pipeline.stage_meshes:
+        return _stage_meshes_text(compiled)
+    mesh, pipeline_ranks = compiled.plan.mesh, compiled.plan.pipeline.num_pipeline_ranks
     cluster, parts = compiled.cluster.groups[0], []
-    if positions > 1:
-        spans = mesh.num_ranks * positions > cluster.devices_per_node
-        parts.append(f"pp = {positions} positions {'across nodes' if spans else 'inside a node'}")
+    if pipeline_ranks > 1:
+        spans = mesh.num_ranks * pipeline_ranks > cluster.devices_per_node
+        parts.append(f"pp = {pipeline_ranks} pipeline ranks {'across nodes' if spans else 'inside a node'}")
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         spans = mesh.stride(axis) * size > cluster.devices_per_node
         parts.append(f"{axis} = {size} ranks {'across nodes' if spans else 'inside a node'}")
     return ", ".join(parts) or "one rank"
 
 
-def _seats_text(compiled: GeneratedProgram) -> str:
-    """`positions 0-1: dp2 x tp4 of 8 a100-80g; position 2: dp4 of 4 l4`."""
+def _stage_meshes_text(compiled: GeneratedProgram) -> str:
+    """`pipeline ranks 0-1: dp2 x tp4 of 8 a100-80g; pipeline rank 2: dp4 of 4 l4`."""
     parts, first = [], 0
-    for seat, run in itertools.groupby(compiled.plan.seats):
+    for stage_mesh, run in itertools.groupby(compiled.plan.stage_meshes):
         last = first + len(list(run)) - 1
-        numbers = f"position {first}" if first == last else f"positions {first}-{last}"
-        parts.append(f"{numbers}: {seat.mesh} of {compiled.cluster.groups[seat.group]}")
+        numbers = f"pipeline rank {first}" if first == last else f"pipeline ranks {first}-{last}"
+        parts.append(f"{numbers}: {stage_mesh.mesh} of {compiled.cluster.groups[stage_mesh.group]}")
         first = last + 1
     return "; ".join(parts)
 
@@ -101,7 +105,7 @@ def _seats_text(compiled: GeneratedProgram) -> str:
 def _batch_text(compiled: GeneratedProgram) -> str:
     plan = compiled.plan
     whole, count = plan.global_batch_size // plan.num_micro_batches, plan.num_micro_batches
-    rows = sorted({whole // seat.mesh.num_data_ranks for seat in plan.seats})
+    rows = sorted({whole // stage_mesh.mesh.num_data_ranks for stage_mesh in plan.stage_meshes})
     noun = "micro-batch" if count == 1 else "micro-batches"
     return f"{plan.global_batch_size} rows a step: {count} {noun} of {' or '.join(map(str, rows))} rows per dp rank"
 
@@ -120,12 +124,12 @@ def capacity_bytes(compiled: GeneratedProgram) -> int:
 
 
 def _sharding(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> RenderableType:
-    mesh, choices = compiled.plan.mesh, compiled.best.choices
+    mesh, assignment = compiled.plan.mesh, compiled.best.assignment
     title = _scope_title(scope)
     table = table_of(title, ("", 12), ("what", 40), ("how it lies", 0))
-    for index, row in enumerate(parameter_rows(scope, choices, mesh, names)):
+    for index, row in enumerate(parameter_rows(scope, assignment, mesh, names)):
         table.add_row("parameters" if index == 0 else "", row.what, row.how)
-    for index, row in enumerate(activation_rows(scope, choices, mesh, names)):
+    for index, row in enumerate(activation_rows(scope, assignment, mesh, names)):
         table.add_row("results" if index == 0 else "", row.what, row.how)
     return table
 
@@ -152,12 +156,12 @@ def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> Ren
     for module in _modules(program, scope):
         rows += reshard_rows(scope, module, names, plan.num_micro_batches)
     best, on_cpu = compiled.best, is_cpu(compiled.cluster.groups[0])
-    rows += context_rows(scope, best.operators, best.choices, plan.mesh, on_cpu, plan.num_micro_batches)
+    rows += context_rows(scope, best.operators, best.assignment, plan.mesh, on_cpu, plan.num_micro_batches)
     training = replace(
         training_of(compiled.optimizer, plan.precision, parameters=parameters_of(compiled.model)),
         compression=plan.compression,
     )
-    rows += parameter_traffic(scope, compiled.best.choices, plan.mesh, training, plan.num_micro_batches)
+    rows += parameter_traffic(scope, compiled.best.assignment, plan.mesh, training, plan.num_micro_batches)
     if not rows:
         return Text(f"  {_scope_title(scope)}: nothing is sent\n")
     table = table_of("", ("what is sent", 0), ("each time", 34), ("times a step", 12, "right"))
@@ -200,7 +204,7 @@ def _memory(compiled: GeneratedProgram) -> RenderableType:
 def _runner_ups(compiled: GeneratedProgram) -> RenderableType:
     rows = runner_ups(compiled.result)
     if not rows:
-        given = "the plan was given" if compiled.result.is_given else "the constraints leave one layout"
+        given = "the plan was given" if compiled.result.is_given else "the constraints leave one parallel config"
         return Text(f"Other plans: none was tried, {given}\n")
     table = table_of(
         "Other plans, and why they lost", ("plan", 30), ("one step", 12, "right"), ("compared with the chosen one", 0)
@@ -231,7 +235,7 @@ def _notes(compiled: GeneratedProgram, graph: Graph) -> Iterator[RenderableType]
 
 def _idle_axes(compiled: GeneratedProgram) -> list[str]:
     """Axes that no call makes use of."""
-    mesh, options = compiled.plan.mesh, compiled.best.choices.operators.values()
+    mesh, options = compiled.plan.mesh, compiled.best.assignment.operators.values()
     return [
         axis
         for i, axis in enumerate(mesh.axes)

@@ -9,7 +9,7 @@ from itertools import groupby
 from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Stored
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Scope
 from autopar.report.dims import DimNames
 
@@ -24,10 +24,10 @@ class Row:
     how: str
 
 
-def parameter_rows(scope: Scope, choices: Choices, mesh: Mesh, names: DimNames) -> list[Row]:
+def parameter_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: DimNames) -> list[Row]:
     """The scope's trained parameters, those stored alike in one part of the model together, in the model's order."""
     words: dict[str, str] = {}
-    for (owner, name), stored in choices.parameters.items():
+    for (owner, name), stored in assignment.parameters.items():
         if owner == scope.name and scope.metas[Ref(name)].requires_grad:
             words[name] = stored_words(scope, name, stored, mesh, names)
     groups: dict[tuple[str, str], list[str]] = {}
@@ -78,14 +78,14 @@ def zero_words(stage: int, axis: str, is_layer: bool) -> str:
     return f"copied over {axis}, {kept} in shares (ZeRO-{stage})"
 
 
-def activation_rows(scope: Scope, choices: Choices, mesh: Mesh, names: DimNames) -> list[Row]:
+def activation_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: DimNames) -> list[Row]:
     """What enters, then the modules in the order of execution, each with what its results are on one rank."""
     rows = []
     for name, _ in scope.layer.inputs if scope.layer else ():
         if scope.metas[Ref(name)].requires_grad:
-            how = activation_words(scope, Ref(name), choices.tensors[scope.name, Ref(name)], mesh, names)
+            how = activation_words(scope, Ref(name), assignment.tensors[scope.name, Ref(name)], mesh, names)
             rows.append(Row("(enters)", how))
-    phases = [(_words(scope, node, choices, mesh, names), node) for node in _matter(scope)]
+    phases = [(_words(scope, node, assignment, mesh, names), node) for node in _matter(scope)]
     for how, group in groupby(phases, key=lambda pair: pair[0]):
         modules = list(dict.fromkeys(relative(scope, node.module) for _, node in group))
         rows.append(Row(_modules_text(modules), how))
@@ -97,8 +97,8 @@ def _matter(scope: Scope) -> Iterator[Node]:
     return (n for n in scope.nodes if n.outputs and n.outputs[0].requires_grad and n.outputs[0].shape)
 
 
-def _words(scope: Scope, node: Node, choices: Choices, mesh: Mesh, names: DimNames) -> str:
-    return activation_words(scope, Ref(node.name), choices.operators[scope.name, node.name].outputs[0], mesh, names)
+def _words(scope: Scope, node: Node, assignment: Assignment, mesh: Mesh, names: DimNames) -> str:
+    return activation_words(scope, Ref(node.name), assignment.operators[scope.name, node.name].outputs[0], mesh, names)
 
 
 def activation_words(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh, names: DimNames) -> str:

@@ -1,4 +1,4 @@
-"""A pipeline's stages: which part of the model each position runs, for how long, and in how many bytes."""
+"""A pipeline's stages: which part of the model each pipeline rank runs, for how long, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.ir.plan_data import StagePlan
 from autopar.plan import Plan
 from autopar.report.plan_words import recompute_words
 
-PICTURE_POSITIONS = 8
+PICTURE_PIPELINE_RANKS = 8
 PICTURE_MICRO_BATCHES = 10
 PICTURE_WIDTH = 96
 
@@ -22,8 +22,8 @@ class StageRow:
     """forward, backward: seconds per micro-batch (recomputation in the backward). in_flight: micro-batches."""
 
     stage: int
-    position: int
-    blocks: str
+    pipeline_rank: int
+    units: str
     recompute: str
     forward: float
     backward: float
@@ -35,24 +35,24 @@ def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[Stage
     stages = plan.pipeline.stages or (StagePlan(0, len(chain(graph))),)
     held = simulated.timeline.in_flight
     for index, (stage, cost) in enumerate(zip(stages, simulated.stages, strict=True)):
-        words, modes = blocks_words(graph, stage), recompute_words(stage)
+        words, modes = units_words(graph, stage), recompute_words(stage)
         yield StageRow(index, simulated.home[index], words, modes, cost.forward, cost.backward, held[index])
 
 
-def blocks_words(graph: Graph, stage: StagePlan) -> str:
+def units_words(graph: Graph, stage: StagePlan) -> str:
     """`embed_tokens, layers 0-7`: modules outside layers by name, layers by number among those of their class."""
-    blocks = chain(graph)
+    units = chain(graph)
     classes = layer_names(graph)
     parts: list[str] = []
     index = stage.first
     while index < stage.last:
-        name, first = blocks[index], index
-        while index < stage.last and blocks[index] == name:
+        name, first = units[index], index
+        while index < stage.last and units[index] == name:
             index += 1
         if name not in classes:
             parts.append(_modules(graph, name))
             continue
-        before = blocks[:first].count(name)
+        before = units[:first].count(name)
         last = before + index - first - 1
         noun = "layer" if len(classes) == 1 else name
         plural = "s" if last > before and noun == "layer" else ""
@@ -60,11 +60,11 @@ def blocks_words(graph: Graph, stage: StagePlan) -> str:
     return ", ".join(part for part in parts if part) or "nothing that learns"
 
 
-def _modules(graph: Graph, block: str) -> str:
-    """The modules of a block outside layers that use parameters, and the loss."""
+def _modules(graph: Graph, unit: str) -> str:
+    """The modules of a unit outside layers that use parameters, and the loss."""
     parameters = {p.name for p in graph.parameters}
     names = []
-    for node in nodes_of(graph, block):
+    for node in nodes_of(graph, unit):
         if any(ref.node in parameters for ref in node.inputs) and node.module:
             names.append(node.module.rpartition(".")[2])
         if node.name == graph.loss.node:
@@ -73,18 +73,22 @@ def _modules(graph: Graph, block: str) -> str:
 
 
 def picture(simulated: Simulated, width: int = PICTURE_WIDTH) -> list[str]:
-    """A line per position, a character per slice of time: a digit for a forward, a letter for the backward of the same
-    micro-batch (its input half, where it is split), `+` for weight gradients, a point for waiting. Empty where there
-    are too many positions or micro-batches to tell apart."""
+    """A line per pipeline rank, a character per slice of time: a digit for a forward, a letter for the backward of the
+    same micro-batch (its input half, where it is split), `+` for weight gradients, a point for waiting. Empty where
+    there are too many pipeline ranks or micro-batches to tell apart."""
     timeline = simulated.timeline
     count = 1 + max((event.action.micro for event in timeline.events()), default=0)
-    if not 1 < len(timeline.orders) <= PICTURE_POSITIONS or count > PICTURE_MICRO_BATCHES or not timeline.makespan:
+    if (
+        not 1 < len(timeline.schedule) <= PICTURE_PIPELINE_RANKS
+        or count > PICTURE_MICRO_BATCHES
+        or not timeline.makespan
+    ):
         return []
-    lines = [["·"] * width for _ in timeline.orders]
+    lines = [["·"] * width for _ in timeline.schedule]
     for event in timeline.events():
         first = round(event.start / timeline.makespan * width)
         last = max(round(event.end / timeline.makespan * width), first + 1)
         mark = {"F": str(event.action.micro), "W": "+"}.get(event.action.kind, chr(ord("a") + event.action.micro))
         for column in range(first, min(last, width)):
-            lines[event.position][column] = mark
+            lines[event.pipeline_rank][column] = mark
     return ["".join(line) for line in lines]

@@ -16,7 +16,7 @@ from autopar.units import bytes_text, seconds_text
 
 def plan_summary(plan: Plan) -> Iterator[RenderableType]:
     """What a plan file says without its model: mesh, batch, predicted time and memory."""
-    table = short_table(f"{plan.model} on {plan.layout}", "", "")
+    table = short_table(f"{plan.model} on {plan.mesh_text}", "", "")
     table.add_row("cluster", plan.cluster)
     table.add_row("plan", f"{full_words(plan)}, {plan.global_batch_size} rows a step, {plan.precision}")
     for index, stage in enumerate(plan.pipeline.stages):

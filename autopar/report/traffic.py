@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.coding import wire_of
 from autopar.costs.context import context_call
+from autopar.costs.quantised_collectives import sent_bytes_of
 from autopar.costs.rates import Training
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Scope, num_local
 from autopar.report.dims import DimNames
 from autopar.report.sharding import relative
@@ -69,7 +69,7 @@ def _dim_word(scope: Scope, held: TensorType, axis: str, names: DimNames) -> str
 def context_rows(
     scope: Scope,
     operators: Mapping[tuple[str, str], Operator],
-    choices: Choices,
+    assignment: Assignment,
     mesh: Mesh,
     on_cpu: bool,
     num_micro_batches: int,
@@ -78,7 +78,7 @@ def context_rows(
     found = []
     for node in scope.nodes:
         key = scope.name, node.name
-        call = context_call(operators[key], choices.operators[key], mesh, on_cpu) if key in operators else None
+        call = context_call(operators[key], assignment.operators[key], mesh, on_cpu) if key in operators else None
         if call is None:
             continue
         axis, times = mesh.axes[call.axis], scope.count * num_micro_batches
@@ -93,20 +93,20 @@ def context_rows(
 
 
 def parameter_traffic(
-    scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int
+    scope: Scope, assignment: Assignment, mesh: Mesh, training: Training, num_micro_batches: int
 ) -> list[Transfer]:
     """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer."""
-    totals = traffic_bytes(scope, choices, mesh, training, num_micro_batches)
+    totals = traffic_bytes(scope, assignment, mesh, training, num_micro_batches)
     return [Transfer(words, bytes_text(size), count * scope.count) for (words, count), size in totals.items()]
 
 
 def traffic_bytes(
-    scope: Scope, choices: Choices, mesh: Mesh, training: Training, num_micro_batches: int
+    scope: Scope, assignment: Assignment, mesh: Mesh, training: Training, num_micro_batches: int
 ) -> dict[tuple[str, int], float]:
     """(what, how often per step) -> bytes each time on one rank: as gathered, or before they are summed."""
     totals: dict[tuple[str, int], float] = {}
     packed = {name: f" of {code} blocks" for name, code in training.compression.names.items()}
-    for (owner, name), stored in choices.parameters.items():
+    for (owner, name), stored in assignment.parameters.items():
         if owner != scope.name or not scope.metas[Ref(name)].requires_grad:
             continue
         meta = scope.metas[Ref(name)]
@@ -114,10 +114,10 @@ def traffic_bytes(
         if stored.zero:
             reduces = 1 if stored.zero == 1 else num_micro_batches
             widths = (training.compute_bytes, training.gradient_bytes)
-            wire = wire_of(training.compression, meta, mesh.size("dp"), *widths)
-            how = f"all_to_all{packed['reduce']}" if wire.reduce_code else "reduce_scatter"
-            _add(totals, f"gradients: {how} over dp", reduces, local * wire.reduce)
-            how, weight = f"all_gather{packed['gather'] if wire.gather_code else ''} over dp", local * wire.gather
+            sent = sent_bytes_of(training.compression, meta, mesh.size("dp"), *widths)
+            how = f"all_to_all{packed['reduce']}" if sent.reduce_code else "reduce_scatter"
+            _add(totals, f"gradients: {how} over dp", reduces, local * sent.reduce)
+            how, weight = f"all_gather{packed['gather'] if sent.gather_code else ''} over dp", local * sent.gather
             if stored.zero == 3:
                 _add(totals, f"parameters: {how}, forward and again backward", 2 * num_micro_batches, weight)
             else:

@@ -18,7 +18,7 @@ from codegen.runtime.parameters import Param
 
 
 def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Rank's part of a global batch by name; of a pipeline, what the stages at the rank's position read.
+    """Rank's part of a global batch by name; of a pipeline, what the stages at the rank's pipeline rank read.
 
     Raises DataError for a batch that the program was not made for.
     """
@@ -30,8 +30,8 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
     except BatchError as error:
         raise DataError(str(error)) from None
     if isinstance(program, PipelineProgram):
-        position, rank = program.place(rank)
-        mesh, inputs = Mesh(*program.meshes[position]), program.inputs_of(position)
+        pipeline_rank, rank = program.place(rank)
+        mesh, inputs = Mesh(*program.meshes[pipeline_rank]), program.inputs_of(pipeline_rank)
     else:
         mesh, inputs = Mesh(program.axes, program.axis_sizes), program.inputs
     return {name: _part(batch[name], spec, num_micro_batches, mesh, rank) for name, spec in inputs.items()}

@@ -114,7 +114,7 @@ def _check_world_size(plan: Plan) -> None:
     running = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if running != plan.num_ranks:
         raise WorldSizeError(
-            f"the plan is for {plan.num_ranks} processes ({plan.layout})",
+            f"the plan is for {plan.num_ranks} processes ({plan.mesh_text})",
             values=f"{running} running" + ("" if running > 1 else " (torch.distributed is not initialised)"),
             alternatives=[
                 f"torchrun --nproc-per-node {plan.num_ranks}, with dist.init_process_group() before build()",

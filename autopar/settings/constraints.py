@@ -2,10 +2,10 @@
 
 A plain dict:
 
-    {"pp": 2, "dp": 2, "tp": 2,                           pipeline positions, degrees of mesh axes
+    {"pp": 2, "dp": 2, "tp": 2,                           pipeline ranks, degrees of mesh axes
      "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
-     "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per position
+     "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per pipeline rank
      "recompute": "full",                                 of every layer: none, offload, selective or full
      "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
      "context": "ring",                                   attention over sequences cut on tp: or "all_gather", "auto"
@@ -119,14 +119,14 @@ class Constraints:
 
     def _check_together(self) -> None:
         """Raises ConstraintError for pins that no plan can have all of."""
-        positions, chunks = self.degrees.get("pp"), self.chunks or 1
+        pipeline_ranks, chunks = self.degrees.get("pp"), self.chunks or 1
         is_chosen = self.schedule in (None, "interleaved") or (self.schedule == "zero-bubble-v" and chunks == 2)
         rules = (
-            (positions == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
-            (positions == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
+            (pipeline_ranks == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
+            (pipeline_ranks == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
             (
                 chunks > 1 and not is_chosen,
-                "the schedule interleaved alone has a number of stages per position that can be chosen",
+                "the schedule interleaved alone has a number of stages per pipeline rank that can be chosen",
                 f"chunks={chunks}, schedule={self.schedule}",
             ),
             (

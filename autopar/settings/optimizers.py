@@ -146,15 +146,15 @@ def check_plan(plan: Plan, needs: Needs, graph: Graph) -> None:
     """Raises ConstraintError if the plan gives a rank a part of what its optimiser must see whole."""
     if not needs.problem:
         return
-    if needs.is_coupled and (len(plan.seats) > 1 or plan.pipeline.offload):
-        what = f"pp={len(plan.seats)}" if len(plan.seats) > 1 else f"offload={plan.pipeline.offload}"
+    if needs.is_coupled and (len(plan.stage_meshes) > 1 or plan.pipeline.offload):
+        what = f"pp={len(plan.stage_meshes)}" if len(plan.stage_meshes) > 1 else f"offload={plan.pipeline.offload}"
         raise _refused(needs, what)
     names = set(_names(needs, graph))
     for scope in scopes_of(graph):
         for name, stored in plan.scopes[scope.name].parameters.items():
             full = [each for each in scope.full_names(name) if each in names]
-            for seat in plan.seats if full else ():
-                _check_whole(needs, full[0], stored, plan.mesh.axes, seat.mesh)
+            for stage_mesh in plan.stage_meshes if full else ():
+                _check_whole(needs, full[0], stored, plan.mesh.axes, stage_mesh.mesh)
 
 
 def _check_whole(needs: Needs, name: str, stored: Stored, axes: tuple[str, ...], mesh: Mesh) -> None:

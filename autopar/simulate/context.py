@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from autopar.costs.block_costs import HIDDEN
+from autopar.costs.layer_costs import HIDDEN
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
 from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name
 from autopar.options.strategies import Operator, num_local, scopes_of
-from autopar.planning.bases import Base
+from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
 from cost_models import collective
 
@@ -107,19 +107,22 @@ def _longer(meta: TensorMeta, cp: int) -> TensorMeta:
     return replace(meta, shape=(*meta.shape[:-2], meta.shape[-2] * cp, meta.shape[-1]))
 
 
-def context_exchanges(base: Base, pricer: Pricer, cp: int, by_ring: bool) -> dict[str, list[Exchange]]:
-    """Block -> one exchange per attention call. base: whose calls have whole keys. pricer: of the whole strategy."""
-    activity, found = base.activity, dict[str, list[Exchange]]()
-    for (scope, name), operator in activity.operators.items():
+def context_exchanges(solved_layer: SolvedLayer, pricer: Pricer, cp: int, by_ring: bool) -> dict[str, list[Exchange]]:
+    """Unit -> one exchange per attention call. solved_layer: whose calls have whole keys. pricer: of the whole
+    strategy."""
+    call_costs, found = solved_layer.call_costs, dict[str, list[Exchange]]()
+    for (scope, name), operator in call_costs.operators.items():
         if base_name(operator.node.op) not in ATTENTION:
             continue
-        option = activity.choices.operators[scope, name]
+        option = call_costs.assignment.operators[scope, name]
         whole = sum(
-            float(num_local(operator.inputs[i], option.inputs[i], base.costed) * operator.inputs[i].dtype.itemsize)
+            float(
+                num_local(operator.inputs[i], option.inputs[i], solved_layer.costed) * operator.inputs[i].dtype.itemsize
+            )
             for i in (1, 2)
         )
-        seconds = activity.pricer.operator_seconds(operator, option)
-        found.setdefault(scope or segments(activity.graph)[name], []).append(
+        seconds = call_costs.pricer.operator_seconds(operator, option)
+        found.setdefault(scope or segments(call_costs.graph)[name], []).append(
             ring(whole, seconds, pricer, cp) if by_ring else all_gather(whole, pricer, cp)
         )
     return found

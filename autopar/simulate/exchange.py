@@ -1,4 +1,4 @@
-"""What ranks exchange inside a layer beyond the traced calls, added to what its block costs."""
+"""What ranks exchange inside a layer beyond the traced calls, added to what its unit costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.block_costs import BlockCost, Mode, exposed
+from autopar.costs.layer_costs import LayerCost, Mode, exposed
 from autopar.costs.liveness import Liveness
 
 
@@ -15,7 +15,7 @@ class Exchange:
     """Seconds by kind of one micro-batch's forward and backward of one call or module.
 
     again: seconds of a forward that is computed again, by recompute mode. forward_bytes, backward_bytes: buffers that
-    are alive meanwhile, beside what the block itself has.
+    are alive meanwhile, beside what the unit itself has.
     """
 
     forward: Mapping[str, float] = field(default_factory=dict)
@@ -25,9 +25,9 @@ class Exchange:
     backward_bytes: float = 0.0
 
 
-def with_exchanges(costs: Mapping[str, BlockCost], exchanges: Mapping[str, Iterable[Exchange]]) -> dict[str, BlockCost]:
-    """The blocks with what is exchanged in each. Buffers of several exchanges of a block are not alive together, and
-    are counted as if they were alive at the block's peak, which is never too little."""
+def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Iterable[Exchange]]) -> dict[str, LayerCost]:
+    """The units with what is exchanged in each. Buffers of several exchanges of a unit are not alive together, and
+    are counted as if they were alive at the unit's peak, which is never too little."""
     found = dict(costs)
     for name, items in exchanges.items():
         cost, own = found[name], list(items)
@@ -58,5 +58,5 @@ def _held(live: Liveness, forward: float, backward: float) -> Liveness:
         again=live.again + forward,
         backward=live.backward + backward,
         waiting=live.waiting + backward,
-        split=live.split + backward,
+        deferring=live.deferring + backward,
     )

@@ -35,7 +35,7 @@ from autopar.ir.graph import MATMULS, VIEWS, Graph, Node, Ref, base_name
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.options.strategies import Operator, Option, num_local, scopes_of
-from autopar.planning.bases import Base
+from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
 from autopar.simulate.pricing import ProfiledPricer
 from cost_models import collective, compute, routing
@@ -289,20 +289,20 @@ def expert_stored(stored: Stored, mesh: Mesh, target: Mesh, zero: int) -> Stored
 
 
 def expert_exchanges(
-    base: Base, pricer: Pricer, experts: Experts, ep: int, sp: bool, load: float
+    solved_layer: SolvedLayer, pricer: Pricer, experts: Experts, ep: int, sp: bool, load: float
 ) -> dict[str, list[Exchange]]:
-    """Block -> one exchange per experts module. sp: tensor-parallel ranks send a part of the tokens each. load: tokens
+    """Unit -> one exchange per experts module. sp: tensor-parallel ranks send a part of the tokens each. load: tokens
     of the fullest rank by the mean."""
-    activity, found = base.activity, dict[str, list[Exchange]]()
+    call_costs, found = solved_layer.call_costs, dict[str, list[Exchange]]()
     tp = pricer.mesh.size("tp")
     group = collective.Group(ep, tp)
-    data: Placements = tuple(R for _ in base.costed.axes)
+    data: Placements = tuple(R for _ in solved_layer.costed.axes)
     for (scope, _), calls in (experts.modules or {}).items():
-        given = activity.operators[scope, calls[0]].inputs[0]
-        size = num_local(given, data, base.costed) * given.dtype.itemsize / base.costed.num_data_ranks
+        given = call_costs.operators[scope, calls[0]].inputs[0]
+        size = num_local(given, data, solved_layer.costed) * given.dtype.itemsize / solved_layer.costed.num_data_ranks
         seconds = 2 * collective.seconds("all_to_all", load * size / (tp if sp else 1), group, pricer.cluster)
         forward = {"all_to_all ep": seconds}
-        found.setdefault(scope or segments(activity.graph)[calls[0]], []).append(
+        found.setdefault(scope or segments(call_costs.graph)[calls[0]], []).append(
             Exchange(forward, forward, again(forward, EXPERT_MODES))
         )
     return found

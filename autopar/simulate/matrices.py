@@ -16,7 +16,7 @@ from autopar.simulate.experts import Experts
 @dataclass(frozen=True, slots=True)
 class Matrices:
     """shapes: of every matrix that a matmul reads, and of embeddings, by pattern of its name. weights: multiply-adds
-    per token of a block's matrices. sequences: calls whose result is [rows, tokens, width]; residuals: those between
+    per token of a unit's matrices. sequences: calls whose result is [rows, tokens, width]; residuals: those between
     matrices, such as norms and additions to the residual stream."""
 
     shapes: Mapping[str, tuple[int, ...]]

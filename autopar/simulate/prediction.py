@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.costs.block_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
+from autopar.costs.layer_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE, Simulated
 from autopar.ir.plan_data import Prediction
 from autopar.simulate.scenario import Scenario
@@ -38,7 +38,7 @@ class StrategyPrediction(Prediction):
     """Seconds and bytes by kind, and how they came about.
 
     scenario: what was predicted. simulated: the schedule, event by event. capacity_bytes: what a rank may use, by the
-    strategy's `memory` or the device; where they differ, on the fullest position.
+    strategy's `memory` or the device; where they differ, on the fullest pipeline rank.
     """
 
     scenario: Scenario = field(kw_only=True, compare=False, repr=False)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autopar.cluster import as_cluster
-from autopar.costs.block_costs import BlockCost
 from autopar.costs.cost_table import combined
+from autopar.costs.layer_costs import LayerCost
 from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
@@ -23,9 +23,9 @@ from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.placement import R, S
 from autopar.ir.plan_data import Pipeline, StagePlan
-from autopar.ir.seats import Seat
-from autopar.planning.bases import Base
+from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import Request, pricer_for
+from autopar.planning.solved_layers import SolvedLayer
 from autopar.settings.constraints import Constraints
 from autopar.simulate.context import context_exchanges
 from autopar.simulate.exchange import Exchange, with_exchanges
@@ -35,7 +35,7 @@ from autopar.simulate.matrices import Matrices
 from autopar.simulate.prediction import StrategyPrediction
 from autopar.simulate.pricing import PRECISIONS
 from autopar.simulate.scenario import Scenario
-from autopar.simulate.share import ScoredBases, Setting, Share, ShareTrace, tracer_of
+from autopar.simulate.share import ScoredLayers, Setting, Share, ShareTrace, tracer_of
 from autopar.simulate.stage_meshes import stage_meshes_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
@@ -47,7 +47,7 @@ from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
 
 NAMED = 0.0
-"""The price of a byte in the decisions inside a layer: seconds alone."""
+"""The multiplier that layers are solved under: seconds alone."""
 
 
 def predict(
@@ -75,7 +75,7 @@ def predict(
         "ep": 8                 expert parallelism among the ranks of dp x cp (simulate/experts.py)
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
         "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
-        "groups": [1, 0]        of unlike nodes, the group of every position of the pipeline (simulate/stage_meshes.py)
+        "groups": [1, 0]        of unlike nodes, the group of every pipeline rank (simulate/stage_meshes.py)
 
     framework: a profile of cost_models/machines/frameworks.toml, or one of your own; "autopar" is what generated
     programs do, and gives a searched plan's strategy the plan's prediction. precision: fp32, tf32, bf16, fp16 or fp8.
@@ -152,7 +152,7 @@ class Predictor:
         profile = profile_of(framework)
         rows = global_batch_size or self.rows
         wanted = parse_strategy(strategy, cluster, rows)
-        seats = stage_meshes_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
+        stage_meshes = stage_meshes_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
         precision = precision or self.precision
         if _traced_as(precision) != self.traced_as:
             raise ConstraintError(
@@ -162,13 +162,15 @@ class Predictor:
         share = self.share(wanted.cp, wanted.ep)
         terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
         settings = self._settings(share, cluster, terms, wanted, rows)
-        capacities = [float(wanted.memory_bytes or cluster.groups[seat.group].device.memory_bytes) for seat in seats]
-        result = self._score(share, settings, terms, wanted, cluster, seats, capacities)
+        capacities = [
+            float(wanted.memory_bytes or cluster.groups[each.group].device.memory_bytes) for each in stage_meshes
+        ]
+        result = self._score(share, settings, terms, wanted, cluster, stage_meshes, capacities)
         plain = result.prediction
         found = StrategyPrediction(
             plain.seconds,
             plain.num_bytes,
-            plain.positions,
+            plain.pipeline_ranks,
             scenario=Scenario(
                 predictor=self,
                 cluster=cluster,
@@ -193,19 +195,19 @@ class Predictor:
         terms: Terms,
         wanted: Strategy,
         cluster: AnyCluster,
-        seats: Sequence[Seat],
+        stage_meshes: Sequence[StageMesh],
         capacities: Sequence[float],
     ) -> Simulated:
         groups = {number: _in_group(share, setting, number, terms, wanted) for number, setting in settings.items()}
-        ranks = [groups[seat.group] for seat in seats]
+        ranks = [groups[stage_mesh.group] for stage_mesh in stage_meshes]
         home = placement(wanted.schedule or "1f1b", wanted.pp, wanted.chunks)
         pipeline = _pipeline(share, wanted, terms.framework, [ranks[rank].costs for rank in home])
         found = pipeline_costs(ranks, pipeline, cluster)
         spans = wanted.pp > 1 and sum(group.num_nodes for group in cluster.groups) > 1
         stages = []
         for rank, stage, cost in zip(home, pipeline.stages, found.stages, strict=True):
-            num_layers = sum(name in share.layers for name in share.blocks[stage.first : stage.last])
-            device = cluster.groups[seats[rank].group].device
+            num_layers = sum(name in share.layers for name in share.units[stage.first : stage.last])
+            device = cluster.groups[stage_meshes[rank].group].device
             held_bytes = ranks[rank].pricer.training.gradient_bytes + terms.framework.gradient_copy_bytes
             stages.append(profiled(cost, num_layers, terms.framework, device, wanted, held_bytes, spans))
         return replace(found, stages=tuple(stages)).simulated(capacities)
@@ -255,8 +257,10 @@ class Predictor:
             def priced(plain: Pricer) -> Pricer:
                 return priced_under(plain, terms, share)
 
-            bases = ScoredBases(request, priced=priced, cp=wanted.cp)
-            share.settings[key] = Setting(request, bases if decided is None else decided.bases.priced_for(request))
+            layers = ScoredLayers(request, priced=priced, cp=wanted.cp)
+            share.settings[key] = Setting(
+                request, layers if decided is None else decided.solved_layers.priced_for(request)
+            )
         return share.settings[key]
 
     def _training(self, profile: Framework, cluster: Cluster) -> Training:
@@ -269,15 +273,15 @@ class Predictor:
 def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted: Strategy) -> ChainCosts:
     """What the strategy costs in a group of equal nodes, by its number. Raises ConstraintError where pinned placements
     leave nothing."""
-    base = setting.bases.base(wanted.mesh, wanted.rows, NAMED)
-    if base is None:
+    solved_layer = setting.solved_layers.solved_layer(wanted.mesh, wanted.rows, NAMED)
+    if solved_layer is None:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
     plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
-    pricer, parameters = priced_under(plain, terms, share), base.parameters(wanted.zero)
+    pricer, parameters = priced_under(plain, terms, share), solved_layer.parameters(wanted.zero)
     own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1, wanted.cp_exchange)
     if own not in setting.costs:
-        costs = combined(base.costs, stored_shares(share, pricer, parameters, wanted))
-        for exchanges in _exchanges(share, base, pricer, terms, wanted):
+        costs = combined(solved_layer.costs, stored_shares(share, pricer, parameters, wanted))
+        for exchanges in _exchanges(share, solved_layer, pricer, terms, wanted):
             costs = with_exchanges(costs, exchanges)
         setting.costs[own] = costs
     return ChainCosts(
@@ -285,7 +289,7 @@ def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted:
         pricer=pricer,
         parameters=parameters,
         costs=setting.costs[own],
-        border_bytes=base.activity.border_bytes,
+        boundary_bytes=solved_layer.call_costs.boundary_bytes,
         group=number,
     )
 
@@ -303,16 +307,16 @@ def _fullest_load(wanted: Strategy, share: Share) -> float:
 
 
 def _exchanges(
-    share: Share, base: Base, pricer: Pricer, terms: Terms, wanted: Strategy
+    share: Share, solved_layer: SolvedLayer, pricer: Pricer, terms: Terms, wanted: Strategy
 ) -> list[dict[str, list[Exchange]]]:
     """The exchanges that context and expert parallelism need."""
     found, profile = [], terms.framework
     if wanted.cp > 1:
         by_ring = (wanted.cp_exchange or profile.cp_exchange) == "ring"
-        found.append(context_exchanges(base, pricer, wanted.cp, by_ring))
+        found.append(context_exchanges(solved_layer, pricer, wanted.cp, by_ring))
     if wanted.ep > 1:
         sp = _is_sequence_parallel(profile, wanted)
-        found.append(expert_exchanges(base, pricer, share.experts, wanted.ep, sp, terms.load))
+        found.append(expert_exchanges(solved_layer, pricer, share.experts, wanted.ep, sp, terms.load))
     return found
 
 
@@ -320,13 +324,13 @@ def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:
     return profile.sequence_parallel if wanted.sp is None else wanted.sp
 
 
-def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequence[Mapping[str, BlockCost]]) -> Pipeline:
-    """The framework's stages, every layer under the strategy's recompute mode. costs: of all blocks on every stage."""
-    weights = {name: share.matrices.weights.get(name, 0.0) for name in share.blocks}
-    firsts = cut(share.blocks, share.layers, costs, weights, profile.stages)
+def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequence[Mapping[str, LayerCost]]) -> Pipeline:
+    """The framework's stages, every layer under the strategy's recompute mode. costs: of all units on every stage."""
+    weights = {name: share.matrices.weights.get(name, 0.0) for name in share.units}
+    firsts = cut(share.units, share.layers, costs, weights, profile.stages)
     stages = []
     for first, last in zip(firsts, firsts[1:], strict=False):
-        own = share.blocks[first:last]
+        own = share.units[first:last]
         layers = dict.fromkeys(name for name in own if name in share.layers)
         modes = {name: ((wanted.recompute, own.count(name)),) for name in layers if wanted.recompute != "none"}
         stages.append(StagePlan(first, last, modes))

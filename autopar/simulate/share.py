@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.costs.block_costs import BlockCost
+from autopar.costs.layer_costs import LayerCost
 from autopar.costs.price import Pricer
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import chain, homes_of
 from autopar.ir.graph import layer_names
 from autopar.options.strategies import Operator, scopes_of
-from autopar.planning.bases import Bases
 from autopar.planning.request import Request
+from autopar.planning.solved_layers import SolvedLayers
 from autopar.simulate.context import check_context, shortened, with_whole_keys
 from autopar.simulate.experts import experts_of, share_of_experts
 from autopar.simulate.fusion import Key, Part, fused_parts
@@ -29,8 +29,8 @@ rows."""
 
 
 @dataclass
-class ScoredBases(Bases):
-    """Decisions under a profile's prices. priced: the planner's prices -> the profile's. cp: ranks whose keys and
+class ScoredLayers(SolvedLayers):
+    """Layers solved under a profile's prices. priced: the planner's prices -> the profile's. cp: ranks whose keys and
     values every attention call sees."""
 
     priced: Callable[[Pricer], Pricer] = field(kw_only=True)
@@ -38,12 +38,12 @@ class ScoredBases(Bases):
     _whole: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
 
     def pricer(self, mesh: Any) -> Pricer:
-        """The profile's prices on a base's mesh."""
+        """The profile's prices on a solved layer's mesh."""
         return self.priced(super().pricer(mesh))
 
-    def priced_for(self, request: Request) -> ScoredBases:
+    def priced_for(self, request: Request) -> ScoredLayers:
         """The same decisions on other nodes, those that are not made yet among them."""
-        return ScoredBases(request, priced=self.priced, cp=self.cp, _choices=self._choices)
+        return ScoredLayers(request, priced=self.priced, cp=self.cp, _assignments=self._assignments)
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
         """The calls of the graph at `rows` rows over all ranks, with the keys that attention sees."""
@@ -59,8 +59,8 @@ class Setting:
     """What strategies have in common that run on one cluster under one profile with the same pins."""
 
     request: Request
-    bases: ScoredBases
-    costs: dict[Any, Mapping[str, BlockCost]] = field(default_factory=dict)
+    solved_layers: ScoredLayers
+    costs: dict[Any, Mapping[str, LayerCost]] = field(default_factory=dict)
 
 
 class Share:
@@ -74,7 +74,7 @@ class Share:
         if cp > 1:
             check_context(graph, cp)
         self.graph = graph
-        self.blocks, self.layers = chain(graph), layer_names(graph)
+        self.units, self.layers = chain(graph), layer_names(graph)
         self.homes, self.scopes = homes_of(graph), scopes_of(graph)
         self.experts = experts_of(graph)
         self.matrices = matrices_of(graph, self.experts)

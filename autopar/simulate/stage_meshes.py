@@ -13,31 +13,31 @@ from collections.abc import Sequence
 
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
-from autopar.ir.seats import Seat
+from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import divisors
 from cost_models.mixed import AnyCluster
 
 
-def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[Seat, ...]:
+def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[StageMesh, ...]:
     """Of every pipeline rank. pp x mesh are all devices. groups: of each pipeline rank, () for their own order.
 
-    Raises ConstraintError where positions do not fill the groups.
+    Raises ConstraintError where pipeline ranks do not fill the groups.
     """
     sizes = [group.num_devices for group in cluster.groups]
     if any(size % mesh.num_ranks for size in sizes):
         raise ConstraintError(
-            "a position of the pipeline lies in one group of nodes, which positions of this size do not fill",
-            values=f"{mesh.num_ranks} devices of each position, groups of {', '.join(map(str, sizes))}",
+            "a pipeline rank lies in one group of nodes, which pipeline ranks of this size do not fill",
+            values=f"{mesh.num_ranks} devices of each pipeline rank, groups of {', '.join(map(str, sizes))}",
             alternatives=f"ddp x dp x cp x tp of {_legal(sizes)}",
         )
     wanted = [number for number, size in enumerate(sizes) for _ in range(size // mesh.num_ranks)]
     if groups and Counter(groups) != Counter(wanted):
         raise ConstraintError(
-            "groups does not give every group of nodes as many positions as it has room for",
-            values=f"{list(groups)} of {pp} positions",
+            "groups does not give every group of nodes as many pipeline ranks as it has room for",
+            values=f"{list(groups)} of {pp} pipeline ranks",
             alternatives=f"{wanted} in any order",
         )
-    return tuple(Seat(mesh, number) for number in groups or wanted)
+    return tuple(StageMesh(mesh, number) for number in groups or wanted)
 
 
 def _legal(sizes: Sequence[int]) -> str:

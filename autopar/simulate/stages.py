@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.block_costs import ACCUMULATION, HIDDEN, SYNCHRONISATION, BlockCost
+from autopar.costs.layer_costs import ACCUMULATION, HIDDEN, SYNCHRONISATION, LayerCost
 from autopar.costs.stage_costs import StageCost
 from autopar.errors import ConstraintError
 from autopar.simulate.strategy import Strategy
@@ -17,45 +17,45 @@ HOST = "waiting for the host"
 
 
 def cut(
-    blocks: Sequence[str],
+    units: Sequence[str],
     layer_names: Collection[str],
-    costs: Sequence[Mapping[str, BlockCost]],
+    costs: Sequence[Mapping[str, LayerCost]],
     weights: Mapping[str, float],
     how: str,
 ) -> tuple[int, ...]:
-    """The first block of each stage, and the number of blocks.
+    """The first unit of each stage, and the number of units.
 
-    layer_names: of the blocks that are layers. costs: of all blocks on every stage. weights: multiply-adds of a block's
-    matrices. how: see `Framework.stages`. Raises ConstraintError where there are fewer blocks, or layers that do not
+    layer_names: of the units that are layers. costs: of all units on every stage. weights: multiply-adds of a unit's
+    matrices. how: see `Framework.stages`. Raises ConstraintError where there are fewer units, or layers that do not
     divide.
     """
-    layers = [i for i, name in enumerate(blocks) if name in layer_names]
+    layers = [i for i, name in enumerate(units) if name in layer_names]
     count = len(costs)
     if count == 1:
-        return (0, len(blocks))
+        return (0, len(units))
     if how == "layers" and len(layers) >= count:
-        return _even(layers, len(blocks), count)
-    if count > len(blocks):
+        return _even(layers, len(units), count)
+    if count > len(units):
         raise ConstraintError(
             "the model has fewer blocks than there are stages",
-            values=f"{len(blocks)} blocks, {count} stages",
-            alternatives=f"at most {len(blocks)} stages",
+            values=f"{len(units)} blocks, {count} stages",
+            alternatives=f"at most {len(units)} stages",
         )
     if how == "weights":
-        found = _by_weight([weights[name] for name in blocks], count)
+        found = _by_weight([weights[name] for name in units], count)
         if len(found) == count + 1:
             return found
-    return _shortest([[own[name].forward_seconds + own[name].backward_seconds for name in blocks] for own in costs])
+    return _shortest([[own[name].forward_seconds + own[name].backward_seconds for name in units] for own in costs])
 
 
-def _even(layers: Sequence[int], num_blocks: int, count: int) -> tuple[int, ...]:
+def _even(layers: Sequence[int], num_units: int, count: int) -> tuple[int, ...]:
     """Equally many layers; where they do not divide, the first stages have one more."""
     size, more = divmod(len(layers), count)
     firsts, at = [0], 0
     for stage in range(count - 1):
         at += size + (stage < more)
         firsts.append(layers[at])
-    return (*firsts, num_blocks)
+    return (*firsts, num_units)
 
 
 def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
@@ -69,12 +69,12 @@ def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def _shortest(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The longest stage as short as can be, by dynamic programming; ties go to later borders. seconds: of every block
+    """The longest stage as short as can be, by dynamic programming; ties go to later boundaries. seconds: of every unit
     on each stage."""
     n = len(seconds[0])
     first, *others = [list(itertools.accumulate(own, initial=0.0)) for own in seconds]
     best = first
-    borders: list[list[int]] = []
+    boundaries: list[list[int]] = []
     for stages, sums in enumerate(others, 2):
         found, at = [float("inf")] * (n + 1), [0] * (n + 1)
         for end in range(stages, n + 1):
@@ -86,9 +86,9 @@ def _shortest(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
                 if last > found[end]:
                     break
         best = found
-        borders.append(at)
+        boundaries.append(at)
     firsts, end = [n], n
-    for at in reversed(borders):
+    for at in reversed(boundaries):
         end = at[end]
         firsts.append(end)
     return (0, *reversed(firsts))

@@ -9,8 +9,8 @@ from typing import Any
 
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
-from autopar.planning.bases import named_mesh
 from autopar.planning.request import divisors
+from autopar.planning.solved_layers import named_mesh
 from autopar.settings.constraints import Constraints
 from cost_models.frameworks import ATTENTIONS, CP_EXCHANGES, Framework, framework
 from cost_models.mixed import AnyCluster
@@ -26,11 +26,10 @@ OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange", "capacity_f
 class Strategy:
     """limits: the patterns in it. pp, mesh, zero, micro_batches, rows: of one micro-batch on one data-parallel
     rank. The ranks of cp are ranks of the mesh's dp, with the same rows. capacity_factor, expert_skew: how tokens are
-    spread over experts (cost_models/routing.py), None for no capacity. groups: of nodes, by position, () for their own
-    order (simulate/stage_meshes.py). sp: sequence parallelism, attention: the
-    kernel, cp_exchange: of `Framework`; None and "" for the framework's own. kernels: whether generated programs have
-    fused ones, "" for where `compile` would. memory_bytes: that a rank may use, None
-    for the device's."""
+    spread over experts (cost_models/routing.py), None for no capacity. groups: of nodes, by pipeline rank, () for their
+    own order (simulate/stage_meshes.py). sp: sequence parallelism, attention: the kernel, cp_exchange: of `Framework`;
+    None and "" for the framework's own. kernels: whether generated programs have fused ones, "" for where `compile`
+    would. memory_bytes: that a rank may use, None for the device's."""
 
     limits: Constraints
     pp: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.costs.block_costs import HIDDEN
+from autopar.costs.layer_costs import HIDDEN
 from autopar.ir.plan_data import Prediction
 from autopar.simulate.prediction import StrategyPrediction, WhatIf, comparison_rows
 from autopar.units import bytes_text
@@ -14,7 +14,7 @@ LEAST_SHARE = 0.0005
 
 
 def prediction_lines(found: Prediction) -> Iterator[str]:
-    """Seconds by kind, largest first, then bytes of the fullest rank and of every pipeline position."""
+    """Seconds by kind, largest first, then bytes of the fullest rank and of every pipeline rank."""
     yield f"step {found.step_seconds:.4g} s"
     for kind, value in sorted(found.seconds.items(), key=lambda pair: -pair[1]):
         if value > LEAST_SHARE * found.step_seconds:
@@ -24,8 +24,8 @@ def prediction_lines(found: Prediction) -> Iterator[str]:
     for kind, value in sorted(found.num_bytes.items(), key=lambda pair: -pair[1]):
         if value:
             yield f"  {bytes_text(value):>10}  {kind}"
-    for number, kinds in enumerate(found.positions):
-        yield f"  position {number}: {bytes_text(sum(kinds.values()))}"
+    for number, kinds in enumerate(found.pipeline_ranks):
+        yield f"  pipeline rank {number}: {bytes_text(sum(kinds.values()))}"
 
 
 def warning_lines(found: StrategyPrediction) -> Iterator[str]:

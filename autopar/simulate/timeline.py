@@ -1,4 +1,4 @@
-"""The simulated step as records: what every pipeline position computes, sends and synchronises, and when.
+"""The simulated step as records: what every pipeline rank computes, sends and synchronises, and when.
 
 The same for a strategy that a person wrote (`autopar.predict`) and for a searched plan: both end in a `Simulated`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.costs.block_costs import HIDDEN
+from autopar.costs.layer_costs import HIDDEN
 from autopar.costs.stage_costs import Simulated
 from cost_models.schedule import Event
 
@@ -24,16 +24,16 @@ Stream = Literal["compute", "send", "communication"]
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Something that one rank of a pipeline position does from `start` to `end`, in seconds after the step's begin.
+    """Something that one rank of a pipeline rank does from `start` to `end`, in seconds after the step's begin.
 
     kind: of ACTIONS, TRANSFERS, or the kind of seconds that the prediction has it under ("optimizer", ...). stream:
-    "compute" for what holds up the position, one event after the other, exposed traffic among it; "send" for messages
-    to position `target`, beside it; "communication" for other traffic that is hidden behind it. stage and micro_batch
-    are None for what is done once per step.
+    "compute" for what holds up the pipeline rank, one event after the other, exposed traffic among it; "send" for
+    messages to pipeline rank `target`, beside it; "communication" for other traffic that is hidden behind it. stage and
+    micro_batch are None for what is done once per step.
     """
 
     kind: str
-    position: int
+    pipeline_rank: int
     stream: Stream
     start: float
     end: float
@@ -47,21 +47,21 @@ class StepEvent:
 
 
 def events_of(simulated: Simulated) -> tuple[StepEvent, ...]:
-    """All events, position by position, in the order of their start in each stream.
+    """All events, pipeline rank by pipeline rank, in the order of their start in each stream.
 
-    What is done once per step begins, as the prediction counts it, when the last position is through. The last event
-    ends with the predicted step. Hidden traffic of a micro-batch is drawn to end with its backward, hidden traffic of a
-    step with the last backward; the sum of its seconds is the prediction's, the place an assumption.
+    What is done once per step begins, as the prediction counts it, when the last pipeline rank is through. The last
+    event ends with the predicted step. Hidden traffic of a micro-batch is drawn to end with its backward, hidden
+    traffic of a step with the last backward; the sum of its seconds is the prediction's, the place an assumption.
     """
-    actions: dict[int, list[Event]] = {position: [] for position in range(len(simulated.timeline.orders))}
+    actions: dict[int, list[Event]] = {pipeline_rank: [] for pipeline_rank in range(len(simulated.timeline.schedule))}
     for event in simulated.timeline.events():
-        actions[event.position].append(event)
+        actions[event.pipeline_rank].append(event)
     found: list[StepEvent] = []
-    for position, line in actions.items():
+    for pipeline_rank, line in actions.items():
         found += [
             StepEvent(
                 kind=ACTIONS[e.action.kind],
-                position=position,
+                pipeline_rank=pipeline_rank,
                 stream="compute",
                 start=e.start,
                 end=e.end,
@@ -70,37 +70,37 @@ def events_of(simulated: Simulated) -> tuple[StepEvent, ...]:
             )
             for e in line
         ]
-        found += _once(simulated, position)
+        found += _once(simulated, pipeline_rank)
         found += _sends(simulated, line)
-        found += _hidden(simulated, line, position)
+        found += _hidden(simulated, line, pipeline_rank)
     return tuple(found)
 
 
-def _once(simulated: Simulated, position: int) -> Iterator[StepEvent]:
+def _once(simulated: Simulated, pipeline_rank: int) -> Iterator[StepEvent]:
     start = simulated.timeline.makespan
-    for kind, seconds in simulated.once[position].items():
+    for kind, seconds in simulated.once[pipeline_rank].items():
         if kind != HIDDEN and seconds > 0:
-            yield StepEvent(kind=kind, position=position, stream="compute", start=start, end=start + seconds)
+            yield StepEvent(kind=kind, pipeline_rank=pipeline_rank, stream="compute", start=start, end=start + seconds)
             start += seconds
 
 
 def _sends(simulated: Simulated, line: list[Event]) -> Iterator[StepEvent]:
-    """Messages of one position by the rule of `cost_models.schedules.sweep`: a link carries one at a time, in the order
-    of production, and what one action produces in the order of the edges."""
+    """Messages of one pipeline rank by the rule of `cost_models.schedules.sweep`: a link carries one at a time, in the
+    order of production, and what one action produces in the order of the edges."""
     free: dict[int, float] = {}
     for event in line:
         stage, kind = event.action.stage, event.action.kind
         for (first, last), seconds in simulated.transfers.items():
             source, other = (first, last) if kind == "F" else (last, first)
             target = simulated.home[other]
-            if kind == "W" or source != stage or target == event.position or not seconds:
+            if kind == "W" or source != stage or target == event.pipeline_rank or not seconds:
                 continue
             start = max(free.get(target, 0.0), event.end)
             free[target] = start + seconds
             name, micro = TRANSFERS[kind], event.action.micro
             yield StepEvent(
                 kind=name,
-                position=event.position,
+                pipeline_rank=event.pipeline_rank,
                 stream="send",
                 start=start,
                 end=free[target],
@@ -110,7 +110,7 @@ def _sends(simulated: Simulated, line: list[Event]) -> Iterator[StepEvent]:
             )
 
 
-def _hidden(simulated: Simulated, line: list[Event], position: int) -> Iterator[StepEvent]:
+def _hidden(simulated: Simulated, line: list[Event], pipeline_rank: int) -> Iterator[StepEvent]:
     free = 0.0
     for event in line:
         seconds = simulated.stages[event.action.stage].micro.get(HIDDEN, 0.0)
@@ -119,14 +119,16 @@ def _hidden(simulated: Simulated, line: list[Event], position: int) -> Iterator[
             free = start + seconds
             yield StepEvent(
                 kind=HIDDEN,
-                position=position,
+                pipeline_rank=pipeline_rank,
                 stream="communication",
                 start=start,
                 end=free,
                 stage=event.action.stage,
                 micro_batch=event.action.micro,
             )
-    seconds = simulated.once[position].get(HIDDEN, 0.0)
+    seconds = simulated.once[pipeline_rank].get(HIDDEN, 0.0)
     if seconds > 0 and line:
         start = max(free, line[-1].end - seconds)
-        yield StepEvent(kind=HIDDEN, position=position, stream="communication", start=start, end=start + seconds)
+        yield StepEvent(
+            kind=HIDDEN, pipeline_rank=pipeline_rank, stream="communication", start=start, end=start + seconds
+        )

@@ -14,11 +14,11 @@ from cost_models.schedule import chrome_trace
 
 
 def trace_of(simulated: Simulated) -> dict[str, Any]:
-    """The trace: every forward and backward on its position, then what is done once per step; messages between
-    positions and hidden traffic are asynchronous events beside them.
+    """The trace: every forward and backward on its pipeline rank, then what is done once per step; messages between
+    pipeline ranks and hidden traffic are asynchronous events beside them.
 
-    As the prediction counts it, what is done once per step begins when the last position is through; of every
-    position, its own. Format: "Trace Event Format", Google, sections "Complete Events" and "Async Events".
+    As the prediction counts it, what is done once per step begins when the last pipeline rank is through; of every
+    pipeline rank, its own. Format: "Trace Event Format", Google, sections "Complete Events" and "Async Events".
     """
     trace: dict[str, Any] = chrome_trace(simulated.timeline)
     rows = [row for number, event in enumerate(events_of(simulated)) for row in _rows(event, number)]
@@ -28,7 +28,7 @@ def trace_of(simulated: Simulated) -> dict[str, Any]:
 
 def _rows(event: StepEvent, number: int) -> Iterator[dict[str, Any]]:
     """The rows of one event in `chrome_trace`'s form. number: of the event, for a pair of asynchronous rows."""
-    common = {"name": event.kind, "pid": 0, "tid": event.position}
+    common = {"name": event.kind, "pid": 0, "tid": event.pipeline_rank}
     if event.stream == "compute":
         if event.stage is None:
             times = {"ts": event.start * 1e6, "dur": event.seconds * 1e6}

@@ -261,7 +261,7 @@ def _barrier() -> None:
 def _progress(batch: Batch, config: TrainerConfig, first: int, program: CompiledProgram | None) -> TrainingProgress:
     values = batch.values() if isinstance(batch, Mapping) else batch
     tokens = max((v.numel() for v in values if is_token_tensor(v)), default=0)
-    label = program.plan.layout if program else "one process"
+    label = program.plan.mesh_text if program else "one process"
     predicted = program.plan.prediction.step_seconds if program else 0.0
     items, unit = (tokens, "tokens") if tokens else (num_rows(batch), "samples")
     return TrainingProgress(

@@ -22,7 +22,7 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
 from autopar.lowering.assembly import program_of, source_of
 from autopar.lowering.passes import passes
-from autopar.options.choices import Candidate
+from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.given import reprice
 from autopar.verify import sgd_with_momentum
@@ -130,9 +130,9 @@ class Base:
         try:
             error = self.pool.error(replace(program, request=None), self.example)
         except RuntimeError as failed:
-            return Result("raw", f"{plan.layout}: {str(failed).strip().splitlines()[-1]}")
+            return Result("raw", f"{plan.mesh_text}: {str(failed).strip().splitlines()[-1]}")
         bound = LOSSY if plan.fp8 or plan.compression else EXACT
-        return Result("right" if error <= bound else "wrong", f"error {error:.1e} on {plan.layout}")
+        return Result("right" if error <= bound else "wrong", f"error {error:.1e} on {plan.mesh_text}")
 
 
 def _identity(program: CompiledProgram) -> str:
@@ -169,7 +169,7 @@ def cases(count: int | None, seed: int) -> Iterator[Case]:
         share = total * (number + 1) // len(BASES) - total * number // len(BASES)
         for index in range(share):
             text, what = mutant(base.text, draw)
-            name = f"{BASES[number][0]} {base.program.plan.layout} #{index}: {what}"
+            name = f"{BASES[number][0]} {base.program.plan.mesh_text} #{index}: {what}"
             yield Case(name, lambda base=base, text=text: base.attempt(text))  # type: ignore[misc]
 
 

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from autopar.costs.block_costs import RECOMPUTATION
+from autopar.costs.layer_costs import RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE
 from autopar.simulate.stages import HOST
 from benchmarks.published_runs.predictions import Outcome

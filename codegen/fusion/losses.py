@@ -71,7 +71,7 @@ def _of_rows(target: TensorType) -> tuple[tuple[str, str], ...]:
 def _linear_cross_entropy_template() -> Op:
     """Logits may be cast, lose rows (models that shift them against the labels), and be viewed as rows of tokens.
 
-    The layer's weight gradient is summed up in the forward pass, so one that a zero-bubble schedule would put off is
+    The layer's weight gradient is summed up in the forward pass, so one that a zero-bubble schedule would defer is
     there with the input's: nothing is left for W.
     """
     x, weight, bias = Leaf("x"), Leaf("weight"), Leaf("bias")

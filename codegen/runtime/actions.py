@@ -1,4 +1,4 @@
-"""The actions of a pipeline's positions, and the check that their lines fit together.
+"""The actions of pipeline ranks, and the check that their lines fit together.
 
 An action is a kind, a stage and a micro-batch: `F0.3` forward, `B0.3` whole backward, `I0.3` the part of a backward
 that other stages wait for (gradients of what the stage received), `W0.3` the rest of it (gradients of weights).
@@ -36,19 +36,19 @@ class Link:
 
 
 Lines = tuple[tuple[Action, ...], ...]
-"""The actions of every position, in the order in which it runs them."""
+"""The actions of every pipeline rank, in the order in which it runs them."""
 
 
 def parse_lines(schedule: Sequence[str]) -> Lines:
-    """One text of space-separated actions per position. ValueError for what is not an action."""
-    return tuple(tuple(_parse(word, position) for word in line.split()) for position, line in enumerate(schedule))
+    """One text of space-separated actions per pipeline rank. ValueError for what is not an action."""
+    return tuple(tuple(_parse(word, rank) for word in line.split()) for rank, line in enumerate(schedule))
 
 
-def _parse(word: str, position: int) -> Action:
+def _parse(word: str, rank: int) -> Action:
     match = _FORM.fullmatch(word)
     if match is None:
         raise ValueError(
-            f"position {position}: {word!r} is not an action; write F, B, I or W, the stage, '.' and the "
+            f"pipeline rank {rank}: {word!r} is not an action; write F, B, I or W, the stage, '.' and the "
             "micro-batch, as in F0.3"
         )
     return Action(match[1], int(match[2]), int(match[3]))
@@ -64,50 +64,53 @@ def forward_only(lines: Lines) -> Lines:
     return tuple(tuple(action for action in line if action.kind == "F") for line in lines)
 
 
-def check_lines(lines: Lines, positions: Sequence[int], num_micro_batches: int, links: Sequence[Link]) -> None:
-    """Every action there once, at its stage's position and in a legal order, and no circle of waiting.
+def check_lines(lines: Lines, pipeline_ranks: Sequence[int], num_micro_batches: int, links: Sequence[Link]) -> None:
+    """Every action there once, at its stage's pipeline rank and in a legal order, and no circle of waiting.
 
-    positions: of each stage. Sends do not wait for whoever receives. Raises ValueError naming position and action.
+    pipeline_ranks: of each stage. Sends do not wait for whoever receives. Raises ValueError naming pipeline rank and
+    action.
     """
-    if len(lines) != max(positions) + 1:
-        raise ValueError(f"the schedule has {len(lines)} lines, the pipeline {max(positions) + 1} positions")
+    if len(lines) != max(pipeline_ranks) + 1:
+        raise ValueError(f"the schedule has {len(lines)} lines, the pipeline {max(pipeline_ranks) + 1} pipeline ranks")
     done: dict[Action, int] = {}
-    for position, line in enumerate(lines):
+    for rank, line in enumerate(lines):
         for action in line:
-            _check_place(action, position, positions, num_micro_batches)
+            _check_place(action, rank, pipeline_ranks, num_micro_batches)
             if action in done:
-                raise ValueError(f"position {position}: {action} is there twice")
-            done[action] = position
-    for stage, position in enumerate(positions):
+                raise ValueError(f"pipeline rank {rank}: {action} is there twice")
+            done[action] = rank
+    for stage, rank in enumerate(pipeline_ranks):
         for index in range(num_micro_batches):
-            _check_complete(set(done), stage, index, position)
+            _check_complete(set(done), stage, index, rank)
     _check_waiting(lines, links)
 
 
-def _check_place(action: Action, position: int, positions: Sequence[int], num_micro_batches: int) -> None:
-    if action.stage >= len(positions):
-        raise ValueError(f"position {position}: {action} names stage {action.stage} of {len(positions)}")
-    if positions[action.stage] != position:
-        raise ValueError(f"position {position}: {action} belongs to position {positions[action.stage]}")
+def _check_place(action: Action, rank: int, pipeline_ranks: Sequence[int], num_micro_batches: int) -> None:
+    if action.stage >= len(pipeline_ranks):
+        raise ValueError(f"pipeline rank {rank}: {action} names stage {action.stage} of {len(pipeline_ranks)}")
+    if pipeline_ranks[action.stage] != rank:
+        raise ValueError(f"pipeline rank {rank}: {action} belongs to pipeline rank {pipeline_ranks[action.stage]}")
     if action.micro_batch >= num_micro_batches:
-        raise ValueError(f"position {position}: {action} names micro-batch {action.micro_batch} of {num_micro_batches}")
+        raise ValueError(
+            f"pipeline rank {rank}: {action} names micro-batch {action.micro_batch} of {num_micro_batches}"
+        )
 
 
-def _check_complete(there: set[Action], stage: int, micro_batch: int, position: int) -> None:
+def _check_complete(there: set[Action], stage: int, micro_batch: int, rank: int) -> None:
     kinds = "".join(kind for kind in "FBIW" if Action(kind, stage, micro_batch) in there)
     if kinds not in ("FB", "FIW"):
         raise ValueError(
-            f"position {position}: stage {stage} and micro-batch {micro_batch} need F and B, or F, I and W; the "
+            f"pipeline rank {rank}: stage {stage} and micro-batch {micro_batch} need F and B, or F, I and W; the "
             f"schedule has {', '.join(f'{kind}{stage}.{micro_batch}' for kind in kinds) or 'none'}"
         )
 
 
-def requirements(action: Action, links: Sequence[Link], are_split: set[tuple[int, int]]) -> list[Action]:
-    """What must have ended before. are_split: the (stage, micro-batch) whose backward is I and W."""
+def requirements(action: Action, links: Sequence[Link], are_deferred: set[tuple[int, int]]) -> list[Action]:
+    """What must have ended before. are_deferred: the (stage, micro-batch) whose backward is I and W."""
     stage, index = action.stage, action.micro_batch
 
     def backward(of: int) -> Action:
-        return Action("I" if (of, index) in are_split else "B", of, index)
+        return Action("I" if (of, index) in are_deferred else "B", of, index)
 
     if action.kind == "F":
         return [Action("F", link.source, index) for link in links if link.target == stage]
@@ -119,28 +122,26 @@ def requirements(action: Action, links: Sequence[Link], are_split: set[tuple[int
 
 def _check_waiting(lines: Lines, links: Sequence[Link]) -> None:
     """Run the lines without computing; what then still waits would wait for ever."""
-    are_split = {(action.stage, action.micro_batch) for line in lines for action in line if action.kind == "I"}
+    are_deferred = {(action.stage, action.micro_batch) for line in lines for action in line if action.kind == "I"}
     done: set[Action] = set()
     places = [0] * len(lines)
     moved = True
     while moved:
         moved = False
-        for position, line in enumerate(lines):
-            while places[position] < len(line):
-                action = line[places[position]]
-                if not done.issuperset(requirements(action, links, are_split)):
+        for rank, line in enumerate(lines):
+            while places[rank] < len(line):
+                action = line[places[rank]]
+                if not done.issuperset(requirements(action, links, are_deferred)):
                     break
                 done.add(action)
-                places[position] += 1
+                places[rank] += 1
                 moved = True
     stuck = [
-        (position, line[place])
-        for position, (line, place) in enumerate(zip(lines, places, strict=True))
-        if place < len(line)
+        (rank, line[place]) for rank, (line, place) in enumerate(zip(lines, places, strict=True)) if place < len(line)
     ]
     if stuck:
         waits = []
-        for position, action in stuck:
-            missing = [str(each) for each in requirements(action, links, are_split) if each not in done]
-            waits.append(f"position {position}: {action} waits for {', '.join(missing)}")
+        for rank, action in stuck:
+            missing = [str(each) for each in requirements(action, links, are_deferred) if each not in done]
+            waits.append(f"pipeline rank {rank}: {action} waits for {', '.join(missing)}")
         raise ValueError(f"the schedule never ends: {'; '.join(waits)}")

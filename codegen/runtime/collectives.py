@@ -26,7 +26,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def wire(x: Tensor) -> Tensor:
+def as_sent(x: Tensor) -> Tensor:
     """The bytes of x, flat (gloo compares shapes), in a dtype that every backend moves (gloo knows no bool, no fp8)."""
     flat = x.view(-1)
     return flat.view(torch.uint8) if x.dtype.itemsize == 1 else flat
@@ -34,7 +34,7 @@ def wire(x: Tensor) -> Tensor:
 
 def all_gather(output: Tensor, part: Tensor, group: Group, async_op: bool = False) -> Work | None:
     """output [n, *part] (any shape of n times the elements): every rank's `part`, in rank order."""
-    work: Work | None = _all_gather(wire(output), wire(part), group=group, async_op=async_op)
+    work: Work | None = _all_gather(as_sent(output), as_sent(part), group=group, async_op=async_op)
     return work
 
 
@@ -53,13 +53,13 @@ def all_reduce(x: Tensor, group: Group, async_op: bool = False, largest: bool = 
 
 def all_to_all(output: Tensor, parts: Tensor, group: Group, async_op: bool = False) -> Work | None:
     """output[i] is what rank i has in its `parts[this rank]`; both [n, *part]."""
-    work: Work | None = dist.all_to_all_single(wire(output), wire(parts), group=group, async_op=async_op)
+    work: Work | None = dist.all_to_all_single(as_sent(output), as_sent(parts), group=group, async_op=async_op)
     return work
 
 
 def pass_on(output: Tensor, part: Tensor, rank: int, group: Group) -> list[Work]:
     """Starts to send `part` to the rank after `rank` of the group, and to receive that of the rank before it."""
     size = dist.get_world_size(group)
-    sends = dist.P2POp(dist.isend, wire(part), group=group, group_peer=(rank + 1) % size)
-    receives = dist.P2POp(dist.irecv, wire(output), group=group, group_peer=(rank - 1) % size)
+    sends = dist.P2POp(dist.isend, as_sent(part), group=group, group_peer=(rank + 1) % size)
+    receives = dist.P2POp(dist.irecv, as_sent(output), group=group, group_peer=(rank - 1) % size)
     return list(dist.batch_isend_irecv([sends, receives]))

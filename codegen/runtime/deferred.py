@@ -1,4 +1,4 @@
-"""Weight gradients put off: the backward of a stage in two halves, for zero-bubble schedules.
+"""Deferred weight gradients: the backward of a stage in two halves, for zero-bubble schedules.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): the stage before waits for the gradient of what it sent, not
 for the weights' gradients, which can fill gaps. Generated code of such programs calls `linear` for F.linear and `addmm`
@@ -68,7 +68,7 @@ class DeferredGradients:
             self._micro_batch = None
 
     def add(self, task: _Task) -> None:
-        """Put off what `task` computes to the W of the micro-batch whose I runs."""
+        """Defer what `task` computes to the W of the micro-batch whose I runs."""
         assert self._micro_batch is not None
         self._tasks[self._micro_batch].append(task)
 
@@ -82,7 +82,7 @@ class DeferredGradients:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear: x [..., in], weight [out, in], bias [out] -> [..., out]; its weight gradients can be put off."""
+    """F.linear: x [..., in], weight [out, in], bias [out] -> [..., out]; its weight gradients can be deferred."""
     queue = getattr(weight, _ATTRIBUTE, None)
     # What is computed from a parameter has no such attribute, and its gradient must flow on.
     if queue is None or not torch.is_grad_enabled():
@@ -92,7 +92,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """torch.addmm: bias [out], x [rows, in], weight [in, out] -> [rows, out]; its weight gradients can be put off."""
+    """torch.addmm: bias [out], x [rows, in], weight [in, out] -> [rows, out]; its weight gradients can be deferred."""
     queue = getattr(weight, _ATTRIBUTE, None)
     if queue is None or not torch.is_grad_enabled():
         return torch.addmm(bias, x, weight)

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import collectives, reshard
 from .collectives import Group, Work
 from .heap import keep_freed_memory
-from .positions import tiled
+from .pipeline_ranks import tiled
 
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
@@ -198,8 +198,8 @@ class Mesh:
     """Named axes over all ranks, row-major: the last axis joins neighbouring ranks.
 
     `mesh.dp` is the Axis of that name; one that the mesh lacks has a single rank. `world` is the axis of all ranks of
-    the mesh. Under a pipeline a mesh is one position's: `everyone` is the axis of all processes, and the mesh is the
-    consecutive ones from `first_rank` on.
+    the mesh. Under a pipeline a mesh is one pipeline rank's: `everyone` is the axis of all processes, and the mesh is
+    the consecutive ones from `first_rank` on.
     """
 
     def __init__(
@@ -246,10 +246,10 @@ class Mesh:
                 f"the program's mesh {shape} needs {needed} processes, but {running} run: start it with "
                 f"torchrun --nproc-per-node (times --nnodes) = {needed}, or plan for {running} devices"
             )
-        return cls.create_position([(axes, sizes)], device)
+        return cls.create_stage_mesh([(axes, sizes)], device)
 
     @classmethod
-    def create_position(
+    def create_stage_mesh(
         cls,
         shapes: Sequence[Shape],
         device: torch.device | str = "cpu",
@@ -320,7 +320,7 @@ class Mesh:
         if size == self.world_size:
             return Axis(name, size, self.rank, self.world.group)
         if self.world_size < self.everyone.size:
-            raise ValueError(f"the axis {name} of a position's mesh must be asked for when the mesh is made")
+            raise ValueError(f"the axis {name} of a pipeline rank's mesh must be asked for when the mesh is made")
         axes, sizes = tuple(axis.name for axis in self.axes), tuple(axis.size for axis in self.axes)
         return _axis_of(axes, sizes, tuple(axis.name for axis in joined), 0, self.everyone, self.timeout)
 

@@ -17,13 +17,13 @@ from .flat import key_of
 from .mesh import Mesh, Shape
 from .parameters import Mode, Module, Param, declared
 from .part import Tied
-from .positions import tiled
-from .transfer import Edge, Place, plan_copies
+from .pipeline_ranks import tiled
+from .transfer import Edge, StageMesh, plan_slices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A run of the program's blocks, and the position that runs it.
+    """A run of the program's units, and the pipeline rank that runs it.
 
     program: its root class. layers: class -> the paths of this stage's instances, instead of the class' LAYERS.
     first_layer: class -> how many instances earlier stages have (dropout is numbered through the whole model).
@@ -31,7 +31,7 @@ class Stage:
     """
 
     program: type[Module]
-    position: int
+    pipeline_rank: int
     layers: Mapping[type[Module], tuple[str, ...]] | None = None
     first_layer: Mapping[type[Module], int] | None = None
     recompute: Mapping[type[Module], tuple[Mode, ...]] | None = None
@@ -55,13 +55,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """Stages in model order, on positions that own consecutive processes.
+    """Stages in model order, on pipeline ranks that own consecutive processes.
 
-    axes, sizes: of every position's mesh; meshes: one (axes, sizes) per position where they differ. tied: (name of a
-    parameter, stages that hold a copy of it). first_ranks: the first process of each position, if not in position
-    order. A tensor comes from the latest earlier stage that sends its name. Raises ValueError for one that is received
-    and not sent before, for two holders of a parameter that is not tied, for tied weights with different layouts, and
-    for positions that share processes or leave some out.
+    axes, sizes: of every pipeline rank's mesh; meshes: one (axes, sizes) per pipeline rank where they differ. tied:
+    (name of a parameter, stages that hold a copy of it). first_ranks: the first process of each pipeline rank, if not
+    in the order of pipeline ranks. A tensor comes from the latest earlier stage that sends its name. Raises ValueError
+    for one that is received and not sent before, for two holders of a parameter that is not tied, for tied weights with
+    different layouts, and for pipeline ranks that share processes or leave some out.
     """
 
     stages: tuple[Stage, ...]
@@ -70,19 +70,21 @@ class Pipeline:
     meshes: tuple[Shape, ...] | None = None
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
     first_ranks: tuple[int, ...] | None = None
-    places: tuple[Place, ...] = field(init=False)
-    """The mesh of each position."""
+    stage_meshes: tuple[StageMesh, ...] = field(init=False)
+    """The mesh of each pipeline rank."""
 
     def __post_init__(self) -> None:
-        count = 1 + max(stage.position for stage in self.stages)
-        if {stage.position for stage in self.stages} != set(range(count)):
-            raise ValueError(f"positions are numbered from 0, got {[stage.position for stage in self.stages]}")
+        count = 1 + max(stage.pipeline_rank for stage in self.stages)
+        if {stage.pipeline_rank for stage in self.stages} != set(range(count)):
+            raise ValueError(
+                f"pipeline ranks are numbered from 0, got {[stage.pipeline_rank for stage in self.stages]}"
+            )
         shapes = self.meshes or ((self.axes, self.sizes),) * count
         if len(shapes) != count:
-            raise ValueError(f"{len(shapes)} meshes for {count} positions")
+            raise ValueError(f"{len(shapes)} meshes for {count} pipeline ranks")
         firsts = tiled([math.prod(sizes) for _, sizes in shapes], self.first_ranks)
-        places = tuple(Place(axes, sizes, first) for (axes, sizes), first in zip(shapes, firsts, strict=True))
-        object.__setattr__(self, "places", places)
+        stage_meshes = tuple(StageMesh(axes, sizes, first) for (axes, sizes), first in zip(shapes, firsts, strict=True))
+        object.__setattr__(self, "stage_meshes", stage_meshes)
         self._check_names()
         self._check_tied()
 
@@ -90,26 +92,26 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of all positions."""
-        return sum(place.num_ranks for place in self.places)
+        """Processes of all pipeline ranks."""
+        return sum(stage_mesh.num_ranks for stage_mesh in self.stage_meshes)
 
     @property
-    def positions(self) -> tuple[int, ...]:
-        """The position of each stage."""
-        return tuple(stage.position for stage in self.stages)
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return tuple(stage.pipeline_rank for stage in self.stages)
 
-    def place(self, stage: int) -> Place:
+    def stage_mesh(self, stage: int) -> StageMesh:
         """The mesh that runs a stage."""
-        return self.places[self.stages[stage].position]
+        return self.stage_meshes[self.stages[stage].pipeline_rank]
 
-    def position_of(self, rank: int) -> int:
-        """The position that a process belongs to."""
-        return next(index for index, place in enumerate(self.places) if rank in place.ranks)
+    def pipeline_rank_of(self, rank: int) -> int:
+        """The pipeline rank that a process belongs to."""
+        return next(index for index, stage_mesh in enumerate(self.stage_meshes) if rank in stage_mesh.ranks)
 
     def create_mesh(self, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> Mesh:
-        """The mesh of this process' position. Every process must call it.
+        """The mesh of this process' pipeline rank. Every process must call it.
 
-        timeout: of collectives within positions and of messages between them, for backends that have one; what the
+        timeout: of collectives within pipeline ranks and of messages between them, for backends that have one; what the
         default process group was made with holds for what all ranks do together. Raises ValueError if the number of
         processes is not the pipeline's.
         """
@@ -117,23 +119,27 @@ class Pipeline:
         running = dist.get_world_size() if is_up else 1
         if running != self.num_ranks:
             raise ValueError(
-                f"the pipeline needs {self.num_ranks} processes ({', '.join(str(p.num_ranks) for p in self.places)} at "
-                f"its positions), but {running} run: start it with torchrun --nproc-per-node (times --nnodes) = "
-                f"{self.num_ranks}, or plan for {running} devices"
+                f"the pipeline needs {self.num_ranks} processes "
+                f"({', '.join(str(each.num_ranks) for each in self.stage_meshes)} at its pipeline ranks), but "
+                f"{running} run: start it with torchrun --nproc-per-node (times --nnodes) = {self.num_ranks}, "
+                f"or plan for {running} devices"
             )
-        joints = [{self._others(spec, place) for spec in self._specs_at(i)} for i, place in enumerate(self.places)]
-        shapes = [(place.axes, place.sizes) for place in self.places]
-        firsts = [place.first_rank for place in self.places]
+        joints = [
+            {self._others(spec, stage_mesh) for spec in self._specs_at(i)}
+            for i, stage_mesh in enumerate(self.stage_meshes)
+        ]
+        shapes = [(stage_mesh.axes, stage_mesh.sizes) for stage_mesh in self.stage_meshes]
+        firsts = [stage_mesh.first_rank for stage_mesh in self.stage_meshes]
         ordered = [sorted(each) for each in joints]
-        return Mesh.create_position(shapes, device, first_ranks=firsts, joints=ordered, timeout=timeout)
+        return Mesh.create_stage_mesh(shapes, device, first_ranks=firsts, joints=ordered, timeout=timeout)
 
-    def _specs_at(self, position: int) -> Iterator[Param]:
+    def _specs_at(self, pipeline_rank: int) -> Iterator[Param]:
         for stage in self.stages:
-            if stage.position == position:
+            if stage.pipeline_rank == pipeline_rank:
                 yield from (spec for _, spec, _ in stage.parameters())
 
-    def _others(self, spec: Param, place: Place) -> tuple[str, ...]:
-        return key_of(spec, place.seen_by(place.first_rank)).others
+    def _others(self, spec: Param, stage_mesh: StageMesh) -> tuple[str, ...]:
+        return key_of(spec, stage_mesh.seen_by(stage_mesh.first_rank)).others
 
     # What goes between stages -----------------------------------------------------------------------------------------
 
@@ -144,11 +150,11 @@ class Pipeline:
             for name, received in stage.program.RECEIVES.items():
                 source = self._sender(name, target)
                 sent = self.stages[source].program.SENDS[name]
-                there, here = self.place(source), self.place(target)
-                forward = plan_copies(sent, there, received, here)
+                there, here = self.stage_mesh(source), self.stage_mesh(target)
+                forward = plan_slices(sent, there, received, here)
                 dtype = received.dtype
                 has_gradient = received.requires_grad and (dtype.is_floating_point or dtype.is_complex)
-                backward = plan_copies(received, here, sent, there) if has_gradient else ()
+                backward = plan_slices(received, here, sent, there) if has_gradient else ()
                 dtype = torch.bfloat16 if precision == "bf16" and sent.dtype.is_floating_point else sent.dtype
                 found.append(
                     Edge(
@@ -184,9 +190,9 @@ class Pipeline:
                 if sent.dtype != spec.dtype:
                     raise ValueError(f"{name!r} is sent as {sent.dtype}, stage {index} receives it as {spec.dtype}")
             for name, spec in stage.program.INPUTS.items():
-                key = (stage.position, name)
+                key = (stage.pipeline_rank, name)
                 if inputs.setdefault(key, spec) != spec:
-                    raise ValueError(f"stages of position {stage.position} take {name!r} in two layouts")
+                    raise ValueError(f"stages of pipeline rank {stage.pipeline_rank} take {name!r} in two layouts")
 
     # Tied weights -----------------------------------------------------------------------------------------------------
 
@@ -202,14 +208,15 @@ class Pipeline:
         return Tied(aliases, frozenset(copies | before.intersection(self.stages[stage].program.BUFFERS)))
 
     def exchanges(self, name: str, stages: tuple[int, ...]) -> tuple[Edge, ...]:
-        """A tied weight's gradient, from every position that has it to each other; none where their meshes are equal.
+        """A tied weight's gradient, from every pipeline rank that has it to each other; none where their meshes are
+        equal.
 
         An edge's source and target are the first stages there.
         """
-        first_stages = {self.place(stage): stage for stage in sorted(stages, reverse=True)}
-        places = sorted(first_stages, key=first_stages.__getitem__)
+        first_stages = {self.stage_mesh(stage): stage for stage in sorted(stages, reverse=True)}
+        stage_meshes = sorted(first_stages, key=first_stages.__getitem__)
         spec = self._parameter(stages[0], name)
-        if len({place.shape for place in places}) == 1:
+        if len({stage_mesh.shape for stage_mesh in stage_meshes}) == 1:
             return ()
         cut: dict[str, Any] = {axis: text for axis, text in spec.placements.items() if text.startswith("S")}
         held = Param(spec.shape, **cut)
@@ -222,10 +229,10 @@ class Pipeline:
                 sent=held,
                 received=held,
                 dtype=dtype,
-                forward=plan_copies(held, a, held, b),
+                forward=plan_slices(held, a, held, b),
                 backward=(),
             )
-            for a, b in itertools.permutations(places, 2)
+            for a, b in itertools.permutations(stage_meshes, 2)
         )
 
     def _parameter(self, stage: int, name: str) -> Param:
@@ -252,6 +259,6 @@ class Pipeline:
 
     def describe(self) -> str:
         """A text that is equal for equal pipelines, as far as ranks must agree on it."""
-        stages = (f"{stage.position}:{[(n, s.shape) for n, s, _ in stage.parameters()]}" for stage in self.stages)
+        stages = (f"{stage.pipeline_rank}:{[(n, s.shape) for n, s, _ in stage.parameters()]}" for stage in self.stages)
         edges = (f"{e.name} {e.source} {e.target} {e.dtype} {e.forward} {e.backward}" for e in self.edges("fp32"))
-        return "\n".join((repr(self.places), *stages, *edges, repr(self.tied)))
+        return "\n".join((repr(self.stage_meshes), *stages, *edges, repr(self.tied)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import collectives
 from .batch import BatchCheck
 from .by_hand import ByHand
-from .course import Accumulation, Course
+from .executor import Accumulation, Executor
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
@@ -50,8 +50,8 @@ class Trial(Protocol):
 class Step:
     """A program made runnable on this rank: `loss = step(local_batch)` trains one step.
 
-    program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh. course: how its micro-batches
-    run; of a Pipeline `partial(PipelineCourse, schedule=...)`.
+    program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh. executor: how its micro-batches
+    run; of a Pipeline `partial(PipelineExecutor, schedule=...)`.
     optimizer_factory: takes a list of tensors that answer as the whole parameters of the model do (or of (name,
     tensor), see `optimizers.call`) and returns a torch optimiser of some of them; what it leaves out is not trained.
     What this rank stores then takes their places (fp32 for half-precision models). parameters: the model's trainable
@@ -76,7 +76,7 @@ class Step:
         program: Any,
         mesh: Mesh,
         *,
-        course: Callable[[Any, Mesh, RngState, PartOptions], Course] = Accumulation,
+        executor: Callable[[Any, Mesh, RngState, PartOptions], Executor] = Accumulation,
         optimizer_factory: Factory,
         parameters: Sequence[GlobalParameter] = (),
         trial: Trial | None = None,
@@ -106,8 +106,8 @@ class Step:
             host=host,
             compression=compression,
         )
-        self._course = course(program, mesh, self.rng, options)
-        programs, models = self._course.programs, [part.model for part in self.parts]
+        self._executor = executor(program, mesh, self.rng, options)
+        programs, models = self._executor.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
         self._compiled = compiled
         if compiled is not None:
@@ -140,7 +140,7 @@ class Step:
     def _require_updatable(self) -> None:
         """Raises where the optimiser cannot update what this rank stores by itself, or may be unable to."""
         if self._trial is not None:
-            is_staged = len(self._course.programs) > 1
+            is_staged = len(self._executor.programs) > 1
             self._trial.check(*self._made_with, stored_whole(self.parts), is_staged=is_staged)
         elif not is_elementwise(self.optimizer):
             raise ValueError(_untried(self.optimizer))
@@ -155,7 +155,7 @@ class Step:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The modules of this rank: one, or its stages."""
-        return self._course.parts
+        return self._executor.parts
 
     @property
     def model(self) -> Module:
@@ -175,7 +175,7 @@ class Step:
     @property
     def executed(self) -> list[str]:
         """The actions of the last step or evaluation, in the order in which this rank ran them; none if no pipeline."""
-        return self._course.executed
+        return self._executor.executed
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -201,8 +201,8 @@ class Step:
                 memory.traffic.reset()
         self.guard.before_forward()
         with self._running(is_training=True):
-            loss = self._course.train(local_batch)
-        for part in self._course.parts:
+            loss = self._executor.train(local_batch)
+        for part in self._executor.parts:
             part.count_forward()
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
@@ -241,7 +241,7 @@ class Step:
             part.model.eval()
         try:
             with self._running(is_training=False):
-                return self._course.evaluate(local_batch)
+                return self._executor.evaluate(local_batch)
         finally:
             self.rng.micro_batch, self.rng.micro_batch_rows = rng
             for part in self.parts:
@@ -303,7 +303,7 @@ class Step:
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradient of every trainable parameter, after `forward_backward`. Collective."""
-        return {names[0]: value.clone() for names, value in self._course.read("gradients", rank0_only=False)}
+        return {names[0]: value.clone() for names, value in self._executor.read("gradients", rank0_only=False)}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole tensors under original names, aliases included (as the same tensor), and persistent buffers.
@@ -322,7 +322,7 @@ class Step:
 
         Collective: every rank must exhaust it. rank0_only: other ranks get none.
         """
-        for names, whole in self._course.read("state", rank0_only):
+        for names, whole in self._executor.read("state", rank0_only):
             if self.mesh.everyone.rank == 0 or not rank0_only:
                 yield names, whole
 

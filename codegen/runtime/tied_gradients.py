@@ -17,11 +17,11 @@ from .flat import Bucket
 from .mesh import Mesh
 from .part import Part
 from .pipeline import Pipeline
-from .transfer import Directions, Edge, Mail, Message, Parcel, incoming_to
+from .transfer import Channels, Edge, Mailbox, Message, Transfer, incoming_to
 
 
 @dataclass(frozen=True, slots=True)
-class _Tie:
+class _Tied:
     """A tied weight of this rank: its copies here, and the ranks that hold the others of this part of it."""
 
     buckets: tuple[Bucket, ...]
@@ -49,26 +49,26 @@ class _Exchange:
     buckets: tuple[Bucket, ...]
     stage: int
     edges: tuple[Edge, ...]
-    incoming: Mapping[int, Sequence[Message]]
+    incoming: Mapping[int, Sequence[Transfer]]
 
-    def sum_gradients(self, mesh: Mesh, directions: Directions) -> None:
+    def sum_gradients(self, mesh: Mesh, channels: Channels) -> None:
         """Sums the gradients of the copies in the order of the stages, so that all copies stay equal."""
         here = self.buckets[0].gradient
         for bucket in self.buckets[1:]:
             here.add_(bucket.gradient)
         parts = {self.stage: self.buckets[0].whole(here)[0]}
-        mail = Mail(mesh, directions, self.incoming)
+        mailbox = Mailbox(mesh, channels, self.incoming)
         for edge in self.edges:
             if edge.source == self.stage:
-                mail.send(Parcel(edge, 0), parts[self.stage])
+                mailbox.send(Message(edge, 0), parts[self.stage])
         for edge in self.edges:
             if edge.target == self.stage:
-                parts[edge.source] = mail.receive(Parcel(edge, 0))
+                parts[edge.source] = mailbox.receive(Message(edge, 0))
         first, *others = (parts[stage] for stage in sorted(parts))
         total = first.clone()
         for part in others:
             total.add_(part)
-        mail.finish()
+        mailbox.finish()
         for bucket in self.buckets:
             bucket.set_gradient(bucket.entries[0], total)
 
@@ -78,7 +78,7 @@ class TiedGradients:
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh, parts: Mapping[int, Part]) -> None:
         self._mesh = mesh
-        self._ties: list[_Tie] = []
+        self._tied: list[_Tied] = []
         self._exchanges: list[_Exchange] = []
         rank = mesh.everyone.rank
         groups: dict[tuple[int, ...], Group] = {}
@@ -89,20 +89,20 @@ class TiedGradients:
             edges = pipeline.exchanges(name, stages)
             if edges:
                 if held:
-                    incoming = incoming_to(rank, (Parcel(edge, 0) for edge in edges))
+                    incoming = incoming_to(rank, (Message(edge, 0) for edge in edges))
                     self._exchanges.append(_Exchange(held, min(own), edges, incoming))
                 continue
-            firsts = sorted({pipeline.place(number).first_rank for number in stages})
-            for index in range(pipeline.place(stages[0]).num_ranks):
+            firsts = sorted({pipeline.stage_mesh(number).first_rank for number in stages})
+            for index in range(pipeline.stage_mesh(stages[0]).num_ranks):
                 ranks = tuple(first + index for first in firsts)
                 if len(ranks) > 1 and ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks), timeout=mesh.timeout)
                 if rank in ranks and held:
-                    self._ties.append(_Tie(held, groups.get(ranks)))
+                    self._tied.append(_Tied(held, groups.get(ranks)))
 
-    def sum(self, directions: Directions) -> None:
-        """Sums all of them; directions: what exchanges are sent by. Collective."""
-        for tie in self._ties:
-            tie.sum_gradients()
+    def sum(self, channels: Channels) -> None:
+        """Sums all of them; channels: what exchanges are sent by. Collective."""
+        for tied in self._tied:
+            tied.sum_gradients()
         for exchange in self._exchanges:
-            exchange.sum_gradients(self._mesh, directions)
+            exchange.sum_gradients(self._mesh, channels)

@@ -1,6 +1,6 @@
 """Tensors from one stage's mesh to another's: who sends which part to whom, and the messages under way.
 
-`plan_copies` works it out from two layouts and communicates nothing. `Mail` moves the tensors of one run through the
+`plan_slices` works it out from two layouts and communicates nothing. `Mailbox` moves the tensors of one run through the
 schedule. Messages between two ranks go in the order in which the schedule makes the sender send them, which both sides
 derive from it; each direction (to higher, to lower ranks) has a process group of its own, since within one NCCL
 communicator a receive that waits would hold up the sends behind it.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, Work, wire
+from .collectives import Group, Work, as_sent
 from .mesh import Axis, Mesh
 from .parameters import Param, runs
 
@@ -26,7 +26,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StageMesh:
     """A mesh as others see it: named axes, row-major over the consecutive processes from first_rank on."""
 
     axes: tuple[str, ...]
@@ -60,7 +60,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class MessageSlice:
     """One box from process source to process target: where it lies in the part of each."""
 
     source: int
@@ -73,7 +73,7 @@ _Runs = tuple[tuple[tuple[int, int, int], ...], ...]
 """For each dim the (local start, global start, length) that a rank holds."""
 
 
-def plan_copies(sent: Param, source: Place, received: Param, target: Place) -> tuple[Copy, ...]:
+def plan_slices(sent: Param, source: StageMesh, received: Param, target: StageMesh) -> tuple[MessageSlice, ...]:
     """The boxes that bring a tensor from one layout to the other; R and S(d) only.
 
     Where several ranks hold the same part, a target gets it from itself, else from the rank of the same index if the
@@ -98,14 +98,14 @@ def plan_copies(sent: Param, source: Place, received: Param, target: Place) -> t
                 continue
             chosen = _choose(rank, ranks, source, target, load)
             for source_box, target_box in boxes:
-                found.append(Copy(chosen, rank, source_box, target_box))
+                found.append(MessageSlice(chosen, rank, source_box, target_box))
                 if chosen != rank:
                     load[chosen] += math.prod(part.stop - part.start for part in target_box)
     return tuple(found)
 
 
-def _held(spec: Param, place: Place, rank: int) -> _Runs:
-    mesh = place.seen_by(rank)
+def _held(spec: Param, stage_mesh: StageMesh, rank: int) -> _Runs:
+    mesh = stage_mesh.seen_by(rank)
     spec.local_shape(mesh)
     return tuple(tuple(runs(dim, spec, mesh)) for dim in range(len(spec.shape)))
 
@@ -124,7 +124,7 @@ def _overlaps(held: _Runs, wanted: _Runs) -> Iterator[tuple[Box, Box]]:
         yield tuple(source for source, _ in cut), tuple(target for _, target in cut)
 
 
-def _choose(rank: int, holders: list[int], source: Place, target: Place, load: Mapping[int, int]) -> int:
+def _choose(rank: int, holders: list[int], source: StageMesh, target: StageMesh, load: Mapping[int, int]) -> int:
     if rank in holders:
         return rank
     index = rank - target.first_rank
@@ -143,12 +143,12 @@ class Edge:
     sent: Param
     received: Param
     dtype: torch.dtype
-    forward: tuple[Copy, ...]
-    backward: tuple[Copy, ...]
+    forward: tuple[MessageSlice, ...]
+    backward: tuple[MessageSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Message:
     """A tensor of one micro-batch on its way, or its gradient on the way back."""
 
     edge: Edge
@@ -156,7 +156,7 @@ class Parcel:
     is_gradient: bool = False
 
     @property
-    def copies(self) -> tuple[Copy, ...]:
+    def slices(self) -> tuple[MessageSlice, ...]:
         """The boxes that are sent, and to whom."""
         return self.edge.backward if self.is_gradient else self.edge.forward
 
@@ -171,36 +171,36 @@ class Parcel:
         return self.edge.received if self.is_gradient else self.edge.sent
 
 
-Message = tuple[Parcel, Copy]
+Transfer = tuple[Message, MessageSlice]
 
 
-def incoming_to(rank: int, parcels: Iterable[Parcel]) -> dict[int, list[Message]]:
-    """What a rank gets from each other, in the order of the parcels."""
-    incoming: dict[int, list[Message]] = {}
-    for parcel in parcels:
-        for copy in parcel.copies:
-            if copy.target == rank != copy.source:
-                incoming.setdefault(copy.source, []).append((parcel, copy))
+def incoming_to(rank: int, messages: Iterable[Message]) -> dict[int, list[Transfer]]:
+    """What a rank gets from each other, in the order of the messages."""
+    incoming: dict[int, list[Transfer]] = {}
+    for message in messages:
+        for message_slice in message.slices:
+            if message_slice.target == rank != message_slice.source:
+                incoming.setdefault(message_slice.source, []).append((message, message_slice))
     return incoming
 
 
 @dataclass(frozen=True, slots=True)
-class Directions:
+class Channels:
     """Process groups of everyone: for messages to higher and to lower ranks."""
 
     up: Group = None
     down: Group = None
 
     @classmethod
-    def create(cls, mesh: Mesh) -> Directions:
+    def create(cls, mesh: Mesh) -> Channels:
         """Makes the groups. Collective over all processes."""
         if mesh.everyone.size == 1:
             return cls()
         return cls(dist.new_group(timeout=mesh.timeout), dist.new_group(timeout=mesh.timeout))
 
-    def group(self, copy: Copy) -> Group:
+    def group(self, message_slice: MessageSlice) -> Group:
         """The process group of a message from copy.source to copy.target."""
-        return self.up if copy.source < copy.target else self.down
+        return self.up if message_slice.source < message_slice.target else self.down
 
     def connect(self, pairs: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:
         """Exchange a byte between all (source, target) that will have messages, in an order common to all.
@@ -219,102 +219,102 @@ class Directions:
 
 @dataclass(slots=True)
 class _Arrival:
-    """A parcel as far as it was asked for: (box, its content, what to wait for)."""
+    """A message as far as it was asked for: (box, its content, what to wait for)."""
 
     parts: list[tuple[Box, Tensor, Work | None]] = field(default_factory=list)
 
 
-class Mail:
+class Mailbox:
     """The messages of this rank during one run through the schedule.
 
     incoming: what comes from each rank, in the order in which it is sent there.
     """
 
-    def __init__(self, mesh: Mesh, directions: Directions, incoming: Mapping[int, Iterable[Message]]) -> None:
+    def __init__(self, mesh: Mesh, channels: Channels, incoming: Mapping[int, Iterable[Transfer]]) -> None:
         self._mesh = mesh
         self._rank = mesh.everyone.rank
-        self._directions = directions
-        self._incoming = {source: deque(messages) for source, messages in incoming.items()}
-        self._missing: dict[tuple[Parcel, int], int] = {}
-        for source, messages in self._incoming.items():
-            for parcel, _ in messages:
-                self._missing[parcel, source] = self._missing.get((parcel, source), 0) + 1
-        self._arrivals: dict[Parcel, _Arrival] = {}
-        self._sent: dict[Parcel, list[tuple[Work, Tensor]]] = {}
+        self._channels = channels
+        self._incoming = {source: deque(transfers) for source, transfers in incoming.items()}
+        self._missing: dict[tuple[Message, int], int] = {}
+        for source, transfers in self._incoming.items():
+            for message, _ in transfers:
+                self._missing[message, source] = self._missing.get((message, source), 0) + 1
+        self._arrivals: dict[Message, _Arrival] = {}
+        self._sent: dict[Message, list[tuple[Work, Tensor]]] = {}
         self._num_messages: dict[tuple[int, int], int] = {}
 
-    def expect(self, parcel: Parcel) -> None:
-        """Ask for all messages of a parcel, and for those that its senders send before."""
-        for source in {copy.source for copy in parcel.copies if copy.target == self._rank}:
-            while self._missing.get((parcel, source), 0):
+    def expect(self, message: Message) -> None:
+        """Ask for all messages of a message, and for those that its senders send before."""
+        for source in {message_slice.source for message_slice in message.slices if message_slice.target == self._rank}:
+            while self._missing.get((message, source), 0):
                 self._ask(*self._incoming[source].popleft())
 
-    def receive(self, parcel: Parcel) -> Tensor:
+    def receive(self, message: Message) -> Tensor:
         """This rank's part of the tensor; waits for it."""
-        self.expect(parcel)
-        shape = parcel.spec.local_shape(self._mesh)
-        parts = self._arrivals.pop(parcel).parts
+        self.expect(message)
+        shape = message.spec.local_shape(self._mesh)
+        parts = self._arrivals.pop(message).parts
         for _, _, work in parts:
             if work is not None:
                 work.wait()
         if len(parts) == 1 and parts[0][1].shape == shape:
             return parts[0][1]
-        whole = torch.empty(shape, dtype=parcel.edge.dtype, device=self._mesh.device)
+        whole = torch.empty(shape, dtype=message.edge.dtype, device=self._mesh.device)
         for box, content, _ in parts:
             whole[box] = content
         return whole
 
-    def send(self, parcel: Parcel, x: Tensor) -> None:
+    def send(self, message: Message, x: Tensor) -> None:
         """This rank's boxes of its part x to whoever needs them; does not wait.
 
         Raises ValueError if x has another shape than the stage's table says.
         """
-        expected = parcel.held.local_shape(self._mesh)
+        expected = message.held.local_shape(self._mesh)
         if x.shape != expected:
-            edge = parcel.edge
+            edge = message.edge
             shape = tuple(x.shape)
             raise ValueError(f"stage {edge.source} sends {edge.name!r} of shape {shape}, SENDS says {expected}")
-        x = x.detach().to(parcel.edge.dtype)
-        for copy in parcel.copies:
-            if copy.source != self._rank:
+        x = x.detach().to(message.edge.dtype)
+        for message_slice in message.slices:
+            if message_slice.source != self._rank:
                 continue
-            content = x[copy.source_box]
-            if copy.target == self._rank:
-                self._arrivals.setdefault(parcel, _Arrival()).parts.append((copy.target_box, content, None))
+            content = x[message_slice.source_box]
+            if message_slice.target == self._rank:
+                self._arrivals.setdefault(message, _Arrival()).parts.append((message_slice.target_box, content, None))
                 continue
             content = content.contiguous()
-            group, tag = self._directions.group(copy), self._tag(copy)
-            work = dist.isend(wire(content), copy.target, group=group, tag=tag)
+            group, tag = self._channels.group(message_slice), self._tag(message_slice)
+            work = dist.isend(as_sent(content), message_slice.target, group=group, tag=tag)
             assert work is not None
-            self._sent.setdefault(parcel, []).append((work, content))
+            self._sent.setdefault(message, []).append((work, content))
 
-    def release(self, parcel: Parcel) -> None:
+    def release(self, message: Message) -> None:
         """Wait until what was sent has left; what it held is freed."""
-        for work, _ in self._sent.pop(parcel, ()):
+        for work, _ in self._sent.pop(message, ()):
             work.wait()
 
     def release_finished(self) -> None:
         """Free what has left, without waiting. (gloo does not tell, so that nothing is freed there.)"""
-        for parcel in [p for p, sent in self._sent.items() if all(_is_over(work) for work, _ in sent)]:
-            del self._sent[parcel]
+        for message in [p for p, sent in self._sent.items() if all(_is_over(work) for work, _ in sent)]:
+            del self._sent[message]
 
     def finish(self) -> None:
         """Wait for all that was sent."""
-        for parcel in list(self._sent):
-            self.release(parcel)
+        for message in list(self._sent):
+            self.release(message)
         assert not any(self._incoming.values()), "messages are left over"
 
-    def _ask(self, parcel: Parcel, copy: Copy) -> None:
-        sizes = [part.stop - part.start for part in copy.target_box]
-        content = torch.empty(sizes, dtype=parcel.edge.dtype, device=self._mesh.device)
-        group, tag = self._directions.group(copy), self._tag(copy)
-        work = dist.irecv(wire(content), copy.source, group=group, tag=tag)
-        self._arrivals.setdefault(parcel, _Arrival()).parts.append((copy.target_box, content, work))
-        self._missing[parcel, copy.source] -= 1
+    def _ask(self, message: Message, message_slice: MessageSlice) -> None:
+        sizes = [part.stop - part.start for part in message_slice.target_box]
+        content = torch.empty(sizes, dtype=message.edge.dtype, device=self._mesh.device)
+        group, tag = self._channels.group(message_slice), self._tag(message_slice)
+        work = dist.irecv(as_sent(content), message_slice.source, group=group, tag=tag)
+        self._arrivals.setdefault(message, _Arrival()).parts.append((message_slice.target_box, content, work))
+        self._missing[message, message_slice.source] -= 1
 
-    def _tag(self, copy: Copy) -> int:
+    def _tag(self, message_slice: MessageSlice) -> int:
         """The number of the message between these ranks in this direction: the same on both sides."""
-        key = (copy.source, copy.target)
+        key = (message_slice.source, message_slice.target)
         self._num_messages[key] = self._num_messages.get(key, -1) + 1
         return self._num_messages[key]
 

@@ -96,7 +96,7 @@ class ZeroUnits:
     compression: of gathers and reductions over ZeRO axes (`compressed.py`), None for exact ones.
 
     Under a pipeline forwards and backwards of several micro-batches alternate, each between a begin and an end. In a
-    split step (`begin_split_step`) gradients of different micro-batches also arrive in turn: all are added up from
+    split step (`begin_deferring_step`) gradients of different micro-batches also arrive in turn: all are added up from
     zero, and reduced in `end` only.
     """
 
@@ -118,7 +118,7 @@ class ZeroUnits:
         self._in_flight: deque[_Reduction] = deque()
         self._accumulate = False
         self._is_last = True
-        self._is_split = False
+        self._defers = False
         for unit, slots in _groups(model, mesh, tied):
             key = key_of(slots[0].spec, mesh)
             whole = key.stage == 0 or (key.stage == 1 and num_micro_batches > 1)
@@ -147,7 +147,8 @@ class ZeroUnits:
                 module.register_forward_hook(self._forward_hook(unit))
         return owners
 
-    # The course of a micro-batch --------------------------------------------------------------------------------------
+    # The executor of a micro-batch
+    # --------------------------------------------------------------------------------------
 
     def begin(self, accumulate: bool, is_last: bool) -> None:
         """Prepares a forward. accumulate: add to the gradients there are. is_last: of the step's micro-batches."""
@@ -159,9 +160,9 @@ class ZeroUnits:
         self._expect(accumulate, is_last)
         self._gather_root(self._order[-1] if self._order else None)
 
-    def begin_split_step(self) -> None:
+    def begin_deferring_step(self) -> None:
         """Prepares a step in which backwards come in parts: gradients start from zero."""
-        self._is_split = True
+        self._defers = True
         for bucket in self._trainable:
             bucket.gradient.zero_()
             if bucket.whole_gradient is not None:
@@ -172,7 +173,7 @@ class ZeroUnits:
         self._expect(accumulate=True, is_last=is_last)
 
     def _expect(self, accumulate: bool, is_last: bool) -> None:
-        self._accumulate, self._is_last = accumulate or self._is_split, is_last
+        self._accumulate, self._is_last = accumulate or self._defers, is_last
         for bucket in self._trainable:
             bucket.expect_gradients()
         for unit in self._units:
@@ -239,11 +240,11 @@ class ZeroUnits:
 
     def _gradient_hook(self, bucket: Bucket, index: int, unit: _Unit | None) -> Callable[[Tensor], None]:
         def hook(leaf: Tensor) -> None:
-            # torch also tells of a gradient that was put off, which there is none of yet.
+            # torch also tells of a gradient that was deferred, which there is none of yet.
             if leaf.grad is None:
                 return
             # In a split step the last to arrive may be another micro-batch's.
-            if bucket.count_gradient(index, self._accumulate) and not self._is_split:
+            if bucket.count_gradient(index, self._accumulate) and not self._defers:
                 self._reduce(bucket)
                 if unit is not None:
                     unit.bucket_done()
@@ -283,7 +284,7 @@ class ZeroUnits:
         unit.is_in_backward = True
         unit.finish_gather()
         following = unit.place + 1
-        if following < len(self._order) and (self._is_split or not self._order[following].releases_itself):
+        if following < len(self._order) and (self._defers or not self._order[following].releases_itself):
             self._order[following].release()
         if unit.place > 0:
             self._order[unit.place - 1].start_gather()

@@ -1,4 +1,4 @@
-"""What a pipeline position does, one action at a time, and the text that says it."""
+"""What a pipeline rank does, one action at a time, and the text that says it."""
 
 from __future__ import annotations
 
@@ -46,25 +46,27 @@ class Action:
 
 @lru_cache(maxsize=1 << 18)
 def interned(kind: Kind, stage: int, micro: int) -> Action:
-    """The Action, one object for all orders that have it: schedules of many micro-batches are made of few of them."""
+    """The Action, one object for all schedules that have it: schedules of many micro-batches are made of few of
+    them."""
     return Action(kind, stage, micro)
 
 
-Orders: TypeAlias = Sequence[Sequence[Action]]
-"""The actions of each position, in the order in which it runs them."""
+Schedule: TypeAlias = Sequence[Sequence[Action]]
+"""The actions of each pipeline rank, in the order in which it runs them."""
 
 
-def orders_text(orders: Orders) -> str:
-    """One line per position, actions separated by spaces; each line ends with a newline."""
-    return "".join(" ".join(map(str, line)) + "\n" for line in orders)
+def schedule_text(schedule: Schedule) -> str:
+    """One line per pipeline rank, actions separated by spaces; each line ends with a newline."""
+    return "".join(" ".join(map(str, line)) + "\n" for line in schedule)
 
 
-def parse_orders(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The orders printed as `text`; an empty line is a position that does nothing. Raises ValueError with the line."""
-    orders = []
-    for position, line in enumerate(text.splitlines()):
+def parse_schedule(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The schedule printed as `text`; an empty line is a pipeline rank that does nothing. Raises ValueError with the
+    line."""
+    schedule = []
+    for rank, line in enumerate(text.splitlines()):
         try:
-            orders.append(tuple(Action.parse(word) for word in line.split()))
+            schedule.append(tuple(Action.parse(word) for word in line.split()))
         except ValueError as error:
-            raise ValueError(f"position {position} (line {position + 1}): {error}") from None
-    return tuple(orders)
+            raise ValueError(f"pipeline rank {rank} (line {rank + 1}): {error}") from None
+    return tuple(schedule)

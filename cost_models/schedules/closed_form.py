@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from cost_models.schedules.generate import num_chunks, orders
+from cost_models.schedules.generate import make_schedule, num_chunks
 from cost_models.schedules.holding import peak_in_flight
 from cost_models.schedules.stage_times import StageTimes
 
 
 def ideal_seconds(
-    schedule: str, num_positions: int, num_micro_batches: int, times: StageTimes, chunks: int | None = None
+    schedule: str, num_pipeline_ranks: int, num_micro_batches: int, times: StageTimes, chunks: int | None = None
 ) -> float:
     """Makespan of one step with equal stages and free transfers, from the papers that ``generate`` cites.
 
-    times: of each stage (so of one chunk). p positions, m micro-batches, v chunks; f, b, i, w as in StageTimes:
+    times: of each stage (so of one chunk). p pipeline ranks, m micro-batches, v chunks; f, b, i, w as in StageTimes:
 
         gpipe, 1f1b     (m + p - 1) (f + b)
         interleaved     (m v + p - 1) (f + b)                                     where p divides m, or v = 1
@@ -25,9 +25,9 @@ def ideal_seconds(
     fill them with. Raises ValueError where no closed form is known.
     """
     v = num_chunks(schedule, chunks)
-    p, m, f = num_positions, num_micro_batches, times.forward
+    p, m, f = num_pipeline_ranks, num_micro_batches, times.forward
     if p < 1 or m < 1:
-        raise ValueError(f"a step has at least one position and micro-batch, not {p} and {m}")
+        raise ValueError(f"a step has at least one pipeline rank and micro-batch, not {p} and {m}")
     if schedule in ("gpipe", "1f1b") or (schedule == "interleaved" and (m % p == 0 or v == 1)):
         return (m * v + p - 1) * (f + times.backward)
     if schedule == "zero-bubble":
@@ -38,22 +38,24 @@ def ideal_seconds(
         i, w = times.split()
         if math.isclose(f, i) and math.isclose(i, w):
             return (6 * m + p - 1) * f
-    case = f"{schedule} with {p} positions, {m} micro-batches, {v} chunks, {times}"
-    raise ValueError(f"no closed form is known for {case}; simulate its orders")
+    case = f"{schedule} with {p} pipeline ranks, {m} micro-batches, {v} chunks, {times}"
+    raise ValueError(f"no closed form is known for {case}; simulate its schedule")
 
 
-def in_flight(schedule: str, num_positions: int, num_micro_batches: int, chunks: int | None = None) -> tuple[int, ...]:
+def in_flight(
+    schedule: str, num_pipeline_ranks: int, num_micro_batches: int, chunks: int | None = None
+) -> tuple[int, ...]:
     """The most micro-batches that each stage holds at once, as `Timeline.in_flight` counts them.
 
-    Of the orders without `costs` (with them, count with `Timeline.in_flight`). p positions, m micro-batches, stage s:
-    gpipe m; 1f1b min(m, p - s); zero-bubble min(m, p); zero-bubble-v with m >= 2 p - 1: min(m, 2 p - s); otherwise
-    counted in the orders, of which some groups of micro-batches are enough: further whole groups of p repeat what they
-    hold. Raises ValueError as `orders`.
+    Of the schedule without `costs` (with them, count with `Timeline.in_flight`). p pipeline ranks, m micro-batches,
+    stage s: gpipe m; 1f1b min(m, p - s); zero-bubble min(m, p); zero-bubble-v with m >= 2 p - 1: min(m, 2 p - s);
+    otherwise counted in the schedule, of which some groups of micro-batches are enough: further whole groups of p
+    repeat what they hold. Raises ValueError as `make_schedule`.
     """
     v = num_chunks(schedule, chunks)
-    p, m = num_positions, num_micro_batches
+    p, m = num_pipeline_ranks, num_micro_batches
     if p < 1 or m < 1:
-        raise ValueError(f"a step has at least one position and micro-batch, not {p} and {m}")
+        raise ValueError(f"a step has at least one pipeline rank and micro-batch, not {p} and {m}")
     if schedule == "gpipe":
         return (m,) * p
     if schedule == "1f1b" or v == 1 and schedule == "interleaved":
@@ -64,4 +66,4 @@ def in_flight(schedule: str, num_positions: int, num_micro_batches: int, chunks:
         return tuple(min(m, 2 * p - stage) for stage in range(2 * p))
     if schedule == "interleaved" and m > 6 * p:
         m = 5 * p + m % p
-    return peak_in_flight(orders(schedule, p, m, chunks))
+    return peak_in_flight(make_schedule(schedule, p, m, chunks))

@@ -1,14 +1,14 @@
-"""The orders of the named schedules.
+"""The named schedules.
 
-p positions, m micro-batches, v chunks (stages per position), position i.
+p pipeline ranks, m micro-batches, v chunks (stages per pipeline rank), pipeline rank i.
 
 gpipe        Y. Huang et al., "GPipe" (NeurIPS 2019): all forwards, then all backwards.
 1f1b         D. Narayanan et al., "PipeDream" (SOSP 2019) with a flush, as in "Memory-efficient pipeline-parallel DNN
              training" (ICML 2021): min(m, p - i - 1) forwards, then a forward and a backward in turn, then the rest.
 interleaved  D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM"
-             (SC 2021), section 2.2: stage s on position s mod p; micro-batches go in groups of p, chunk after chunk
-             within a group (backwards: last chunk first); min(m v, 2 (p - i - 1) + (v - 1) p) forwards, then as 1f1b.
-             It is stated for m a multiple of p; see `_interleaved` for the rest.
+             (SC 2021), section 2.2: stage s on pipeline rank s mod p; micro-batches go in groups of p, chunk after
+             chunk within a group (backwards: last chunk first); min(m v, 2 (p - i - 1) + (v - 1) p) forwards, then as
+             1f1b. It is stated for m a multiple of p; see `_interleaved` for the rest.
 zero-bubble, zero-bubble-v
              see ``zero_bubble``.
 """
@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 
 
 def num_chunks(schedule: str, chunks: int | None = None) -> int:
-    """Stages per position: `chunks`, or the schedule's own number (2 for interleaved and zero-bubble-v, else 1).
+    """Stages per pipeline rank: `chunks`, or the schedule's own number (2 for interleaved and zero-bubble-v, else 1).
 
     Raises ValueError for an unknown schedule, or a number that it cannot have.
     """
@@ -38,64 +38,68 @@ def num_chunks(schedule: str, chunks: int | None = None) -> int:
         return default
     if chunks < 1 or (schedule != "interleaved" and chunks != default):
         legal = "at least 1" if schedule == "interleaved" else str(default)
-        raise ValueError(f"{schedule} has {legal} chunks per position, not {chunks}")
+        raise ValueError(f"{schedule} has {legal} chunks per pipeline rank, not {chunks}")
     return chunks
 
 
-def placement(schedule: str, num_positions: int, chunks: int | None = None) -> tuple[int, ...]:
-    """The position of each stage: s mod p; for zero-bubble-v down and up again, so s for s < p, else 2p - 1 - s.
+def placement(schedule: str, num_pipeline_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """The pipeline rank of each stage: s mod p; for zero-bubble-v down and up again, so s for s < p, else 2p - 1 - s.
 
-    Raises ValueError as `num_chunks`, and for less than one position.
+    Raises ValueError as `num_chunks`, and for less than one pipeline rank.
     """
     chunks = num_chunks(schedule, chunks)
-    if num_positions < 1:
-        raise ValueError(f"a pipeline has at least one position, not {num_positions}")
+    if num_pipeline_ranks < 1:
+        raise ValueError(f"a pipeline has at least one pipeline rank, not {num_pipeline_ranks}")
     if schedule == "zero-bubble-v":
-        return (*range(num_positions), *reversed(range(num_positions)))
-    return tuple(range(num_positions)) * chunks
+        return (*range(num_pipeline_ranks), *reversed(range(num_pipeline_ranks)))
+    return tuple(range(num_pipeline_ranks)) * chunks
 
 
-def orders(
+def make_schedule(
     schedule: str,
-    num_positions: int,
+    num_pipeline_ranks: int,
     num_micro_batches: int,
     chunks: int | None = None,
     costs: Sequence[StageTimes] | None = None,
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each position runs, in order.
+    """What each pipeline rank runs, in order.
 
     chunks: see `num_chunks`. costs: seconds of each stage; the zero-bubble schedules arrange themselves by them, the
     others are the same whatever the costs. Raises ValueError as `placement`, for less than one micro-batch, and for
     `costs` of another number of stages.
     """
-    positions = placement(schedule, num_positions, chunks)
+    pipeline_ranks = placement(schedule, num_pipeline_ranks, chunks)
     if num_micro_batches < 1:
         raise ValueError(f"a step has at least one micro-batch, not {num_micro_batches}")
-    if costs is not None and len(costs) != len(positions):
-        raise ValueError(f"{schedule} on {num_positions} positions has {len(positions)} stages, not {len(costs)}")
+    if costs is not None and len(costs) != len(pipeline_ranks):
+        raise ValueError(
+            f"{schedule} on {num_pipeline_ranks} pipeline ranks has {len(pipeline_ranks)} stages, not {len(costs)}"
+        )
     if costs is not None and schedule == "zero-bubble":
-        return zero_bubble.h1(num_positions, num_micro_batches, costs)
+        return zero_bubble.h1(num_pipeline_ranks, num_micro_batches, costs)
     if costs is not None and schedule == "zero-bubble-v":
-        return zero_bubble.v_shaped(num_positions, num_micro_batches, costs)
-    return _by_rule(schedule, num_positions, num_micro_batches, len(positions) // num_positions)
+        return zero_bubble.v_shaped(num_pipeline_ranks, num_micro_batches, costs)
+    return _by_rule(schedule, num_pipeline_ranks, num_micro_batches, len(pipeline_ranks) // num_pipeline_ranks)
 
 
 @lru_cache(maxsize=128)
-def _by_rule(schedule: str, num_positions: int, num_micro_batches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """`orders` whatever the costs."""
+def _by_rule(
+    schedule: str, num_pipeline_ranks: int, num_micro_batches: int, chunks: int
+) -> tuple[tuple[Action, ...], ...]:
+    """`make_schedule` whatever the costs."""
     if schedule == "zero-bubble":
-        return zero_bubble.h1(num_positions, num_micro_batches, None)
+        return zero_bubble.h1(num_pipeline_ranks, num_micro_batches, None)
     if schedule == "zero-bubble-v":
-        return zero_bubble.v_shaped(num_positions, num_micro_batches, None)
+        return zero_bubble.v_shaped(num_pipeline_ranks, num_micro_batches, None)
     if schedule == "interleaved" and chunks > 1:
-        return _interleaved(num_positions, num_micro_batches, chunks)
+        return _interleaved(num_pipeline_ranks, num_micro_batches, chunks)
     return tuple(
         _one_forward_one_backward(
-            [interned("F", position, micro) for micro in range(num_micro_batches)],
-            [interned("B", position, micro) for micro in range(num_micro_batches)],
-            num_micro_batches if schedule == "gpipe" else num_positions - position - 1,
+            [interned("F", rank, micro) for micro in range(num_micro_batches)],
+            [interned("B", rank, micro) for micro in range(num_micro_batches)],
+            num_micro_batches if schedule == "gpipe" else num_pipeline_ranks - rank - 1,
         )
-        for position in range(num_positions)
+        for rank in range(num_pipeline_ranks)
     )
 
 
@@ -111,10 +115,10 @@ def _one_forward_one_backward(
 def _interleaved(p: int, m: int, v: int) -> tuple[tuple[Action, ...], ...]:
     """The published order; where m is no multiple of p, what its rule makes of a smaller last group.
 
-    With a smaller group a position cannot always alternate: the next forward's input may come later than the next
-    backward's. So positions are list-scheduled with the same two sequences, the same number of activations at most, and
-    forwards first. Where p divides m that takes as long as the published order, from which it then differs only in what
-    comes first of two actions that are both ready.
+    With a smaller group a pipeline rank cannot always alternate: the next forward's input may come later than the next
+    backward's. So pipeline ranks are list-scheduled with the same two sequences, the same number of activations at
+    most, and forwards first. Where p divides m that takes as long as the published order, from which it then differs
+    only in what comes first of two actions that are both ready.
     """
     tables = [(list(_table("F", i, p, m, v)), list(_table("B", i, p, m, v))) for i in range(p)]
     warmups = [2 * (p - i - 1) + (v - 1) * p for i in range(p)]
@@ -127,14 +131,14 @@ def _interleaved(p: int, m: int, v: int) -> tuple[tuple[Action, ...], ...]:
         Worker((Queue(forwards, limit=num_warmup + 1), Queue(backwards)))
         for (forwards, backwards), num_warmup in zip(tables, warmups, strict=True)
     ]
-    positions = placement("interleaved", p, v)
-    result = list_schedule(workers, positions, [StageTimes(1.0, 1.0)] * len(positions), m)
+    pipeline_ranks = placement("interleaved", p, v)
+    result = list_schedule(workers, pipeline_ranks, [StageTimes(1.0, 1.0)] * len(pipeline_ranks), m)
     assert result is not None, "the limits leave room for a whole group of every chunk"
     return result
 
 
-def _table(kind: Kind, position: int, p: int, m: int, v: int) -> Iterator[Action]:
+def _table(kind: Kind, rank: int, p: int, m: int, v: int) -> Iterator[Action]:
     for first in range(0, m, p):
         for chunk in range(v) if kind == "F" else reversed(range(v)):
             for micro in range(first, min(first + p, m)):
-                yield interned(kind, chunk * p + position, micro)
+                yield interned(kind, chunk * p + rank, micro)

@@ -1,4 +1,4 @@
-"""What a position holds while it runs its line: micro-batches in flight, and bytes.
+"""What a pipeline rank holds while it runs its line: micro-batches in flight, and bytes.
 
 Both depend on the order of the line alone: nothing of a stage is held or let go elsewhere. An activation counts from
 the start of F to the end of B, or to the end of W where the backward is split.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost_models.schedules.actions import Action, Orders
+from cost_models.schedules.actions import Action, Schedule
 
 
-def peak_in_flight(orders: Orders) -> tuple[int, ...]:
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The most micro-batches that each stage holds at once."""
     held: dict[int, int] = {}
     peaks: dict[int, int] = {}
-    for line in orders:
+    for line in schedule:
         for action in line:
             stage = action.stage
             if action.kind == "F":
@@ -33,11 +33,11 @@ def peak_bytes(
     activation_bytes: Sequence[float],
     released_at_input: float = 0.0,
 ) -> float:
-    """The most bytes that the position holds at once which runs `line`.
+    """The most bytes that the pipeline rank holds at once which runs `line`.
 
-    fixed_bytes: of each stage, held all the time; only this position's stages count. activation_bytes: of each stage,
-    for one micro-batch. released_at_input: the fraction of them that I lets go already (what only the gradients of
-    inputs need, such as attention's saved tensors). Raises ValueError unless it is from 0 to 1.
+    fixed_bytes: of each stage, held all the time; only this pipeline rank's stages count. activation_bytes: of each
+    stage, for one micro-batch. released_at_input: the fraction of them that I lets go already (what only the gradients
+    of inputs need, such as attention's saved tensors). Raises ValueError unless it is from 0 to 1.
     """
     if not 0 <= released_at_input <= 1:
         raise ValueError(f"released_at_input is a fraction from 0 to 1, got {released_at_input}")

@@ -1,8 +1,8 @@
-"""A deterministic, event-driven list scheduler: orders from priorities, where no published order fits.
+"""A deterministic, event-driven list scheduler: a schedule from priorities, where no published order fits.
 
 R. L. Graham, "Bounds on multiprocessing timing anomalies" (SIAM J. Appl. Math. 17, 1969), with fixed machines: whenever
-a position is free it starts the first action of its priority list that is ready; if none is, it waits until one becomes
-so. A forward is also not ready while the position holds as many activations as it may.
+a pipeline rank is free it starts the first action of its priority list that is ready; if none is, it waits until one
+becomes so. A forward is also not ready while the pipeline rank holds as many activations as it may.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from cost_models.schedules.stage_times import StageTimes
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Actions of one position that are done in this order. limit: activations held before a forward of it starts."""
+    """Actions of one pipeline rank that are done in this order. limit: activations held before a forward of it
+    starts."""
 
     actions: Sequence[Action]
     limit: int = 0
@@ -27,7 +28,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One position: its queues, the first one first where several could go on.
+    """One pipeline rank: its queues, the first one first where several could go on.
 
     Weight gradients need no queue: a W follows when nothing of the queues is ready, oldest I first.
     """
@@ -38,24 +39,24 @@ class Worker:
 def list_schedule(
     workers: Sequence[Worker], placement: Sequence[int], times: Sequence[StageTimes], num_micro_batches: int
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """The orders, by position, that result for stages with these `times`; None if the limits leave no way on.
+    """The schedules, by pipeline rank, that result for stages with these `times`; None if the limits leave no way on.
 
     Transfers are taken to cost nothing. Activations are counted from the start of F to the end of B or W, one per
-    stage and micro-batch. Ties go to the lower position, so the result is the same on every machine.
+    stage and micro-batch. Ties go to the lower pipeline rank, so the result is the same on every machine.
     """
     ends = _Ends(len(placement), num_micro_batches)
     states = [_State(worker) for worker in workers]
-    events = [(0.0, position) for position in range(len(workers))]
+    events = [(0.0, rank) for rank in range(len(workers))]
     while events:
-        now, position = heapq.heappop(events)
-        state = states[position]
+        now, rank = heapq.heappop(events)
+        state = states[rank]
         if now < state.free_at:
             continue  # busy; an event at its end follows
         action = state.next_action(ends, now)
         if action is None:
             continue  # an event follows when an input arrives
         end = state.free_at = now + _seconds(action, times[action.stage])
-        heapq.heappush(events, (end, position))
+        heapq.heappush(events, (end, rank))
         ends.set(action, end)
         reader = action.stage + (1 if action.kind == "F" else -1)
         if action.kind != "W" and 0 <= reader < len(placement):

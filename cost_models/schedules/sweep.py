@@ -1,15 +1,15 @@
-"""Runs orders on paper: each position in its own order, each action as soon as its inputs have arrived.
+"""Runs a schedule on paper: each pipeline rank in its own order, each action as soon as its inputs have arrived.
 
-With end(a) the end of action a, prev(a) the action before it on its position and d(a) its seconds,
+With end(a) the end of action a, prev(a) the action before it on its pipeline rank and d(a) its seconds,
 
     start(a) = max(end(prev(a)), arrival of each input of a),      end(a) = start(a) + d(a)
 
 A forward's inputs are the forwards of the stages that send to it, a B's or I's are the B or I of the stages that it
-sent to; W has none beyond the I before it. A message from one position to another leaves when the action that produced
-it has ended and the link is free: a link is one direction between two positions, carries one message at a time in the
-order of production (those of one action in the order of `edges`), and works beside the computation. Only its source
-feeds a link, in the order of its line, so these equations have one solution however the positions are visited; if they
-have none, positions wait for one another.
+sent to; W has none beyond the I before it. A message from one pipeline rank to another leaves when the action that
+produced it has ended and the link is free: a link is one direction between two pipeline ranks, carries one message at a
+time in the order of production (those of one action in the order of `edges`), and works beside the computation. Only
+its source feeds a link, in the order of its line, so these equations have one solution however the pipeline ranks are
+visited; if they have none, pipeline ranks wait for one another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cost_models.schedules.actions import Action, Orders
+from cost_models.schedules.actions import Action, Schedule
 
 Edges: TypeAlias = Sequence[tuple[int, int]]
 """(source stage, target stage) of tensors that go forward, and whose gradients come back."""
@@ -28,14 +28,14 @@ UNKNOWN = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What orders are about. positions: the position of each stage."""
+    """What a schedule is about. pipeline_ranks: the pipeline rank of each stage."""
 
     num_micro_batches: int
-    positions: tuple[int, ...]
+    pipeline_ranks: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
-        return len(self.positions)
+        return len(self.pipeline_ranks)
 
 
 def checked_edges(edges: Edges | None, num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -51,13 +51,13 @@ def checked_edges(edges: Edges | None, num_stages: int) -> tuple[tuple[int, int]
 
 
 class _Edge:
-    """The messages of one edge in one direction: when they arrive, and which position waits for which of them."""
+    """The messages of one edge in one direction: when they arrive, and which pipeline rank waits for which of them."""
 
     __slots__ = ("arrival", "free", "link", "peer", "seconds", "waiting")
 
     def __init__(self, peer: int, link: int, seconds: float, free: list[float], num_micro_batches: int) -> None:
         self.peer = peer  # the stage that produces
-        self.link = link  # index into free; -1 within a position
+        self.link = link  # index into free; -1 within a pipeline rank
         self.seconds = seconds
         self.free = free
         self.arrival = [UNKNOWN] * num_micro_batches
@@ -88,7 +88,7 @@ def _wire(shape: Shape, edges: Edges, transfers: Sequence[float]) -> _Wiring:
     free: list[float] = []
 
     def edge(source: int, target: int, seconds: float) -> _Edge:
-        pair = shape.positions[source], shape.positions[target]
+        pair = shape.pipeline_ranks[source], shape.pipeline_ranks[target]
         link = -1
         if pair[0] != pair[1]:
             link = links.setdefault(pair, len(links))
@@ -111,12 +111,13 @@ def _lists(num_stages: int) -> list[list[_Edge]]:
 
 
 def sweep(
-    orders: Orders, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
+    schedule: Schedule, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of each action, per position.
+    """Start and end of each action, per pipeline rank.
 
-    seconds: per kind, of each stage. transfers: seconds of each edge, not counted within a position. The orders must
-    have passed `check`'s structure. Raises ValueError that names the actions if positions wait for one another.
+    seconds: per kind, of each stage. transfers: seconds of each edge, not counted within a pipeline rank. The schedule
+    must have passed `check`'s structure. Raises ValueError that names the actions if pipeline ranks wait for one
+    another.
     """
     wiring = _wire(shape, edges, transfers)
     nothing = _lists(shape.num_stages)
@@ -126,12 +127,12 @@ def sweep(
         "I": (seconds["I"], wiring.backward_inputs, wiring.backward_outputs),
         "W": (seconds["W"], nothing, nothing),
     }
-    starts: list[list[float]] = [[] for _ in orders]
-    ends: list[list[float]] = [[] for _ in orders]
-    runnable = list(range(len(orders)))
+    starts: list[list[float]] = [[] for _ in schedule]
+    ends: list[list[float]] = [[] for _ in schedule]
+    runnable = list(range(len(schedule)))
     while runnable:
-        position = runnable.pop()
-        line, line_starts, line_ends = orders[position], starts[position], ends[position]
+        rank = runnable.pop()
+        line, line_starts, line_ends = schedule[rank], starts[rank], ends[rank]
         clock = line_ends[-1] if line_ends else 0.0
         for index in range(len(line_ends), len(line)):
             action = line[index]
@@ -147,7 +148,7 @@ def sweep(
                     break
             if missing is not None:
                 # The clock may have moved on to another input's arrival: it is read again from line_ends.
-                missing.waiting[micro] = position
+                missing.waiting[micro] = rank
                 break
             line_starts.append(clock)
             clock += durations[stage]
@@ -156,27 +157,27 @@ def sweep(
                 edge.send(micro, clock)
                 if micro in edge.waiting:
                     runnable.append(edge.waiting.pop(micro))
-    if any(len(line_ends) < len(line) for line_ends, line in zip(ends, orders, strict=True)):
-        raise ValueError(_deadlock(orders, shape, wiring, [len(line_ends) for line_ends in ends]))
+    if any(len(line_ends) < len(line) for line_ends, line in zip(ends, schedule, strict=True)):
+        raise ValueError(_deadlock(schedule, shape, wiring, [len(line_ends) for line_ends in ends]))
     return starts, ends
 
 
-def _deadlock(orders: Orders, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
-    """Follows who waits for whom until a position comes again."""
-    position = next(index for index, line in enumerate(orders) if heads[index] < len(line))
+def _deadlock(schedule: Schedule, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
+    """Follows who waits for whom until a pipeline rank comes again."""
+    rank = next(index for index, line in enumerate(schedule) if heads[index] < len(line))
     chain: list[tuple[int, str]] = []
-    while all(position != seen for seen, _ in chain):
-        action = orders[position][heads[position]]
+    while all(rank != seen for seen, _ in chain):
+        action = schedule[rank][heads[rank]]
         forward = action.kind == "F"
         inputs = wiring.forward_inputs if forward else wiring.backward_inputs
         peer = next(edge.peer for edge in inputs[action.stage] if edge.arrival[action.micro] < 0)
-        other = shape.positions[peer]
-        wanted = _find(orders[other][heads[other] :], "F" if forward else "BI", peer, action.micro)
-        next_action = orders[other][heads[other]]
-        wait = f"position {position} waits at {action} for {wanted}, which position {other} reaches only after"
-        chain.append((position, f"{wait} {next_action}"))
-        position = other
-    first = next(index for index, (seen, _) in enumerate(chain) if seen == position)
+        other = shape.pipeline_ranks[peer]
+        wanted = _find(schedule[other][heads[other] :], "F" if forward else "BI", peer, action.micro)
+        next_action = schedule[other][heads[other]]
+        wait = f"pipeline rank {rank} waits at {action} for {wanted}, which pipeline rank {other} reaches only after"
+        chain.append((rank, f"{wait} {next_action}"))
+        rank = other
+    first = next(index for index, (seen, _) in enumerate(chain) if seen == rank)
     return "deadlock: " + "; ".join(text for _, text in chain[first:])
 
 

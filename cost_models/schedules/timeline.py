@@ -1,4 +1,4 @@
-"""What happens when, where orders run with given times."""
+"""What happens when, where a schedule runs with given times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cost_models.schedules.actions import Action, Orders
+from cost_models.schedules.actions import Action, Schedule
 from cost_models.schedules.check import structure
 from cost_models.schedules.holding import peak_bytes, peak_in_flight
 from cost_models.schedules.stage_times import StageTimes
@@ -18,38 +18,38 @@ _FREE: Mapping[tuple[int, int], float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action on one position, from `start` to `end` in seconds after the step's begin."""
+    """One action on one pipeline rank, from `start` to `end` in seconds after the step's begin."""
 
     action: Action
-    position: int
+    pipeline_rank: int
     start: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step. orders, starts, ends: per position, in order; seconds after the step's begin.
+    """A simulated step. schedule, starts, ends: per pipeline rank, in order; seconds after the step's begin.
 
-    makespan: seconds to the end of the last action. busy: seconds that each position computes.
+    makespan: seconds to the end of the last action. busy: seconds that each pipeline rank computes.
     """
 
-    orders: tuple[tuple[Action, ...], ...]
+    schedule: tuple[tuple[Action, ...], ...]
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     makespan: float
     busy: tuple[float, ...]
 
     def events(self) -> Iterator[Event]:
-        """All actions, position by position, in the order in which they run."""
-        for position, columns in enumerate(zip(self.orders, self.starts, self.ends, strict=True)):
+        """All actions, pipeline rank by pipeline rank, in the order in which they run."""
+        for pipeline_rank, columns in enumerate(zip(self.schedule, self.starts, self.ends, strict=True)):
             for action, start, end in zip(*columns, strict=True):
-                yield Event(action, position, start, end)
+                yield Event(action, pipeline_rank, start, end)
 
     def scaled(self, factor: float) -> Timeline:
         """The same step, everything in it taking `factor` times as long."""
         starts, ends = (tuple(tuple(factor * t for t in line) for line in times) for times in (self.starts, self.ends))
         return Timeline(
-            orders=self.orders,
+            schedule=self.schedule,
             starts=starts,
             ends=ends,
             makespan=factor * self.makespan,
@@ -64,57 +64,57 @@ class Timeline:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """For each stage, the most micro-batches whose F has started and whose B (or W, if split) has not ended."""
-        return peak_in_flight(self.orders)
+        return peak_in_flight(self.schedule)
 
     def peak_bytes(
         self,
-        position: int,
+        pipeline_rank: int,
         fixed_bytes: Sequence[float],
         activation_bytes: Sequence[float],
         released_at_input: float = 0.0,
     ) -> float:
-        """The most bytes that `position` holds at once, over all its stages.
+        """The most bytes that `pipeline_rank` holds at once, over all its stages.
 
         fixed_bytes, activation_bytes: of each stage of the pipeline, the latter for one micro-batch.
         released_at_input: the fraction of activation bytes that is let go when I ends, the rest being held until W.
         Raises ValueError unless that is from 0 to 1.
         """
-        return peak_bytes(self.orders[position], fixed_bytes, activation_bytes, released_at_input)
+        return peak_bytes(self.schedule[pipeline_rank], fixed_bytes, activation_bytes, released_at_input)
 
 
 def simulate(
-    orders: Orders,
+    schedule: Schedule,
     times: Sequence[StageTimes],
     transfer_seconds: Mapping[tuple[int, int], float] = _FREE,
     edges: Edges | None = None,
     shape: Shape | None = None,
 ) -> Timeline:
-    """Runs `orders` with the `times` of each stage. The equations are in ``sweep``.
+    """Runs `schedule` with the `times` of each stage. The equations are in ``sweep``.
 
     transfer_seconds: (source stage, target stage) -> seconds of one micro-batch's message, and of its gradient on the
-    way back; nothing within a position, and where absent. A link, which is one direction between two positions, carries
-    one message at a time, while both positions compute. edges: as in `check`.
-    shape: of orders that are known to be whole, such as those of `orders`; they are checked where it is left out.
-    Raises ValueError as `check`, and where `times` or `transfer_seconds` do not belong to the stages and edges.
+    way back; nothing within a pipeline rank, and where absent. A link, which is one direction between two pipeline
+    ranks, carries one message at a time, while both pipeline ranks compute. edges: as in `check`.
+    shape: of a schedule that is known to be whole, such as those of `make_schedule`; it is checked where it is left
+    out. Raises ValueError as `check`, and where `times` or `transfer_seconds` do not belong to the stages and edges.
     """
-    shape = shape or structure(orders, num_stages=len(times))
+    shape = shape or structure(schedule, num_stages=len(times))
     edges = checked_edges(edges, len(times))
     for edge, transfer in transfer_seconds.items():
         if edge not in edges:
             raise ValueError(f"transfer_seconds has {edge}, which is not an edge; edges: {edges}")
         if not 0 <= transfer < math.inf:
             raise ValueError(f"transfer_seconds[{edge}] must be a finite number, zero or more, got {transfer}")
-    halves = _halves(orders, times)
+    halves = _halves(schedule, times)
     seconds = {
         "F": [stage.forward for stage in times],
         "B": [stage.backward for stage in times],
         "I": [both[0] for both in halves],
         "W": [both[1] for both in halves],
     }
-    starts, ends = sweep(orders, shape, edges, seconds, [transfer_seconds.get(edge, 0.0) for edge in edges])
-    durations = [[seconds[action.kind][action.stage] for action in line] for line in orders]
+    starts, ends = sweep(schedule, shape, edges, seconds, [transfer_seconds.get(edge, 0.0) for edge in edges])
+    durations = [[seconds[action.kind][action.stage] for action in line] for line in schedule]
     return Timeline(
-        orders=tuple(map(tuple, orders)),
+        schedule=tuple(map(tuple, schedule)),
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
         makespan=max(line[-1] for line in ends if line),
@@ -122,22 +122,28 @@ def simulate(
     )
 
 
-def _halves(orders: Orders, times: Sequence[StageTimes]) -> list[tuple[float, float]]:
-    split = {action.stage for line in orders for action in line if action.kind == "I"}
+def _halves(schedule: Schedule, times: Sequence[StageTimes]) -> list[tuple[float, float]]:
+    split = {action.stage for line in schedule for action in line if action.kind == "I"}
     return [stage.split() if index in split else (0.0, 0.0) for index, stage in enumerate(times)]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:
     """The timeline in the Trace Event Format of Chrome and Perfetto, ready for `json.dump`.
 
-    One row per position; complete events ("X") named after the action, `ts` and `dur` in microseconds, the category
-    one of forward, backward, input, weight. Format: "Trace Event Format", Google, section "Complete Events".
+    One row per pipeline rank; complete events ("X") named after the action, `ts` and `dur` in microseconds, the
+    category one of forward, backward, input, weight. Format: "Trace Event Format", Google, section "Complete Events".
     """
     categories = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     rows: list[dict[str, object]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}]
     rows += [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": position, "args": {"name": f"position {position}"}}
-        for position in range(len(timeline.orders))
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 0,
+            "tid": pipeline_rank,
+            "args": {"name": f"pipeline rank {pipeline_rank}"},
+        }
+        for pipeline_rank in range(len(timeline.schedule))
     ]
     rows += [
         {
@@ -145,7 +151,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, object]:
             "name": str(event.action),
             "cat": categories[event.action.kind],
             "pid": 0,
-            "tid": event.position,
+            "tid": event.pipeline_rank,
             "ts": event.start * 1e6,
             "dur": (event.end - event.start) * 1e6,
             "args": {"stage": event.action.stage, "micro": event.action.micro},

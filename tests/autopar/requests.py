@@ -21,10 +21,10 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, operators_of, scopes_of
 from autopar.planning.request import Request, decode, pricer_for
-from autopar.planning.space import Space, build_space
+from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.settings.constraints import Constraints
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
@@ -56,24 +56,24 @@ class Setting:
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
     pricer: Pricer
-    space: Space
+    search_space: SearchSpace
 
     def without_overlap(self) -> Setting:
         """The same where no sum runs beside weight gradients."""
         pricer = replace(self.pricer, overlap_share=0.0)
-        space = build_space(self.graph, self.operators, pricer, request_for("llama").constraints, None)
-        return Setting(self.graph, self.operators, pricer, space)
+        search_space = build_search_space(self.graph, self.operators, pricer, request_for("llama").constraints, None)
+        return Setting(self.graph, self.operators, pricer, search_space)
 
-    def choices(self, seed: int) -> tuple[tuple[int, ...], Choices]:
+    def assignment(self, seed: int) -> tuple[tuple[int, ...], Assignment]:
         """Option numbers and decisions of the optimum (seed 0), or of one under random extra costs."""
-        problem = self.space.problem
+        problem = self.search_space.problem
         if seed:
             random = np.random.default_rng(seed)
             scale = solve(problem).objective / 10
             noisy = [replace(v, costs=v.costs + scale * random.random(v.num_options)) for v in problem.variables]
             problem = Problem(tuple(noisy), problem.edges, problem.budgets)
-        chosen = solve(problem).choices
-        return chosen, decode(self.space, chosen)
+        chosen = solve(problem).assignment
+        return chosen, decode(self.search_space, chosen)
 
 
 @cache
@@ -82,7 +82,7 @@ def setting(name: str, mesh: str, micro_batches: int = 1, width: int = 512) -> S
     graph = graph_of(name, BATCH // micro_batches, width)
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), micro_batches)
-    return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
+    return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints, None))
 
 
 def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +91,15 @@ def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "priced", lambda program, graph, operators, pricer: pricer)
 
 
-def shared_reshard_seconds(it: Setting, choices: Choices) -> float:
+def shared_reshard_seconds(it: Setting, assignment: Assignment) -> float:
     """Seconds of a step that the search counts for every reader of a reshard, and programs run for the first alone."""
-    place, total = Placer(it.graph, choices), 0.0
+    place, total = Placer(it.graph, assignment), 0.0
     for scope in scopes_of(it.graph):
         uses: list[tuple[Ref, Placements]] = []
         for node in scope.nodes:
-            uses += zip(node.inputs, choices.operators[scope.name, node.name].inputs, strict=True)
+            uses += zip(node.inputs, assignment.operators[scope.name, node.name].inputs, strict=True)
         for run in (piece for piece in it.graph.body if isinstance(piece, LayerRun)):
-            formal = [choices.tensors[run.layer.name, Ref(name)] for name, _ in run.layer.inputs]
+            formal = [assignment.tensors[run.layer.name, Ref(name)] for name, _ in run.layer.inputs]
             if not scope.name:
                 uses += zip(run.args, formal, strict=True)
             elif scope.name == run.layer.name:

@@ -135,13 +135,13 @@ def test_a_plan_cuts_all_tokens() -> None:
     attention = [key for key, operator in best.operators.items() if operator.rule.joints]
     assert attention
     for key in attention:
-        option = best.choices.operators[key]
+        option = best.assignment.operators[key]
         assert option.axes[-1].lowering == "ring" and option.outputs[0][-1] == S(2)
         call = context_call(best.operators[key], option, Mesh(("tp",), (4,)), on_cpu=False)
         assert call is not None and (call.queries, call.keys, call.size) == (8, 8, 4)
         assert call.part == 2 * best.operators[key].inputs[1].num_bytes / 4
     linear = [key for key in best.operators if key[0] and best.operators[key].node.op.startswith("aten.linear")]
-    assert all(best.choices.operators[key].outputs[0][-1] == S(1) for key in linear)
+    assert all(best.assignment.operators[key].outputs[0][-1] == S(1) for key in linear)
 
 
 @pytest.mark.slow
@@ -149,21 +149,21 @@ def test_the_report_tells_what_is_exchanged() -> None:
     """Three times a quarter of all keys and values, and their gradients once more on the way back to their rank."""
     best = search_plans(request_for("llama_gqa", tp=4, context="ring", **EVERYWHERE)).best
     (scope,) = (scope for scope in scopes_of(best.graph) if scope.layer)
-    rows = context_rows(scope, best.operators, best.choices, best.plan.mesh, False, 1)
+    rows = context_rows(scope, best.operators, best.assignment, best.plan.mesh, False, 1)
     key, value = next(o.inputs[1:3] for o in best.operators.values() if o.rule.joints)
     own = (key.numel + value.numel) * 4 // 4
     assert [row.traffic for row in rows] == [f"{bytes_text(3 * own)}, backward {bytes_text(3 * own + 4 * own)} p2p"]
     assert rows[0].count == scope.count
     alone = search_plans(request_for("llama_gqa", tp=4)).best
     assert not any(
-        context_rows(s, alone.operators, alone.choices, alone.plan.mesh, False, 1) for s in scopes_of(alone.graph)
+        context_rows(s, alone.operators, alone.assignment, alone.plan.mesh, False, 1) for s in scopes_of(alone.graph)
     )
 
 
 @pytest.mark.slow
 def test_nobody_exchanges_unless_asked() -> None:
     best = search_plans(request_for("llama_gqa", tp=4)).best
-    options = best.choices.operators
+    options = best.assignment.operators
     assert not [key for key in options if is_joint(best.operators[key], options[key])]
     assert any(operator.rule.joints for operator in best.operators.values())
     auto = search_plans(request_for("llama_gqa", tp=4, context="auto")).best

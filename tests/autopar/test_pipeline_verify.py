@@ -51,7 +51,7 @@ CASES = (
             factory={"layers": 4},
         )
     ),
-    # The t5's stages are test_emit_pipeline's too, and skips over positions pipeline_program.py's.
+    # The t5's stages are test_emit_pipeline's too, and skips over pipeline ranks pipeline_program.py's.
     slow(Case("t5", {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b", "micro_batches": 4}, True, factory={"layers": 3})),
     slow(
         Case(
@@ -139,7 +139,7 @@ def test_a_rank_killed_within_a_step_ends_all_with_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def two_positions() -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
+def two_pipeline_ranks() -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
     case = Case("gpt2", {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 2, "schedule": "1f1b"})
     return compiled(case, cluster_of(2))
 
@@ -161,15 +161,19 @@ def _refused(program: CompiledProgram, batch: dict[str, torch.Tensor]) -> str:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        # Position 0 wants the gradient of micro-batch 0 first, position 1 sends it only once it has micro-batch 1.
-        (("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"), "the schedule never ends: position 0: B0.0 waits for B1.0"),
-        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"), "position 1: stage 1 and micro-batch 1 need F and B"),
+        # Pipeline rank 0 wants the gradient of micro-batch 0 first, pipeline rank 1 sends it only once it has
+        # micro-batch 1.
+        (
+            ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"),
+            "the schedule never ends: pipeline rank 0: B0.0 waits for B1.0",
+        ),
+        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"), "pipeline rank 1: stage 1 and micro-batch 1 need F and B"),
     ],
 )
 def test_an_edited_schedule_that_would_deadlock_is_refused(
-    two_positions: tuple[CompiledProgram, dict[str, torch.Tensor]], lines: tuple[str, ...], message: str
+    two_pipeline_ranks: tuple[CompiledProgram, dict[str, torch.Tensor]], lines: tuple[str, ...], message: str
 ) -> None:
-    program, batch = two_positions
+    program, batch = two_pipeline_ranks
     answers = run_ranks(_refused, (_with_schedule(program, lines), batch), 2)
     assert all(message in answer for answer in answers), answers
 
@@ -178,14 +182,18 @@ def test_an_edited_schedule_that_would_deadlock_is_refused(
     ("old", "new", "message"),
     [
         ("schedule: 1f1b", "schedule: 2f2b", "'2f2b'"),
-        ("schedule: 1f1b", "schedule: zero-bubble-v", "2 stages on 2 positions"),
+        ("schedule: 1f1b", "schedule: zero-bubble-v", "2 stages on 2 pipeline ranks"),
     ],
-    ids=["unknown", "two stages per position"],
+    ids=["unknown", "two stages per pipeline rank"],
 )
 def test_a_plan_whose_schedule_does_not_fit_its_stages_is_refused(
-    two_positions: tuple[CompiledProgram, dict[str, torch.Tensor]], old: str, new: str, message: str, tmp_path: Path
+    two_pipeline_ranks: tuple[CompiledProgram, dict[str, torch.Tensor]],
+    old: str,
+    new: str,
+    message: str,
+    tmp_path: Path,
 ) -> None:
-    program, batch = two_positions
+    program, batch = two_pipeline_ranks
     text = program.plan.to_yaml()
     assert old in text
     path = tmp_path / "plan.yaml"

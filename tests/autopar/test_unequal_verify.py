@@ -28,7 +28,7 @@ def slow(*values: Any) -> Any:
 
 
 def on(model: str, groups: tuple[int, ...], pinned: dict[str, Any], full: bool = False, optimizer: str = "sgd") -> Case:
-    """Two positions, which take a group each."""
+    """Two pipeline ranks, which take a group each."""
     return Case(model, {"pp": 2, "micro_batches": 2} | pinned, full, optimizer, {"layers": 3}, groups)
 
 
@@ -46,7 +46,7 @@ def on(model: str, groups: tuple[int, ...], pinned: dict[str, Any], full: bool =
     ],
     ids=lambda case: case.text,
 )
-def test_unlike_positions_equal_the_single_process_model(case: Case) -> None:
+def test_unlike_pipeline_ranks_equal_the_single_process_model(case: Case) -> None:
     wrong, report = run(case, case.cluster)
     assert not wrong, f"{wrong}: {report}"
     assert report is not None and report.gradients and len(report.losses) == 3
@@ -54,13 +54,13 @@ def test_unlike_positions_equal_the_single_process_model(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_written_plan_may_have_unlike_positions_on_equal_devices() -> None:
-    """The plan of two groups, its second position moved into the first group."""
+def test_a_written_plan_may_have_unlike_pipeline_ranks_on_equal_devices() -> None:
+    """The plan of two groups, its second pipeline rank moved into the first group."""
     case = on("llama", (2, 1), {"tp": 1, "zero": 2, "schedule": "zero-bubble"}, True)
     program, inputs = compiled(case, case.cluster)
     text = program.plan.to_yaml().replace("single of group 1", "single")
     plan = Plan.from_yaml(text)
-    assert sorted(map(str, plan.seats)) == ["dp2", "single"]
+    assert sorted(map(str, plan.stage_meshes)) == ["dp2", "single"]
     written = autopar.compile(
         program.model, cluster_of(3), example_inputs=inputs, optimizer=program.optimizer, plan=plan
     )
@@ -70,11 +70,11 @@ def test_a_written_plan_may_have_unlike_positions_on_equal_devices() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_saved_program_of_unlike_positions_trains_and_resumes_under_torchrun(tmp_path: Path) -> None:
+def test_a_saved_program_of_unlike_pipeline_ranks_trains_and_resumes_under_torchrun(tmp_path: Path) -> None:
     """Its own main.py, without autopar on the path: the losses of one process, with the optimiser compiled in."""
     case = on("gpt2", (2, 1), {"tp": 1, "zero": 1, "schedule": "1f1b"})
     program, inputs = compiled(case, case.cluster)
-    assert sorted(map(str, program.plan.seats)) == ["dp2", "single of group 1"]
+    assert sorted(map(str, program.plan.stage_meshes)) == ["dp2", "single of group 1"]
     model = copy.deepcopy(program.model)
     optimizer = program.optimizer(list(model.parameters()))
     wanted = eager_losses(model, optimizer, {name: value.shape for name, value in inputs.items()}, steps=4)

@@ -125,7 +125,7 @@ UNTOUCHED = {
         add("y", "p", "x"),
     ),
     "a computed weight": program(GATHER, call("neg.default", "w", "self.q"), linear("y", "w")),
-    "put off": program(
+    "deferred": program(
         GATHER, replace(linear("q", "self.q"), target="deferred.linear"),
         replace(ROW, target="deferred.linear"), SCATTER, outputs=("y", "q"),
     ),

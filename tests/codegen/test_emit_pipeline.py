@@ -26,13 +26,13 @@ from autopar.frontend.inputs import name_inputs
 from autopar.ir.mesh import Mesh
 from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
-from autopar.options.choices import Candidate
+from autopar.options.assignment import Candidate
 from autopar.running.batch import local_batch
 from codegen.emit import emit_model
 from codegen.folder_modules import imported_modules
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline
-from codegen.program import PipelineProgram, positions_text
+from codegen.program import PipelineProgram, meshes_text
 from codegen.program_source import emit_program
 from codegen.runtime.reference import SameDropout
 from examples.models import EXAMPLES, Example
@@ -102,7 +102,7 @@ def t5(layers: int, dropout: float) -> Example:
 
 @cache
 def planned(name: str, layers: int, dropout: float, mesh: tuple[tuple[str, int], ...]) -> Candidate:
-    """The plan of one position."""
+    """The plan of one pipeline rank."""
     one = example(name, layers, dropout)
     options = {"example_inputs": one.inputs, "loss_fn": one.loss_fn, "constraints": dict(mesh)}
     num_ranks = math.prod(size for axis, size in mesh if axis != "zero")
@@ -112,22 +112,22 @@ def planned(name: str, layers: int, dropout: float, mesh: tuple[tuple[str, int],
 def pipeline_of(
     name: str,
     cut: tuple[int, ...],
-    positions: tuple[int, ...] | None = None,
+    pipeline_ranks: tuple[int, ...] | None = None,
     layers: int = 4,
     dropout: float = 0.0,
     mesh: Mapping[str, int] = DP2_TP2,
     **staging: Any,
 ) -> PipelineProgram:
     best = planned(name, layers, dropout, tuple(mesh.items()))
-    positions = positions or tuple(range(len(cut)))
+    pipeline_ranks = pipeline_ranks or tuple(range(len(cut)))
     lines = tuple(
-        " ".join(f"F{s}.0" for s, p in enumerate(positions) if p == position)
+        " ".join(f"F{s}.0" for s, p in enumerate(pipeline_ranks) if p == pipeline_rank)
         + " "
-        + " ".join(f"B{s}.0" for s, p in reversed(list(enumerate(positions))) if p == position)
-        for position in range(max(positions) + 1)
+        + " ".join(f"B{s}.0" for s, p in reversed(list(enumerate(pipeline_ranks))) if p == pipeline_rank)
+        for pipeline_rank in range(max(pipeline_ranks) + 1)
     )
-    staged = Staging(cut, positions, "1f1b", lines, **staging)
-    return lower_stages(best.graph, best.operators, best.plan, best.choices, staged)
+    staged = Staging(cut, pipeline_ranks, "1f1b", lines, **staging)
+    return lower_stages(best.graph, best.operators, best.plan, best.assignment, staged)
 
 
 def unequal_of(
@@ -138,13 +138,13 @@ def unequal_of(
     dropout: float = 0.0,
     **mesh: int,
 ) -> PipelineProgram:
-    """A stage per position, on (dp, tp) of that position's sizes."""
+    """A stage per pipeline rank, on (dp, tp) of that pipeline rank's sizes."""
     best = planned(name, 4, dropout, tuple((DP2_TP2 | mesh).items()))
     lines = tuple(f"F{stage}.0 B{stage}.0" for stage in range(len(cut)))
     staged = Staging(cut, tuple(range(len(cut))), "1f1b", lines)
     plans = [replace(best.plan, mesh=Mesh(("dp", "tp"), each)) for each in sizes]
-    lowered = [lower_stages(best.graph, best.operators, plan, best.choices, staged) for plan in plans]
-    stages = tuple(pipeline.stages[position] for position, pipeline in enumerate(lowered))
+    lowered = [lower_stages(best.graph, best.operators, plan, best.assignment, staged) for plan in plans]
+    stages = tuple(pipeline.stages[pipeline_rank] for pipeline_rank, pipeline in enumerate(lowered))
     return replace(lowered[0], stages=stages, first_ranks=first_ranks)
 
 
@@ -189,7 +189,7 @@ def test_recompute_and_offload_of_a_program_without_stages() -> None:
     best = planned("gpt2", 4, 0.1, tuple(DP2_TP2.items()))
     modes = {"GPT2Block": (("full", 3), ("none", 1))}
     program = lower(
-        best.graph, best.operators, best.plan, best.choices, recompute=modes,
+        best.graph, best.operators, best.plan, best.assignment, recompute=modes,
         offload={"GPT2Block": (("host", 4),)}, offload_optimizer="host",
     )  # fmt: skip
     text = emit_model(program)
@@ -199,7 +199,7 @@ def test_recompute_and_offload_of_a_program_without_stages() -> None:
     assert "offload_optimizer=HostOptimizer(host)" in text and "offload=Offload(mesh.device, host.traffic)" in text
 
 
-def test_a_position_reads_only_what_its_stages_read() -> None:
+def test_a_pipeline_rank_reads_only_what_its_stages_read() -> None:
     one = example("gpt2", 4, 0.1)
     pipeline = pipeline_of("gpt2", (0, 2, 4), (0, 1, 0), dropout=0.1)
     parts = [local_batch(pipeline, name_inputs(one.model, one.inputs, None), rank) for rank in range(8)]
@@ -208,7 +208,7 @@ def test_a_position_reads_only_what_its_stages_read() -> None:
     assert pipeline.num_ranks == 8 and pipeline.mesh_text == "pp2 x dp2 x tp2"
 
 
-def test_positions_of_unequal_meshes() -> None:
+def test_pipeline_ranks_of_unequal_meshes() -> None:
     one = example("gpt2", 4, 0.1)
     pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)), (4, 0, 2), dropout=0.1)
     assert pipeline.num_ranks == 8 and pipeline.mesh_text == "pp3 (dp2 x tp2, dp2, tp2)"
@@ -231,17 +231,17 @@ def test_positions_of_unequal_meshes() -> None:
     tied="""
     assert meshes in text and "axes=" not in text and "as a pipeline of 3 stages on pp3 (dp2 x tp2, dp2, tp2)," in text
     assert "--nproc-per-node 8 main.py" in emit_main(pipeline)
-    # In position order nothing needs to be said.
+    # In the order of pipeline ranks nothing needs to be said.
     assert "first_ranks" not in emit_pipeline(replace(pipeline, first_ranks=(0, 4, 6)))["pipeline.py"]
 
 
 def test_programs_whose_ranks_or_meshes_do_not_fit_are_refused() -> None:
     pipeline = unequal_of("gpt2", (0, 2, 4), ((2, 2), (2, 1), (1, 2)), dropout=0.1)
-    with pytest.raises(ValueError, match="position 1 begins at rank 3, where the ranks before it end at 4"):
+    with pytest.raises(ValueError, match="pipeline rank 1 begins at rank 3, where the ranks before it end at 4"):
         replace(pipeline, first_ranks=(0, 3, 6))
     first, second, third = pipeline.stages
-    with pytest.raises(ValueError, match=r"stages of position 1 have meshes .*\(2, 1\).* and .*\(1, 2\)"):
-        replace(pipeline, stages=(first, second, replace(third, position=1)))
+    with pytest.raises(ValueError, match=r"stages of pipeline rank 1 have meshes .*\(2, 1\).* and .*\(1, 2\)"):
+        replace(pipeline, stages=(first, second, replace(third, pipeline_rank=1)))
 
 
 def test_stages_on_unequal_meshes_share_a_file_where_their_text_is_equal() -> None:
@@ -249,24 +249,24 @@ def test_stages_on_unequal_meshes_share_a_file_where_their_text_is_equal() -> No
     apart = emit_pipeline(unequal_of("skips", (0, 4, 5, 6), (one, one, half, half), dropout=0.2))
     together = unequal_of("skips", (0, 4, 5, 6), (one, one, one, half), dropout=0.2)
     texts = emit_pipeline(together)
-    # Bytes in the comments on reshards are part of a stage's text, those of its borders are not.
+    # Bytes in the comments on reshards are part of a stage's text, those of its boundaries are not.
     assert {f"stage_{i}.py" for i in range(4)} <= apart.keys() and "stage_2.py" not in texts
     assert "# 128 B to the next stage, gradient back" in texts["stage_1.py"]
     third = together.stages[2]
-    sends = {name: replace(border, num_bytes=256) for name, border in third.program.sends.items()}
+    sends = {name: replace(boundary, num_bytes=256) for name, boundary in third.program.sends.items()}
     third = replace(third, program=replace(third.program, axis_sizes=half, sends=sends))
     mixed = emit_pipeline(replace(together, stages=(*together.stages[:2], third, together.stages[3])))
     assert list(mixed) == list(texts)
     assert "# 128 B or 256 B to the next stage, gradient back" in mixed["stage_1.py"]
 
 
-def test_text_of_positions() -> None:
+def test_text_of_pipeline_ranks() -> None:
     axes = ("dp", "tp")
-    assert positions_text([(axes, (2, 2))] * 3) == "pp3 x dp2 x tp2"
-    assert positions_text([(axes, (2, 1)), (("dp",), (2,))]) == "pp2 x dp2"
-    assert positions_text([((), ()), (axes, (1, 1))]) == "pp2"
-    assert positions_text([(axes, (2, 4)), (axes, (2, 4)), (axes, (4, 1))]) == "pp3 (2 of dp2 x tp4, dp4)"
-    assert positions_text([(axes, (1, 1)), (axes, (2, 1)), (axes, (1, 1))]) == "pp3 (single, dp2, single)"
+    assert meshes_text([(axes, (2, 2))] * 3) == "pp3 x dp2 x tp2"
+    assert meshes_text([(axes, (2, 1)), (("dp",), (2,))]) == "pp2 x dp2"
+    assert meshes_text([((), ()), (axes, (1, 1))]) == "pp2"
+    assert meshes_text([(axes, (2, 4)), (axes, (2, 4)), (axes, (4, 1))]) == "pp3 (2 of dp2 x tp4, dp4)"
+    assert meshes_text([(axes, (1, 1)), (axes, (2, 1)), (axes, (1, 1))]) == "pp3 (single, dp2, single)"
 
 
 # --- what they compute ------------------------------------------------------------------------------------------------
@@ -306,16 +306,16 @@ def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tm
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "dropout", "cut", "positions", "dp"), [
+@pytest.mark.parametrize(("name", "dropout", "cut", "pipeline_ranks", "dp"), [
     pytest.param("gpt2", 0.1, (0, 3), (0, 1), 1, marks=pytest.mark.slow),
     pytest.param("gpt2", 0.1, (0, 3), (0, 1), 2, marks=pytest.mark.slow),
     # Two stages share a file, and so the name of what they send.
     pytest.param("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1), 2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_main_trains_under_torchrun(name, dropout, cut, positions, dp, tmp_path) -> None:
+def test_main_trains_under_torchrun(name, dropout, cut, pipeline_ranks, dp, tmp_path) -> None:
     """The loss of its first step is the eager model's on the same random batch; the second step's differs."""
     one = example(name, 4, dropout)
-    pipeline = pipeline_of(name, cut, positions, dropout=dropout, mesh={"dp": dp, "zero": 2 if dp > 1 else 0})
+    pipeline = pipeline_of(name, cut, pipeline_ranks, dropout=dropout, mesh={"dp": dp, "zero": 2 if dp > 1 else 0})
     folder = write(pipeline, tmp_path / "my-run")
     state = {n: tensor.detach().clone() for n, tensor in tensors_of(one.model).items()}
     save_file(state, folder / "weights.safetensors")
@@ -337,7 +337,7 @@ def test_main_trains_under_torchrun(name, dropout, cut, positions, dp, tmp_path)
     ("gpt2", 0.1, 0, ((1, 1), (1, 2)), (2, 0)),
     pytest.param("llama", 0.0, 3, ((2, 1), (1, 2)), (2, 0), marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_unequal_positions_train_like_the_model(name, dropout, zero, sizes, first_ranks, tmp_path) -> None:
+def test_unequal_pipeline_ranks_train_like_the_model(name, dropout, zero, sizes, first_ranks, tmp_path) -> None:
     """Three steps of the saved program on real processes against the eager model: losses, gradients, weights."""
     one = example(name, 4, dropout)
     pipeline = unequal_of(name, (0, 3), sizes, first_ranks, dropout, zero=zero)

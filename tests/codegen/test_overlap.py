@@ -102,7 +102,7 @@ NOT_JOINED = {
         call("neg.default", "k", "self.b"), GATHER, linear("q", "self.q"), add("q", "q", "k"), linear("k", "self.k"),
         add("y", "q", "k"),
     ),
-    "put off": program(GATHER, replace(linear("y", "self.q"), target="deferred.linear")),
+    "deferred": program(GATHER, replace(linear("y", "self.q"), target="deferred.linear")),
     "a view of other rows": program(
         GATHER, call("view.default", "flat", "x", (36, 2)), call("addmm.default", "y", "self.b", "flat", "self.c")
     ),

@@ -37,7 +37,7 @@ MESHES = ["dp2 x tp2", "tp4"]
 def lowered(name: str, mesh: str, seed: int = 0) -> Program:
     """Of the best plan (seed 0), or of one under random extra costs, which has more kinds of reshards."""
     it = setting(name, mesh)
-    return lower(it.graph, it.operators, Plan(name, "", it.pricer.mesh, BATCH, 1, "fp32", {}), it.choices(seed)[1])
+    return lower(it.graph, it.operators, Plan(name, "", it.pricer.mesh, BATCH, 1, "fp32", {}), it.assignment(seed)[1])
 
 
 # --- types are right --------------------------------------------------------------------------------------------------

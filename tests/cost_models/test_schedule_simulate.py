@@ -23,20 +23,20 @@ CASES = [
 
 
 def simulated(name: str, p: int, m: int, chunks: int | None = None, times: StageTimes = EQUAL) -> Timeline:
-    return simulate(schedule.orders(name, p, m, chunks), [times] * len(schedule.placement(name, p, chunks)))
+    return simulate(schedule.make_schedule(name, p, m, chunks), [times] * len(schedule.placement(name, p, chunks)))
 
 
 Transfers = dict[tuple[int, int], float]
 
 
 def dependency_graph(
-    orders: schedule.Orders, times: list[StageTimes], transfers: Transfers, edges: list[tuple[int, int]]
+    lines: schedule.Schedule, times: list[StageTimes], transfers: Transfers, edges: list[tuple[int, int]]
 ) -> nx.DiGraph:
     """Actions and messages as nodes, each edge as long as its source takes; node "end" after everything."""
-    position_of = {action.stage: position for position, line in enumerate(orders) for action in line}
-    backward = {(a.stage, a.micro): str(a) for line in orders for a in line if a.kind in "BI"}
+    pipeline_rank_of = {action.stage: pipeline_rank for pipeline_rank, line in enumerate(lines) for action in line}
+    backward = {(a.stage, a.micro): str(a) for line in lines for a in line if a.kind in "BI"}
     graph = nx.DiGraph()
-    for position, line in enumerate(orders):
+    for pipeline_rank, line in enumerate(lines):
         last_message: dict[int, tuple[str, float]] = {}
         before: tuple[str, float] | None = None
         for action in line:
@@ -55,24 +55,24 @@ def dependency_graph(
                     peer, consumer = source, backward[source, micro]
                 else:
                     continue
-                if position_of[peer] == position:
+                if pipeline_rank_of[peer] == pipeline_rank:
                     graph.add_edge(node, consumer, weight=seconds)
                     continue
                 message, duration = f"{node}->{peer}", transfers.get((source, target), 0.0)
                 graph.add_edge(node, message, weight=seconds)
                 graph.add_edge(message, consumer, weight=duration)
-                if position_of[peer] in last_message:
-                    earlier, earlier_duration = last_message[position_of[peer]]
+                if pipeline_rank_of[peer] in last_message:
+                    earlier, earlier_duration = last_message[pipeline_rank_of[peer]]
                     graph.add_edge(earlier, message, weight=earlier_duration)
-                last_message[position_of[peer]] = message, duration
+                last_message[pipeline_rank_of[peer]] = message, duration
     return graph
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[schedule.Orders, list[StageTimes], Transfers, list[tuple[int, int]]]:
+def problems(draw: st.DrawFn) -> tuple[schedule.Schedule, list[StageTimes], Transfers, list[tuple[int, int]]]:
     """A schedule with unequal stages and transfers, skip connections, and perhaps two actions of a line swapped."""
     name, p, m, chunks = draw(st.sampled_from(CASES))
-    orders = [list(line) for line in schedule.orders(name, p, m, chunks)]
+    lines = [list(line) for line in schedule.make_schedule(name, p, m, chunks)]
     num_stages = p * chunks
     seconds = st.floats(0, 4)
     stage = st.builds(StageTimes, seconds, seconds, seconds, seconds)
@@ -83,32 +83,32 @@ def problems(draw: st.DrawFn) -> tuple[schedule.Orders, list[StageTimes], Transf
     edges = list(dict.fromkeys(chain + skips))
     transfers = {edge: draw(seconds) for edge in edges if draw(st.booleans())}
     if draw(st.booleans()):
-        line = draw(st.sampled_from(orders))
+        line = draw(st.sampled_from(lines))
         first, second = draw(st.integers(0, len(line) - 1)), draw(st.integers(0, len(line) - 1))
         line[first], line[second] = line[second], line[first]
-    return orders, times, transfers, edges
+    return lines, times, transfers, edges
 
 
 @given(problems())
 def test_makespan_is_the_longest_path_and_cycles_are_refused(
-    problem: tuple[schedule.Orders, list[StageTimes], Transfers, list[tuple[int, int]]],
+    problem: tuple[schedule.Schedule, list[StageTimes], Transfers, list[tuple[int, int]]],
 ) -> None:
-    orders, times, transfers, edges = problem
-    graph = dependency_graph(orders, times, transfers, edges)
-    # What a position must have of its own follows from no edge: B and I after F, W after I.
-    for line in orders:
+    lines, times, transfers, edges = problem
+    graph = dependency_graph(lines, times, transfers, edges)
+    # What a pipeline rank must have of its own follows from no edge: B and I after F, W after I.
+    for line in lines:
         for action in line:
             needed = f"{'I' if action.kind == 'W' else 'F'}{action.stage}.{action.micro}"
             if action.kind != "F" and not graph.has_edge(needed, str(action)):
                 graph.add_edge(needed, str(action), weight=0.0)
     if not nx.is_directed_acyclic_graph(graph):
         with pytest.raises(ValueError, match="deadlock|comes without"):
-            schedule.check(orders, edges=edges)
+            schedule.check(lines, edges=edges)
         with pytest.raises(ValueError, match="deadlock|comes without"):
-            simulate(orders, times, transfers, edges)
+            simulate(lines, times, transfers, edges)
         return
-    schedule.check(orders, edges=edges)
-    timeline = simulate(orders, times, transfers, edges)
+    schedule.check(lines, edges=edges)
+    timeline = simulate(lines, times, transfers, edges)
     assert timeline.makespan == pytest.approx(nx.dag_longest_path_length(graph), abs=1e-9)
 
 
@@ -160,19 +160,19 @@ def test_zero_bubble_is_faster_than_1f1b_with_the_same_memory(p: int) -> None:
         assert split.makespan < plain.makespan
         assert max(split.bubble_fractions) < max(plain.bubble_fractions)
         vee = simulated("zero-bubble-v", p, m, None, StageTimes(0.5, 1.0, 0.5, 0.5))
-        memory = [vee.peak_bytes(position, [0.0] * 2 * p, [0.5] * 2 * p) for position in range(p)]
+        memory = [vee.peak_bytes(pipeline_rank, [0.0] * 2 * p, [0.5] * 2 * p) for pipeline_rank in range(p)]
         assert max(memory) <= plain.peak_bytes(0, [0.0] * p, [1.0] * p)
         assert vee.makespan < plain.makespan
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_v_has_no_bubble_once_it_runs(p: int) -> None:
-    """Every position works without a pause; what is left is the way down the V, which does not grow with m."""
+    """Every pipeline rank works without a pause; what is left is the way down the V, which does not grow with m."""
     for m in (2 * p, 8 * p, 32 * p):
         timeline = simulated("zero-bubble-v", p, m)
-        for position in range(p):
-            assert timeline.starts[position][0] == position
-            assert timeline.ends[position][-1] - position == timeline.busy[position] == 6 * m
+        for pipeline_rank in range(p):
+            assert timeline.starts[pipeline_rank][0] == pipeline_rank
+            assert timeline.ends[pipeline_rank][-1] - pipeline_rank == timeline.busy[pipeline_rank] == 6 * m
         assert max(timeline.bubble_fractions) == pytest.approx((p - 1) / (6 * m + p - 1))
 
 
@@ -204,9 +204,9 @@ def test_in_flight_of_many_micro_batches() -> None:
             assert schedule.in_flight(name, 4, m, chunks) == simulated(name, 4, m, chunks).in_flight
 
 
-def test_bytes_of_chunks_that_share_a_position() -> None:
-    orders = schedule.parse_orders("F0.0 F0.1 F1.0 I1.0 F1.1 W1.0 I1.1 I0.0 W0.0 W1.1 I0.1 W0.1")
-    timeline = simulate(orders, [EQUAL, EQUAL])
+def test_bytes_of_chunks_that_share_a_pipeline_rank() -> None:
+    lines = schedule.parse_schedule("F0.0 F0.1 F1.0 I1.0 F1.1 W1.0 I1.1 I0.0 W0.0 W1.1 I0.1 W0.1")
+    timeline = simulate(lines, [EQUAL, EQUAL])
     fixed, activations = [100.0, 1000.0], [10.0, 1.0]
     # Highest when F1.1 starts: two of stage 0, one of stage 1, and 1.0 of stage 1 after its I.
     assert timeline.peak_bytes(0, fixed, activations) == 1100 + 2 * 10 + 2 * 1
@@ -219,33 +219,33 @@ def test_bytes_of_chunks_that_share_a_position() -> None:
 
 
 def test_messages_queue_for_a_link_and_overlap_with_computation() -> None:
-    orders = schedule.parse_orders("F0.0 F0.1 B0.0 B0.1\nF1.0 F1.1 B1.0 B1.1")
-    timeline = simulate(orders, [StageTimes(1.0, 1.0)] * 2, {(0, 1): 3.0})
+    lines = schedule.parse_schedule("F0.0 F0.1 B0.0 B0.1\nF1.0 F1.1 B1.0 B1.1")
+    timeline = simulate(lines, [StageTimes(1.0, 1.0)] * 2, {(0, 1): 3.0})
     # F0.1 ends at 2, but its message leaves at 4, when the first has arrived; gradients have the other direction.
     assert timeline.starts == ((0.0, 1.0, 12.0, 15.0), (4.0, 7.0, 8.0, 9.0))
     assert timeline.makespan == 16.0 and timeline.busy == (4.0, 4.0)
     assert timeline.bubble_fractions == (0.75, 0.75)
 
 
-def test_a_skip_connection_shares_the_link_and_costs_nothing_within_a_position() -> None:
+def test_a_skip_connection_shares_the_link_and_costs_nothing_within_a_pipeline_rank() -> None:
     times = [StageTimes(1.0, 1.0)] * 3
-    orders = schedule.parse_orders("F0.0 B0.0\nF1.0 F2.0 B2.0 B1.0")
+    lines = schedule.parse_schedule("F0.0 B0.0\nF1.0 F2.0 B2.0 B1.0")
     edges = [(0, 1), (1, 2), (0, 2)]
-    timeline = simulate(orders, times, {(0, 1): 2.0, (1, 2): 50.0, (0, 2): 5.0}, edges)
+    timeline = simulate(lines, times, {(0, 1): 2.0, (1, 2): 50.0, (0, 2): 5.0}, edges)
     # To stage 2: after the 2 s to stage 1 on the same link, so at 1 + 2 + 5. Gradient of (0, 2) leaves first, at 10.
     assert timeline.starts == ((0.0, 17.0), (3.0, 8.0, 9.0, 10.0))
 
 
 def test_simulate_refuses_what_does_not_fit() -> None:
-    orders = schedule.orders("1f1b", 2, 2)
+    lines = schedule.make_schedule("1f1b", 2, 2)
     with pytest.raises(ValueError, match="not an edge"):
-        simulate(orders, [EQUAL] * 2, {(1, 0): 1.0})
+        simulate(lines, [EQUAL] * 2, {(1, 0): 1.0})
     with pytest.raises(ValueError, match="finite number"):
-        simulate(orders, [EQUAL] * 2, {(0, 1): float("nan")})
+        simulate(lines, [EQUAL] * 2, {(0, 1): float("nan")})
     with pytest.raises(ValueError, match="F2.0 is missing"):
-        simulate(orders, [EQUAL] * 3)
+        simulate(lines, [EQUAL] * 3)
     with pytest.raises(ValueError, match="input and weight seconds are needed"):
-        simulate(schedule.orders("zero-bubble", 2, 2), [StageTimes(1.0, 2.0)] * 2)
+        simulate(schedule.make_schedule("zero-bubble", 2, 2), [StageTimes(1.0, 2.0)] * 2)
     with pytest.raises(ValueError, match="backward must be a finite number"):
         StageTimes(1.0, -1.0)
 
@@ -256,17 +256,20 @@ def test_chrome_trace_shows_every_action_once() -> None:
     shown = [row for row in trace["traceEvents"] if row["ph"] == "X"]
     assert sorted(row["name"] for row in shown) == sorted(str(event.action) for event in timeline.events())
     assert {row["cat"] for row in shown} == {"forward", "input", "weight"}
-    assert {row["args"]["name"] for row in trace["traceEvents"] if row["ph"] == "M"} >= {"position 0", "position 2"}
+    assert {row["args"]["name"] for row in trace["traceEvents"] if row["ph"] == "M"} >= {
+        "pipeline rank 0",
+        "pipeline rank 2",
+    }
     assert max(row["ts"] + row["dur"] for row in shown) == pytest.approx(timeline.makespan * 1e6)
-    for position in range(3):
-        row = [(item["ts"], item["name"]) for item in shown if item["tid"] == position]
-        assert [name for _, name in sorted(row)] == [str(action) for action in timeline.orders[position]]
-        assert sum(item["dur"] for item in shown if item["tid"] == position) == pytest.approx(4 * 0.75e6)
+    for pipeline_rank in range(3):
+        row = [(item["ts"], item["name"]) for item in shown if item["tid"] == pipeline_rank]
+        assert [name for _, name in sorted(row)] == [str(action) for action in timeline.schedule[pipeline_rank]]
+        assert sum(item["dur"] for item in shown if item["tid"] == pipeline_rank) == pytest.approx(4 * 0.75e6)
 
 
 @pytest.mark.slow
 def test_a_large_pipeline() -> None:
-    """64 positions, 1,024 micro-batches: 131,072 actions."""
-    orders = schedule.orders("1f1b", 64, 1024)
-    timeline = simulate(orders, [EQUAL] * 64)
+    """64 pipeline ranks, 1,024 micro-batches: 131,072 actions."""
+    lines = schedule.make_schedule("1f1b", 64, 1024)
+    timeline = simulate(lines, [EQUAL] * 64)
     assert timeline.makespan == schedule.ideal_seconds("1f1b", 64, 1024, EQUAL)

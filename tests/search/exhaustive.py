@@ -42,9 +42,9 @@ def solve(problem: Problem) -> Solution:
             best, best_index = float(costs[place]), start + place
     if best_index < 0:
         raise _infeasible(problem, sizes, least, any_allowed)
-    choices = _choices(best_index, sizes)
-    objective, used = evaluate(problem, choices)
-    return Solution(choices, objective, used, "exhaustive", objective, {"combinations": float(total)})
+    assignment = _assignments(best_index, sizes)
+    objective, used = evaluate(problem, assignment)
+    return Solution(assignment, objective, used, "exhaustive", objective, {"combinations": float(total)})
 
 
 def _options(index: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:
@@ -56,7 +56,7 @@ def _options(index: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[npt.N
     return options[::-1]
 
 
-def _choices(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _assignments(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The combination with a given number."""
     return tuple(int(option[0]) for option in _options(np.array([index]), sizes))
 
@@ -83,5 +83,5 @@ def _infeasible(
         return InfeasibleError.forbidden([variable.name for variable in problem.variables])
     for budget, (usage, index) in zip(problem.budgets, least, strict=True):
         if not budget.allows(usage):
-            return InfeasibleError.over_budget(budget, usage, _choices(index, sizes))
+            return InfeasibleError.over_budget(budget, usage, _assignments(index, sizes))
     return InfeasibleError.jointly(problem.budgets)

@@ -19,7 +19,7 @@ from search.pipeline_problem import (
     Submesh,
 )
 
-MAX_BLOCKS = 8
+MAX_UNITS = 8
 
 Span = tuple[int, int, Submesh]
 Run = tuple[float, float, float, tuple[Point, ...]]
@@ -28,16 +28,16 @@ Run = tuple[float, float, float, tuple[Point, ...]]
 def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] | None = None) -> PipelineSolution:
     """Try every pipeline.
 
-    Points are tried per block; per stage only equal (fill, steady, step) triples are merged, nothing is bounded.
+    Points are tried per unit; per stage only equal (fill, steady, step) triples are merged, nothing is bounded.
     accept: whether a pipeline that the problem allows counts, where that depends on more than the problem says; then
     only ways of equal bytes are merged.
 
     Raises:
-        ValueError: more than ``MAX_BLOCKS`` blocks.
+        ValueError: more than ``MAX_UNITS`` units.
         PipelineInfeasibleError: as ``inter_op.solve_pipeline``.
     """
-    if len(problem.blocks) > MAX_BLOCKS:
-        raise ValueError(f"exhaustive search refuses {len(problem.blocks)} blocks, more than {MAX_BLOCKS}")
+    if len(problem.units) > MAX_UNITS:
+        raise ValueError(f"exhaustive search refuses {len(problem.units)} units, more than {MAX_UNITS}")
     best: PipelineSolution | None = None
     least: tuple[float, tuple[StageNeed, ...]] | None = None
     cache: dict[tuple[Span, tuple[float, float]], tuple[list[Run], float]] = {}
@@ -67,14 +67,14 @@ def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] |
     return best
 
 
-def _in(span: Span, block: int) -> bool:
-    return span[0] <= block <= span[1]
+def _in(span: Span, unit: int) -> bool:
+    return span[0] <= unit <= span[1]
 
 
 def _pipelines(problem: PipelineProblem) -> Iterator[tuple[Span, ...]]:
-    """Every cut with every assignment of submeshes that uses the devices as asked and keeps tied blocks alike."""
-    num_blocks = len(problem.blocks)
-    for p in range(1, num_blocks + 1):
+    """Every cut with every assignment of submeshes that uses the devices as asked and keeps tied units alike."""
+    num_units = len(problem.units)
+    for p in range(1, num_units + 1):
         if problem.num_stages is not None and p not in problem.num_stages:
             continue
         if problem.max_stages is not None and p > problem.max_stages:
@@ -86,10 +86,10 @@ def _pipelines(problem: PipelineProblem) -> Iterator[tuple[Span, ...]]:
             free = [devices - used[group] for group, devices in problem.groups.items()]
             if min(free) < 0 or (problem.use_all and max(free) > 0):
                 continue
-            for cut in itertools.combinations(range(1, num_blocks), p - 1):
-                bounds = (0, *cut, num_blocks)
+            for cut in itertools.combinations(range(1, num_units), p - 1):
+                bounds = (0, *cut, num_units)
                 spans = tuple((bounds[i], bounds[i + 1] - 1, submeshes[i]) for i in range(p))
-                if all(_alike(spans, tie.first, tie.second) for tie in problem.tied if tie.alike):
+                if all(_alike(spans, pair.first, pair.second) for pair in problem.tied if pair.alike):
                     yield spans
 
 
@@ -108,12 +108,12 @@ def _stage(
     by_bytes: bool,
 ) -> tuple[list[Run], float]:
     """The ways to run a stage that fit, equal triples (by_bytes: of equal bytes) once; and the bytes of the leanest."""
-    menus = [problem.points.get((kind, submesh.name), ()) for kind in problem.blocks[first : last + 1]]
+    menus = [problem.points.get((kind, submesh.name), ()) for kind in problem.units[first : last + 1]]
     found: dict[tuple[float, float, float, float], Run] = {}
     least = float("inf")
     for points in itertools.product(*menus):
         if problem.one_family:
-            families = {(problem.blocks[first + k], point.family) for k, point in enumerate(points)}
+            families = {(problem.units[first + k], point.family) for k, point in enumerate(points)}
             if len(families) > len({kind for kind, _ in families}):
                 continue
         needed = sum(p.fixed_bytes + held[0] * p.micro_bytes + held[1] * p.deferred_bytes for p in points) + extra_bytes
@@ -135,21 +135,21 @@ def _objective(problem: PipelineProblem, spans: Sequence[Span], chosen: Sequence
     step = [run[2] for run in chosen]
     for i in range(1, len(spans)):
         per_byte = (problem.transfer_seconds or {}).get((spans[i - 1][2].name, spans[i][2].name), 0.0)
-        seconds = 2 * per_byte * (problem.border_bytes[spans[i][0]] if problem.border_bytes else 0.0)
+        seconds = 2 * per_byte * (problem.boundary_bytes[spans[i][0]] if problem.boundary_bytes else 0.0)
         fill += seconds
         if problem.transfer_is_exposed:
             steady[i - 1] += seconds
             steady[i] += seconds
-    for tie in problem.tied:
-        ends = {i for i, span in enumerate(spans) if _in(span, tie.first) or _in(span, tie.second)}
+    for pair in problem.tied:
+        ends = {i for i, span in enumerate(spans) if _in(span, pair.first) or _in(span, pair.second)}
         if len(ends) == 2:
             for i in ends:
-                step[i] += tie.step_seconds
+                step[i] += pair.step_seconds
     return fill + (problem.num_micro_batches - 1) * max(steady) + max(step)
 
 
 def _choice(problem: PipelineProblem, span: Span, points: tuple[Point, ...]) -> StageChoice:
-    kinds = problem.blocks[span[0] : span[1] + 1]
+    kinds = problem.units[span[0] : span[1] + 1]
     counts = []
     for kind in dict.fromkeys(kinds):
         taken = Counter(point.label for name, point in zip(kinds, points, strict=True) if name == kind)

@@ -8,7 +8,7 @@ from search.inter_op import PipelineProblem, Point, Submesh, Tied, in_flight_tab
 
 
 def random_points(rng: np.random.Generator, whole: bool) -> tuple[Point, ...]:
-    """One to three points; ``whole`` numbers make many ties."""
+    """One to three points; ``whole`` numbers make many tied parameters."""
 
     def figure(most: int) -> float:
         return float(rng.integers(0, most)) if whole else float(rng.random() * most)
@@ -29,14 +29,14 @@ def random_points(rng: np.random.Generator, whole: bool) -> tuple[Point, ...]:
 
 
 def small_problem(seed: int) -> PipelineProblem:
-    """At most 6 blocks of 3 classes, 3 submeshes, 2 groups, 3 points; tight memory, ties, transfers."""
+    """At most 6 units of 3 classes, 3 submeshes, 2 groups, 3 points; tight memory, tied parameters, transfers."""
     rng = np.random.default_rng(seed)
     whole = bool(rng.random() < 0.5)
-    num_blocks = int(rng.choice([1, 2, 3, 4, 5, 6, 6]))
+    num_units = int(rng.choice([1, 2, 3, 4, 5, 6, 6]))
     if rng.random() < 0.7:
-        blocks = ("head", *("layer",) * (num_blocks - 1))[:num_blocks]
+        units = ("head", *("layer",) * (num_units - 1))[:num_units]
     else:
-        blocks = tuple("abc"[int(c)] for c in rng.integers(0, 3, size=num_blocks))
+        units = tuple("abc"[int(c)] for c in rng.integers(0, 3, size=num_units))
     groups = {f"g{k}": int(rng.integers(1, 5)) for k in range(int(rng.choice([1, 1, 2])))}
     memory = int(rng.choice([20, 35, 60, 120]))
     submeshes = tuple(
@@ -50,28 +50,28 @@ def small_problem(seed: int) -> PipelineProblem:
     )
     points = {
         (kind, mesh.name): random_points(rng, whole)
-        for kind in sorted(set(blocks))
+        for kind in sorted(set(units))
         for mesh in submeshes
         if rng.random() < 0.96
     }
     tied = []
-    for _ in range(int(rng.choice([0, 0, 0, 1, 2])) if num_blocks > 1 else 0):
-        first, second = (int(b) for b in rng.choice(num_blocks, size=2, replace=False))
+    for _ in range(int(rng.choice([0, 0, 0, 1, 2])) if num_units > 1 else 0):
+        first, second = (int(b) for b in rng.choice(num_units, size=2, replace=False))
         alike = bool(rng.random() < 0.7)
         tied.append(Tied(first, second, float(rng.integers(0, 20)), float(rng.integers(0, 6)), alike))
     names = [mesh.name for mesh in submeshes]
     seconds = {(a, b): float(rng.integers(0, 4)) / 2 for a in names for b in names if rng.random() < 0.8}
     m = int(rng.integers(1, 9))
-    table = {p: [float(rng.integers(0, 2 * m)) / 2 for _ in range(p)] for p in range(1, num_blocks + 1)}
-    waiting = {p: [float(rng.integers(0, 4)) for _ in range(p)] for p in range(1, num_blocks + 1)}
+    table = {p: [float(rng.integers(0, 2 * m)) / 2 for _ in range(p)] for p in range(1, num_units + 1)}
+    waiting = {p: [float(rng.integers(0, 4)) for _ in range(p)] for p in range(1, num_units + 1)}
     return PipelineProblem(
-        blocks,
+        units,
         submeshes,
         groups,
         points,
         one_forward_one_backward(m) if rng.random() < 0.6 else in_flight_table(table),
         m,
-        border_bytes=tuple(float(v) for v in rng.integers(0, 4, size=num_blocks)) if rng.random() < 0.7 else (),
+        boundary_bytes=tuple(float(v) for v in rng.integers(0, 4, size=num_units)) if rng.random() < 0.7 else (),
         transfer_seconds=seconds if rng.random() < 0.8 else None,
         transfer_is_exposed=bool(rng.random() < 0.5),
         tied=tuple(tied),
@@ -79,12 +79,12 @@ def small_problem(seed: int) -> PipelineProblem:
         max_stages=None if rng.random() < 0.8 else int(rng.integers(1, 5)),
         use_all=bool(rng.random() < 0.4),
         one_family=bool(rng.random() < 0.4),
-        put_off=in_flight_table(waiting) if rng.random() < 0.4 else None,
+        num_deferred=in_flight_table(waiting) if rng.random() < 0.4 else None,
     )
 
 
 def layers_problem(seed: int) -> PipelineProblem:
-    """Four to six blocks, nearly all layers of one class, on equal submeshes whose memory forces points to mix."""
+    """Four to six units, nearly all layers of one class, on equal submeshes whose memory forces points to mix."""
     rng = np.random.default_rng(seed)
     layers, stages = int(rng.integers(3, 6)), int(rng.integers(1, 4))
     m = int(rng.choice([1, 2, 4, 16]))
@@ -164,7 +164,7 @@ def transformer(
         points,
         one_forward_one_backward(num_micro_batches),
         num_micro_batches,
-        border_bytes=(1.0,) * (num_layers + 2),
+        boundary_bytes=(1.0,) * (num_layers + 2),
         transfer_seconds={("mesh", "mesh"): 1e-5},
         tied=(Tied(0, num_layers + 1, 0.5, 1e-4),),
         one_family=one_family,

@@ -54,7 +54,7 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
     """The objective from the counts; asserts every constraint."""
     stages = solution.stages
     assert [stage.first for stage in stages] == [0, *(stage.last + 1 for stage in stages[:-1])]
-    assert stages[-1].last == len(problem.blocks) - 1 and len(stages) in problem.allowed_num_stages()
+    assert stages[-1].last == len(problem.units) - 1 and len(stages) in problem.allowed_num_stages()
     meshes = {mesh.name: mesh for mesh in problem.submeshes}
     used = dict.fromkeys(problem.groups, 0)
     fill, steady, step = 0.0, [], []
@@ -64,7 +64,7 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
         taken: list[tuple[Point, int]] = []
         for kind, counts in stage.counts:
             menu = {point.label: point for point in problem.points[kind, stage.submesh]}
-            assert sum(n for _, n in counts) == problem.blocks[stage.first : stage.last + 1].count(kind)
+            assert sum(n for _, n in counts) == problem.units[stage.first : stage.last + 1].count(kind)
             assert all(n > 0 for _, n in counts)
             assert not problem.one_family or len({menu[label].family for label, _ in counts}) == 1
             taken += [(menu[label], n) for label, n in counts]
@@ -78,23 +78,23 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
                 *([(p.fill_seconds, n), (p.steady_seconds, n), (p.step_seconds, n)] for p, n in taken), strict=True
             )
         ]
-        for tie in problem.tied:
-            here = [stage.first <= block <= stage.last for block in (tie.first, tie.second)]
-            own[2] += tie.step_seconds * (here[0] != here[1])
-            memory += tie.fixed_bytes * (here[1] and not here[0])
+        for pair in problem.tied:
+            here = [stage.first <= unit <= stage.last for unit in (pair.first, pair.second)]
+            own[2] += pair.step_seconds * (here[0] != here[1])
+            memory += pair.fixed_bytes * (here[1] and not here[0])
         assert memory <= mesh.memory_bytes * (1 + 1e-12)
         fill += own[0]
         steady.append(own[1])
         step.append(own[2])
         if i:
-            seconds = problem.border_seconds(stage.first, stages[i - 1].submesh, stage.submesh)
+            seconds = problem.boundary_seconds(stage.first, stages[i - 1].submesh, stage.submesh)
             fill += seconds
             if problem.transfer_is_exposed:
                 steady[i - 1] += seconds
                 steady[i] += seconds
-    for tie in problem.tied:
-        names = {s.submesh for s in stages if s.first <= tie.first <= s.last or s.first <= tie.second <= s.last}
-        assert len(names) == 1 or not tie.alike
+    for pair in problem.tied:
+        names = {s.submesh for s in stages if s.first <= pair.first <= s.last or s.first <= pair.second <= s.last}
+        assert len(names) == 1 or not pair.alike
     for group, devices in problem.groups.items():
         assert used[group] == devices if problem.use_all else used[group] <= devices
     return fill + (problem.num_micro_batches - 1) * max(steady) + max(step)
@@ -126,7 +126,7 @@ def test_random_problems_are_of_all_sorts() -> None:
         count["feasible"] += 1
         count["several stages"] += len(found.stages) > 1
         homes = [s.submesh for s in found.stages for _ in range(s.first, s.last + 1)]
-        count["apart"] += any(homes[tie.first] != homes[tie.second] for tie in make(seed).tied)
+        count["apart"] += any(homes[pair.first] != homes[pair.second] for pair in make(seed).tied)
         count["mixed points"] += any(len(c) > 1 for stage in found.stages for _, c in stage.counts)
     assert count["feasible"] >= 80 and count["several stages"] >= 40, count
     assert count["apart"] >= 2, count
@@ -160,7 +160,7 @@ def test_recompute_goes_where_the_most_micro_batches_are_in_flight() -> None:
     assert found.objective == sum(steady) + 99 * 14
 
 
-def test_a_tie_pulls_blocks_together_or_costs_memory_and_time() -> None:
+def test_a_tied_parameter_pulls_units_together_or_costs_memory_and_time() -> None:
     point = (Point("only", 1, 1, 2, 2, 1, 4, 0, 0),)
     apart = inter_op.solve_pipeline(chain(4, 2, point, 13.0, tied=(Tied(0, 3, 5.0, 0.5),)))
     assert apart.objective == 8 + 7 * 4 + 2.5
@@ -208,10 +208,12 @@ def test_a_cutoff_returns_only_what_is_better() -> None:
         inter_op.solve_pipeline(problem, cutoff=best.objective)
 
 
-@pytest.mark.parametrize("change", [{"num_micro_batches": 0}, {"border_bytes": (1.0,)}, {"tied": (Tied(0, 9, 1, 1),)}])
+@pytest.mark.parametrize(
+    "change", [{"num_micro_batches": 0}, {"boundary_bytes": (1.0,)}, {"tied": (Tied(0, 9, 1, 1),)}]
+)
 def test_problems_that_do_not_fit_together_are_refused(change: dict[str, object]) -> None:
     arguments: dict[str, object] = {
-        "blocks": ("a", "a"),
+        "units": ("a", "a"),
         "submeshes": (Submesh("gpu", "all", 1, 1.0),),
         "groups": {"all": 2},
         "points": {},

@@ -78,11 +78,11 @@ def assert_agree(problem: Problem) -> str:
         if expected.budget is not None:
             assert found.smallest_usage == expected.smallest_usage
             index = [budget.name for budget in problem.budgets].index(expected.budget)
-            objective, usage = evaluate(problem, found.choices)
+            objective, usage = evaluate(problem, found.assignment)
             assert np.isfinite(objective) and usage[index] == found.smallest_usage
         return "infeasible"
     assert isinstance(found, Solution), str(found)
-    assert (found.objective, found.usage) == evaluate(problem, found.choices)
+    assert (found.objective, found.usage) == evaluate(problem, found.assignment)
     assert found.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-15)
     assert found.lower_bound == found.objective
     assert all(budget.allows(used) for budget, used in zip(problem.budgets, found.usage, strict=True))
@@ -108,11 +108,11 @@ def test_min_marginals_and_least_usage_equal_enumeration(seed: int, shape: str, 
     sizes = [variable.num_options for variable in problem.variables]
     expected = [np.full(size, np.inf) for size in sizes]
     least = np.inf
-    for choices in itertools.product(*map(range, sizes)):
-        objective, usage = evaluate(problem, choices)
+    for assignment in itertools.product(*map(range, sizes)):
+        objective, usage = evaluate(problem, assignment)
         if np.isfinite(objective):
             least = min(least, usage[0])
-        for variable, option in enumerate(choices):
+        for variable, option in enumerate(assignment):
             expected[variable][option] = min(expected[variable][option], objective)
     for found, wanted in zip(min_marginals(problem), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
@@ -148,7 +148,7 @@ def test_what_only_the_tolerance_allows_is_excluded(monkeypatch: pytest.MonkeyPa
     over = 1e10 * (1 + 1e-11)
     variables = tuple(Variable(f"v{i}", np.array([1.0, 2.0]), np.array([[over / 2, 0.0]])) for i in range(2))
     solution = intra_op.solve(Problem(variables, (), (Budget("memory", 1e10),)))
-    assert solution.objective == 3.0 and sum(solution.choices) == 1
+    assert solution.objective == 3.0 and sum(solution.assignment) == 1
 
 
 def test_fractional_usage_exactly_at_the_limit() -> None:
@@ -157,7 +157,7 @@ def test_fractional_usage_exactly_at_the_limit() -> None:
     variables = tuple(Variable(f"v{i}", np.array([1.0, 5.0]), np.array([[used, 0.0]])) for i, used in enumerate(usages))
     for order in itertools.permutations(usages):
         limit = order[0] + order[1] + order[2]
-        assert intra_op.solve(Problem(variables, (), (Budget("memory", limit),))).choices == (0, 0, 0)
+        assert intra_op.solve(Problem(variables, (), (Budget("memory", limit),))).assignment == (0, 0, 0)
 
 
 DETERMINISM = """
@@ -167,7 +167,7 @@ from test_search_oracle import SHAPES, random_problem, solve_or_error
 from search import intra_op
 found = [solve_or_error(intra_op.solve, random_problem(seed, shape, seed % 3, whole=True, forbidden=0.1))
          for seed in range(12) for shape in sorted(SHAPES)]
-print(json.dumps([list(getattr(f, "choices", ())) for f in found]))
+print(json.dumps([list(getattr(f, "assignment", ())) for f in found]))
 """
 
 
@@ -179,7 +179,7 @@ def test_equal_problems_give_equal_choices_in_other_processes() -> None:
     here = pathlib.Path(__file__).parent
     paths = [str(here), str(here.parents[1])]
     expected = [
-        list(solve_or_error(intra_op.solve, random_problem(s, k, s % 3, whole=True, forbidden=0.1)).choices)
+        list(solve_or_error(intra_op.solve, random_problem(s, k, s % 3, whole=True, forbidden=0.1)).assignment)
         for s, k in reversed([(s, k) for s in range(12) for k in sorted(SHAPES)])
     ][::-1]
     for hash_seed in ("1", "2"):

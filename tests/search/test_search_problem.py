@@ -64,11 +64,14 @@ def test_arrays_are_copied_and_read_only() -> None:
 
 def test_empty_problem_costs_nothing() -> None:
     solution = intra_op.solve(Problem((), (), (Budget("memory", 0.0),)))
-    assert (solution.choices, solution.objective, solution.usage) == ((), 0.0, (0.0,))
+    assert (solution.assignment, solution.objective, solution.usage) == ((), 0.0, (0.0,))
 
 
 def test_ties_take_the_lowest_option() -> None:
-    assert intra_op.solve(Problem(two((3.0, 3.0), (1.0, 1.0)), (Edge(0, 1, np.full((2, 2), 2.0)),))).choices == (0, 0)
+    assert intra_op.solve(Problem(two((3.0, 3.0), (1.0, 1.0)), (Edge(0, 1, np.full((2, 2), 2.0)),))).assignment == (
+        0,
+        0,
+    )
 
 
 def test_a_budget_picks_the_knapsack_optimum() -> None:
@@ -77,12 +80,12 @@ def test_a_budget_picks_the_knapsack_optimum() -> None:
         with_bytes(f"item{i}", [0.0, -gain], [0.0, size]) for i, (size, gain) in enumerate([(2, 3), (3, 4), (4, 5)])
     )
     solution = intra_op.solve(Problem(items, (), (Budget("memory", 5.0),)))
-    assert (solution.choices, solution.objective, solution.usage) == ((1, 1, 0), -7.0, (5.0,))
+    assert (solution.assignment, solution.objective, solution.usage) == ((1, 1, 0), -7.0, (5.0,))
 
 
 def test_an_infinite_limit_is_no_limit() -> None:
     problem = Problem((with_bytes("a", [2.0, 1.0], [0.0, 9.0], [0.0, 9.0]),), (), (Budget("x", np.inf), Budget("y", 8)))
-    assert intra_op.solve(problem).choices == (0,)
+    assert intra_op.solve(problem).assignment == (0,)
 
 
 def test_over_budget_says_by_how_much() -> None:
@@ -90,7 +93,7 @@ def test_over_budget_says_by_how_much() -> None:
     with pytest.raises(InfeasibleError, match=r"'memory'.*limit is 50,.*usage is 60, 10 too much") as caught:
         intra_op.solve(Problem(variables, (), (Budget("memory", 50.0),)))
     error = caught.value
-    assert (error.budget, error.limit, error.smallest_usage, error.choices) == ("memory", 50.0, 60.0, (1, 0))
+    assert (error.budget, error.limit, error.smallest_usage, error.assignment) == ("memory", 50.0, 60.0, (1, 0))
 
 
 def test_joint_infeasibility_is_told_apart() -> None:

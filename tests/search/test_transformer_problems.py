@@ -18,7 +18,7 @@ def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
     free = transformer(3, num_layers=1, structured=True)
     best = intra_op.solve(free)
     margins = min_marginals(free)
-    for margin, choice in zip(margins, best.choices, strict=True):
+    for margin, choice in zip(margins, best.assignment, strict=True):
         assert margin.min() == pytest.approx(best.objective, rel=1e-9)
         assert margin[choice] == pytest.approx(best.objective, rel=1e-9)
     tight = transformer(3, num_layers=1, structured=True, budget_fraction=0.3)
@@ -29,9 +29,9 @@ def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
     for edge in tight.edges[:10]:
         for a in range(0, tight.variables[edge.a].num_options, 7):
             for b in range(0, tight.variables[edge.b].num_options, 7):
-                choices = list(bounded.choices)
-                choices[edge.a], choices[edge.b] = a, b
-                objective, usage = evaluate(tight, choices)
+                assignment = list(bounded.assignment)
+                assignment[edge.a], assignment[edge.b] = a, b
+                objective, usage = evaluate(tight, assignment)
                 assert objective >= bounded.objective - 1e-12 or usage[0] > tight.budgets[0].limit
 
 
@@ -44,7 +44,7 @@ def test_a_time_limit_returns_the_incumbent_with_a_true_bound() -> None:
             found = intra_op.solve(problem, time_limit_seconds=seconds)
         except intra_op.TimeLimitError:
             continue
-        assert found.objective == evaluate(problem, found.choices)[0]
+        assert found.objective == evaluate(problem, found.assignment)[0]
         assert found.lower_bound <= optimum * (1 + 1e-9) and optimum <= found.objective * (1 + 1e-9)
         assert ("time limit" in found.method) or found.objective == pytest.approx(optimum, rel=1e-9)
         outcomes.append(found)

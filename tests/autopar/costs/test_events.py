@@ -10,7 +10,7 @@ from autopar.costs.emitted import classes, emitted, priced
 from autopar.costs.events import Event, Moved, Ran, Reader
 from autopar.costs.kernels import KernelPricer
 from autopar.ir.chain import segments
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import scopes_of
 from codegen.program import Call, Program, Reshard
 from tests.autopar.costs.test_kernel_prices import fused_setting
@@ -27,14 +27,14 @@ ABSORBED = ("aten.view.default", "aten.reshape.default")
 """A view of the rows that torch.addmm reads is part of the call that overlaps it."""
 
 
-def events_of(it: Setting, choices: Choices) -> tuple[Program, dict[str, list[Event]]]:
+def events_of(it: Setting, assignment: Assignment) -> tuple[Program, dict[str, list[Event]]]:
     """The program of the decisions, and the events of each of its classes."""
-    program = emitted(it.graph, it.operators, it.pricer, choices, {}).program
+    program = emitted(it.graph, it.operators, it.pricer, assignment, {}).program
     pricer = priced(program, it.graph, it.operators, it.pricer)
     fusions = (pricer.fusions if isinstance(pricer, KernelPricer) else None) or {}
     bodies, found = dict(classes(program)), {}
     for scope in scopes_of(it.graph):
-        reader = Reader(scope, it.pricer.mesh, it.operators, choices, fusions, segments(it.graph))
+        reader = Reader(scope, it.pricer.mesh, it.operators, assignment, fusions, segments(it.graph))
         units = reader.units(bodies[scope.name]).values()
         found[scope.name] = [event for unit in units for event in unit.events]
     return program, found
@@ -45,7 +45,7 @@ def events_of(it: Setting, choices: Choices) -> tuple[Program, dict[str, list[Ev
 def test_every_reshard_of_the_program_is_priced_once(name: str, mesh: str, kernels: bool, seed: int) -> None:
     """By its axis, collectives and bytes, which lowering worked out for the statement."""
     it = fused_setting(name, mesh) if kernels else setting(name, mesh)
-    program, events = events_of(it, it.choices(seed)[1])
+    program, events = events_of(it, it.assignment(seed)[1])
     count = 0
     for scope, cls in classes(program):
         metas = next(s.metas for s in scopes_of(it.graph) if s.name == scope)
@@ -71,8 +71,8 @@ def test_every_reshard_of_the_program_is_priced_once(name: str, mesh: str, kerne
 def test_every_call_is_counted_once(name: str, mesh: str, kernels: bool, seed: int) -> None:
     """Whatever passes make one call of: together the program's calls stand for all of the graph's."""
     it = fused_setting(name, mesh) if kernels else setting(name, mesh)
-    choices = it.choices(seed)[1]
-    program, events = events_of(it, choices)
+    assignment = it.assignment(seed)[1]
+    program, events = events_of(it, assignment)
     for scope, cls in classes(program):
         names = {name for owner, name in it.operators if owner == scope}
         ran = Counter(event.name for event in events[scope] if isinstance(event, Ran))

@@ -37,7 +37,7 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.text)
 def test_predicted_peaks_are_close_to_measured_ones(pair):
     for row in measure(pair):
-        assert 1 - UNDER <= row.ratio <= 1 + OVER, f"position {row.position}: {row}"
+        assert 1 - UNDER <= row.ratio <= 1 + OVER, f"pipeline rank {row.pipeline_rank}: {row}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,7 +69,7 @@ def test_temporaries_of_one_layer_are_those_measured(name, kind, dtype):
         assert pricer.backward_bytes(operator, option) == pytest.approx(max(in_backward - dw, 0), rel=0.02)
 
 
-def test_gradients_in_fp8_are_not_put_off():
+def test_gradients_in_fp8_are_not_deferred():
     with torch.device("meta"):
         example = EXAMPLES["gpt2"](layers=3, batch_size=4, seq_len=32, width=64, vocab_size=64)
     graph = trace(example.model, example.inputs, None, batch_size=4)
@@ -77,8 +77,8 @@ def test_gradients_in_fp8_are_not_put_off():
     for operator in operators_of(graph).values():
         (option, *_) = options_of(operator, plain.mesh)
         is_layer = operator.node.op.split(".")[1] in ("addmm", "linear")
-        assert plain.may_put_off(operator, option) == is_layer
-        assert fp8_pricer.may_put_off(operator, option) == (is_layer and not operator.scope)
+        assert plain.may_defer(operator, option) == is_layer
+        assert fp8_pricer.may_defer(operator, option) == (is_layer and not operator.scope)
 
 
 def test_price_of_a_layer():

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import autopar
-from autopar.costs.cost_table import block_costs
+from autopar.costs.cost_table import unit_costs
 from autopar.costs.emitted import emitted, priced
 from autopar.costs.events import Ran, Reader
-from autopar.costs.kernels import CHUNK_ELEMENTS, HEAD, TERMS, KernelPricer
+from autopar.costs.kernels import CHUNK_ELEMENTS, LM_HEAD, TERMS, KernelPricer
 from autopar.frontend.trace import trace
 from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node
@@ -22,13 +22,13 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P
 from autopar.launch import run_ranks
 from autopar.lowering.lower import lower
-from autopar.options.choices import Choices
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Option, Scope, operators_of, options_of, scopes_of
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, pricer_for
-from autopar.planning.space import build_space
+from autopar.planning.search_space import build_search_space
 from benchmarks.memory import IDEAL, OVER, UNDER, _peaks
 from codegen.fusion import PATTERNS, fuse
 from codegen.program import Call
@@ -71,7 +71,7 @@ def fused_setting(
     graph = graph_of(name, BATCH, width) if options is None else dropping(name, width, options)
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), 1)
-    return Setting(graph, operators, pricer, build_space(graph, operators, pricer, request.constraints, None))
+    return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints, None))
 
 
 def operator_of(it: Setting, op: str, scope: str) -> Operator:
@@ -89,7 +89,7 @@ def whole(it: Setting, operator: Operator) -> Option:
 
 
 def test_every_pattern_has_a_price() -> None:
-    assert {pattern.name for pattern in PATTERNS} == TERMS.keys() >= {HEAD}
+    assert {pattern.name for pattern in PATTERNS} == TERMS.keys() >= {LM_HEAD}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
@@ -116,23 +116,23 @@ def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str,
     counts_what_is_written(fused_setting(name, mesh, options=options), name, seed)
 
 
-def calls_of(it: Setting, scope: Scope, choices: Choices) -> tuple[Node, ...]:
+def calls_of(it: Setting, scope: Scope, assignment: Assignment) -> tuple[Node, ...]:
     """What predictions count of a scope."""
-    program = emitted(it.graph, it.operators, it.pricer, choices, {}).program
+    program = emitted(it.graph, it.operators, it.pricer, assignment, {}).program
     fusions = priced(program, it.graph, it.operators, it.pricer).fusions
-    own = it.operators, choices, fusions, segments(it.graph)
+    own = it.operators, assignment, fusions, segments(it.graph)
     cls = next((layer for layer in program.layers if layer.name == scope.name), program.root)
     units = Reader(scope, it.pricer.mesh, *own).units(cls)
     return tuple(event.operator.node for unit in units.values() for event in unit.events if isinstance(event, Ran))
 
 
 def counts_what_is_written(it: Setting, name: str, seed: int) -> None:
-    _, choices = it.choices(seed)
+    _, assignment = it.assignment(seed)
     plan = Plan(name, "", it.pricer.mesh, BATCH, 1, "fp32", {})
-    program = fuse(lower(it.graph, it.operators, plan, choices))
+    program = fuse(lower(it.graph, it.operators, plan, assignment))
     bodies = {"": program.root.body} | {layer.name: layer.body for layer in program.layers}
     for scope in scopes_of(it.graph):
-        counted = calls_of(it, scope, choices)
+        counted = calls_of(it, scope, assignment)
         written = Counter(s.target for s in bodies[scope.name] if isinstance(s, Call))
         found = Counter(node.op for node in counted if node.op.startswith("kernels.") or node.op in WRITTEN_OUT)
         fused_calls = {t: n for t, n in written.items() if t.startswith("kernels.") or t in WRITTEN_OUT}
@@ -142,15 +142,15 @@ def counts_what_is_written(it: Setting, name: str, seed: int) -> None:
 
 def test_few_rows_leave_the_head_to_the_losss_own_kernel() -> None:
     it = fused_setting("llama", "single", width=512)
-    _, choices = it.choices(0)
-    ops = [node.op for node in calls_of(it, scopes_of(it.graph)[0], choices)]
+    _, assignment = it.assignment(0)
+    ops = [node.op for node in calls_of(it, scopes_of(it.graph)[0], assignment)]
     assert "kernels.cross_entropy" in ops and "kernels.linear_cross_entropy" not in ops
 
 
 def test_references_on_a_cpu_are_the_calls_that_they_stand_for() -> None:
     it = fused_setting("llama", "single", cluster="1 cpu")
-    _, choices = it.choices(0)
-    nodes = [n for s in scopes_of(it.graph) for n in calls_of(it, s, choices)]
+    _, assignment = it.assignment(0)
+    nodes = [n for s in scopes_of(it.graph) for n in calls_of(it, s, assignment)]
     assert [n.op for n in nodes if n.op.startswith("kernels.")] == ["kernels.linear_cross_entropy"]
 
 
@@ -171,13 +171,13 @@ def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("seed", [0, 1])
 def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     it = fused_setting(name, mesh).without_overlap()
-    chosen, choices = it.choices(seed)
-    seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
-    seconds -= shared_reshard_seconds(it, choices)
-    emitted = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction.step_seconds
+    chosen, assignment = it.assignment(seed)
+    seconds, (num_bytes,) = evaluate(it.search_space.problem, chosen)
+    seconds -= shared_reshard_seconds(it, assignment)
+    emitted = one_stage_costs(it.graph, it.operators, it.pricer, assignment).simulated().prediction.step_seconds
     assert emitted >= seconds * (1 - 1e-9)
     take_nothing_for_parted(monkeypatch)
-    costs = one_stage_costs(it.graph, it.operators, it.pricer, choices)
+    costs = one_stage_costs(it.graph, it.operators, it.pricer, assignment)
     assert costs.simulated().prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
     own = [costs.ranks[0].costs[unit] for unit in chain(it.graph)]
     assert sum(cost.fixed_bytes + cost.activation_bytes for cost in own) == pytest.approx(num_bytes, rel=1e-9)
@@ -275,9 +275,9 @@ def test_a_heads_products_are_all_in_its_forward() -> None:
     """In one chunk: three products and clearing the sum, three passes over the logits; backward both gradients are
     read and written once more."""
     it = fused_setting("llama", "single")
-    head = next(o for (s, _), o in it.operators.items() if not s and o.node.op.startswith("aten.linear"))
+    lm_head = next(o for (s, _), o in it.operators.items() if not s and o.node.op.startswith("aten.linear"))
     loss = operator_of(it, "aten.cross_entropy_loss", "")
-    forward, backward = it.pricer.operator_seconds(head, whole(it, head))
+    forward, backward = it.pricer.operator_seconds(lm_head, whole(it, lm_head))
     n, h, v = BATCH * 32, NARROW, 1024
     device = it.pricer.cluster.device
 
@@ -291,7 +291,7 @@ def test_a_heads_products_are_all_in_its_forward() -> None:
     assert (forward, backward) == pytest.approx((products + memory(v * h), memory(2 * n * h) + memory(2 * v * h)))
     passes = memory(n * v) + memory(2 * n * v), 0.0
     assert it.pricer.operator_seconds(loss, whole(it, loss)) == pytest.approx(passes)
-    assert it.pricer.weight_seconds(head, whole(it, head), forward + backward) == 0.0
+    assert it.pricer.weight_seconds(lm_head, whole(it, lm_head), forward + backward) == 0.0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "t5"])
@@ -299,9 +299,9 @@ def test_a_heads_products_are_all_in_its_forward() -> None:
 def test_the_search_parts_no_run_for_a_price_that_the_program_would_not_have(name: str, mesh: str) -> None:
     """Every normalisation and the loss of the cheapest plan is a kernel in the program too."""
     it = fused_setting(name, mesh)
-    _, choices = it.choices(0)
+    _, assignment = it.assignment(0)
     for scope in scopes_of(it.graph):
-        ops = Counter(node.op for node in calls_of(it, scope, choices))
+        ops = Counter(node.op for node in calls_of(it, scope, assignment))
         own = [it.operators[scope.name, node.name] for node in scope.nodes]
         runs = {id(f) for o in own for f in o.fusions if f.name == "RMSNorm"}
         assert ops["kernels.rms_norm"] + ops["kernels.add_rms_norm"] == len(runs)
@@ -326,9 +326,11 @@ def test_chunks_are_those_of_the_kernel(device: str) -> None:
 def test_a_layer_keeps_less() -> None:
     """Per SwiGLU the activation of the gate, per RMSNorm the normalised x (the weight's factor): one tensor each."""
     it = fused_setting("llama", "single")
-    _, choices = it.choices(0)
+    _, assignment = it.assignment(0)
     plain = pricer_for(request_for("llama"), it.pricer.mesh, 1)
-    kept = [block_costs(it.graph, it.operators, p, choices)["LlamaDecoderLayer"].live.kept for p in (plain, it.pricer)]
+    kept = [
+        unit_costs(it.graph, it.operators, p, assignment)["LlamaDecoderLayer"].live.kept for p in (plain, it.pricer)
+    ]
     gate = next(o.node.outputs[0] for (s, _), o in it.operators.items() if s and o.node.op.startswith("aten.silu"))
     hidden = BATCH * 32 * NARROW * 4
     per_row = BATCH * 32 * 4
@@ -340,9 +342,9 @@ def test_a_layer_keeps_less() -> None:
 def test_dropout_with_its_addition_keeps_no_mask(name: str, scope: str) -> None:
     """Two of a byte per element in each layer; GELU, written out by GPT-2, keeps its input only."""
     it = fused_setting(name, "single", options="")
-    _, choices = it.choices(0)
+    _, assignment = it.assignment(0)
     plain = pricer_for(request_for(name), it.pricer.mesh, 1)
-    kept = [block_costs(it.graph, it.operators, p, choices)[scope].live.kept for p in (plain, it.pricer)]
+    kept = [unit_costs(it.graph, it.operators, p, assignment)[scope].live.kept for p in (plain, it.pricer)]
     masks = 2 * BATCH * 32 * NARROW
     # Half of x, tanh and its sum with one.
     written_out = 3 * 4 * BATCH * 32 * 4 * NARROW if name == "gpt2" else 0
@@ -369,8 +371,8 @@ def test_predicted_peaks_with_a_fused_head_are_close_to_measured_ones(name, cons
     compiled = autopar.compile(example.model, cluster, **options)
     assert "linear_cross_entropy(" in compiled.source
     prediction = compiled.plan.prediction
-    positions = prediction.positions or (prediction.num_bytes,) * 2
-    for predicted, (measured, _) in zip(positions, run_ranks(_peaks, (compiled, example.inputs), 2), strict=True):
+    pipeline_ranks = prediction.pipeline_ranks or (prediction.num_bytes,) * 2
+    for predicted, (measured, _) in zip(pipeline_ranks, run_ranks(_peaks, (compiled, example.inputs), 2), strict=True):
         assert 1 - UNDER <= sum(predicted.values()) / measured <= 1 + OVER
 
 

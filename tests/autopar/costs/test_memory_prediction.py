@@ -19,7 +19,7 @@ from autopar.launch import run_ranks
 from autopar.planning.stage_points import HOLDING
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from codegen.runtime.zero import BUCKET_BYTES
-from cost_models.schedule import orders, placement
+from cost_models.schedule import make_schedule, placement
 
 PAIRS = [
     pytest.param(Pair("gpt2", {"dp": 2, "zero": 0}), marks=pytest.mark.slow),
@@ -34,7 +34,7 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.text)
 def test_predicted_peaks_are_close_to_measured_ones(pair: Pair) -> None:
     for row in measure(pair):
-        assert 1 - UNDER <= row.ratio <= 1 + OVER, f"position {row.position}: {row}"
+        assert 1 - UNDER <= row.ratio <= 1 + OVER, f"pipeline rank {row.pipeline_rank}: {row}"
 
 
 def test_a_resized_storage_counts_as_large_as_it_is() -> None:
@@ -84,19 +84,19 @@ def test_gradients_wait_for_their_bucket() -> None:
     assert peaks([layer(0, own, own, large)] * 4).backward == size + 3 * size
 
 
-def test_a_pipelines_first_position_holds_as_many_micro_batches_as_there_are_positions() -> None:
+def test_a_pipelines_first_pipeline_rank_holds_as_many_micro_batches_as_there_are_pipeline_ranks() -> None:
     one = peaks([layer(10, 12, 15)])
-    for position, most in ((0, 4), (3, 1)):
-        states = holding_states("1f1b", 4, 100, 1)[position]
+    for pipeline_rank, most in ((0, 4), (3, 1)):
+        states = holding_states("1f1b", 4, 100, 1)[pipeline_rank]
         activations, peak = at_peak([(k, 0, tuple((0, h, w) for _, h, w in c)) for k, _, c in states], {0: one})
         assert (activations, peak) == (10 * most, 10 * (most - 1) + 15)
 
 
 def states_of(schedule: str, p: int, count: int, chunks: int) -> list[set[tuple[object, ...]]]:
-    """What every position holds before and after each of its actions, from the orders themselves."""
+    """What every pipeline rank holds before and after each of its actions, from the orders themselves."""
     home, found = placement(schedule, p, chunks), []
-    for position, line in enumerate(orders(schedule, p, count, chunks)):
-        flying = {stage: 0 for stage, where in enumerate(home) if where == position}
+    for pipeline_rank, line in enumerate(make_schedule(schedule, p, count, chunks)):
+        flying = {stage: 0 for stage, where in enumerate(home) if where == pipeline_rank}
         waiting, seen = dict(flying), set()
         for action in line:
             flying[action.stage] -= action.kind in ("B", "I")
@@ -111,7 +111,7 @@ def states_of(schedule: str, p: int, count: int, chunks: int) -> list[set[tuple[
     ("schedule", "chunks"),
     [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)],
 )
-def test_a_few_groups_of_micro_batches_show_all_that_a_position_holds(schedule: str, chunks: int) -> None:
+def test_a_few_groups_of_micro_batches_show_all_that_a_pipeline_rank_holds(schedule: str, chunks: int) -> None:
     for p in (1, 2, 3, 5, 8, 16):
         for count in (1, p, 2 * p + 1, 3 * p + 1, 4 * p, 5 * p + p // 2, 7 * p):
             few = holding_states(schedule, p, count, chunks)
@@ -119,15 +119,15 @@ def test_a_few_groups_of_micro_batches_show_all_that_a_position_holds(schedule: 
 
 
 @pytest.mark.parametrize("schedule", HOLDING)
-def test_the_search_counts_no_more_micro_batches_than_a_position_holds_at_once(schedule: str) -> None:
+def test_the_search_counts_no_more_micro_batches_than_a_pipeline_rank_holds_at_once(schedule: str) -> None:
     """And no fewer than all of them, where the drain keeps weight gradients waiting."""
     for p, count in ((1, 3), (4, 2), (4, 4), (4, 9), (7, 5)):
         holding = HOLDING[schedule](count)
         for i, seen in enumerate(states_of(schedule, p, count, 1)):
             backwards = {(held[1] + 1, held[2]) for kind, _, held in seen if kind in ("B", "I")}
-            put_off = holding.put_off(p, i) if holding.put_off else 0
-            assert (holding.in_flight(p, i), put_off) in backwards
-            assert holding.in_flight(p, i) + put_off == max(flying + waiting for flying, waiting in backwards)
+            num_deferred = holding.num_deferred(p, i) if holding.num_deferred else 0
+            assert (holding.in_flight(p, i), num_deferred) in backwards
+            assert holding.in_flight(p, i) + num_deferred == max(flying + waiting for flying, waiting in backwards)
 
 
 def test_what_two_calls_keep_in_two_layouts_is_two_tensors() -> None:
@@ -204,8 +204,8 @@ def test_what_no_call_reads_is_counted_where_it_is_held(constraints: dict[str, i
             Unread(elements), "2 cpu", example_inputs=batch, constraints=constraints, precision=precision
         )
         prediction = compiled.plan.prediction
-        positions = prediction.positions or (prediction.num_bytes,) * 2
-        predicted.append([sum(kinds.values()) for kinds in positions])
+        pipeline_ranks = prediction.pipeline_ranks or (prediction.num_bytes,) * 2
+        predicted.append([sum(kinds.values()) for kinds in pipeline_ranks])
         held.append(run_ranks(held_bytes, (compiled, batch), 2))
     more = [[b - a for a, b in zip(*each, strict=True)] for each in (predicted, held)]
     assert more[0] == more[1]

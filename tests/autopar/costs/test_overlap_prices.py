@@ -50,11 +50,11 @@ def weight(node: Node) -> Ref:
     return node.args[2] if node.op == "aten.addmm.default" else node.args[1]
 
 
-def discounted(graph, operators, pricer, choices, monkeypatch: pytest.MonkeyPatch) -> set[Layers]:  # type: ignore[no-untyped-def]
+def discounted(graph, operators, pricer, assignment, monkeypatch: pytest.MonkeyPatch) -> set[Layers]:  # type: ignore[no-untyped-def]
     """Layers beside whose weight gradients the plan's prices take sums to run."""
     monkeypatch.setattr(evaluate_module, "Overlaps", Recorded)
     monkeypatch.setattr(Recorded, "found", set())
-    evaluate_module.layer_costs(graph, operators, pricer, choices)
+    evaluate_module.layer_costs(graph, operators, pricer, assignment)
     return Recorded.found
 
 
@@ -87,7 +87,7 @@ def test_plans_count_what_their_programs_join(
     program = autopar.compile(example.model, GPUS, example_inputs=example.inputs, loss_fn=example.loss_fn, **own)
     best = program.best
     pricer = pricer_for(program.request, best.plan.mesh, best.plan.num_micro_batches)
-    found = discounted(best.graph, best.operators, pricer, best.choices, monkeypatch)
+    found = discounted(best.graph, best.operators, pricer, best.assignment, monkeypatch)
     assert isinstance(program.program, Program)
     assert found == joined(program.program) and len(found) == count
 
@@ -100,9 +100,9 @@ def test_under_any_decisions_nothing_is_taken_off_that_the_program_does_not_over
     it, num_joined = setting(name, mesh), 0
     plan = SimpleNamespace(mesh=it.pricer.mesh, cluster="", precision="fp32", global_batch_size=8, num_micro_batches=1)
     for seed in range(1, 7):
-        _, choices = it.choices(seed)
-        found = discounted(it.graph, it.operators, it.pricer, choices, monkeypatch)
-        in_program = joined(overlap(lower(it.graph, it.operators, plan, choices)))
+        _, assignment = it.assignment(seed)
+        found = discounted(it.graph, it.operators, it.pricer, assignment, monkeypatch)
+        in_program = joined(overlap(lower(it.graph, it.operators, plan, assignment)))
         assert found <= in_program, seed
         num_joined += len(found)
     assert num_joined
@@ -136,7 +136,7 @@ def _qkv(it: Setting) -> tuple[str, Ref]:
     return next(site for site, names in joined_layers(it.graph).items() if site[0] and len(names) == 3)
 
 
-def test_only_gpus_hide_sums_and_not_for_schedules_that_put_weights_off() -> None:
+def test_only_gpus_hide_sums_and_not_for_schedules_that_defer_weights() -> None:
     mesh = Mesh.parse("tp4")
     assert pricer_for(request_for("gpt2"), mesh, 1).overlap_share == HIDDEN_FRACTION
     assert pricer_for(request_for("gpt2", "4 cpu"), mesh, 1).overlap_share == 0.0
@@ -144,7 +144,7 @@ def test_only_gpus_hide_sums_and_not_for_schedules_that_put_weights_off() -> Non
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
-def test_pipelines_hide_sums_unless_weights_are_put_off(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelines_hide_sums_unless_weights_are_deferred(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"pp": 2, "tp": 2, "dp": 1, "micro_batches": 4, "recompute": "none", "schedule": schedule}
     pins = {"parameters": {"*.c_fc.weight": {"tp": "S(1)"}, "*.c_attn.weight": {"tp": "S(1/3)"}}}
     plan = search_plans(request_for("gpt2", **limits, **pins)).best.plan

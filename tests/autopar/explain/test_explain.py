@@ -63,7 +63,7 @@ def test_the_same_plan_is_priced_under_each_condition() -> None:
     link = faster_link(asked.cluster.intra_node)
     faster = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, intra_node=link))
     pricer = pricer_for(faster, best.plan.mesh, best.plan.num_micro_batches)
-    expected = one_stage_costs(best.graph, best.operators, pricer, best.choices).simulated().prediction.step_seconds
+    expected = one_stage_costs(best.graph, best.operators, pricer, best.assignment).simulated().prediction.step_seconds
     inside = next(w for w in found.what_ifs if w.resource == "bandwidth inside a node")
     assert inside.same_plan_seconds == pytest.approx(expected, rel=1e-12)
     assert expected < found.plan.prediction.step_seconds
@@ -258,7 +258,7 @@ def test_compared_times_and_bytes_are_the_plans(two: tuple[Plan, Plan]) -> None:
         for row in rows:
             assert (row.first, row.second) == tuple(table.get(row.kind, 0.0) for table in tables)
         assert {row.kind for row in rows} == {k for table in tables for k, v in table.items() if v}
-    assert [row.second for row in found.positions] == [sum(p.values()) for p in two[1].prediction.positions]
+    assert [row.second for row in found.pipeline_ranks] == [sum(p.values()) for p in two[1].prediction.pipeline_ranks]
 
 
 def test_compared_placements_are_those_that_differ(two: tuple[Plan, Plan]) -> None:
@@ -278,5 +278,5 @@ def _with_zero_3(plan: Plan) -> str:
 def test_rendered_comparison(two: tuple[Plan, Plan]) -> None:
     text = render_comparison(compare(*two), ("one.yaml", "other.yaml"))
     assert max(map(len, text.splitlines())) <= 110
-    for part in ("one.yaml", "other.yaml", "Stages", "pp2", "pipeline bubble", "Peak of each pipeline position"):
+    for part in ("one.yaml", "other.yaml", "Stages", "pp2", "pipeline bubble", "Peak of each pipeline rank"):
         assert part in text

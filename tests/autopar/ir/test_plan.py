@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, R, Rp, S, Stored
 from autopar.ir.plan_data import Prediction
-from autopar.options.choices import compress, default_option, expand, labels_of
+from autopar.options.assignment import compress, default_option, expand, labels_of
 from autopar.options.strategies import Option, options_of
 from autopar.plan import Plan
 from autopar.rules.rule import AxisOption
@@ -32,8 +32,8 @@ SETTINGS = [
 
 def plan_of(name: str, mesh: str, seed: int) -> Plan:
     it = setting(name, mesh)
-    _, choices = it.choices(seed)
-    scopes = compress(it.graph, it.operators, Mesh.parse(mesh), choices)
+    _, assignment = it.assignment(seed)
+    scopes = compress(it.graph, it.operators, Mesh.parse(mesh), assignment)
     prediction = Prediction({"forward compute": 0.25, "all_reduce tp": 1e-7}, {"activations": 1e9})
     return Plan(
         it.graph.name, "4 a100-80g", Mesh.parse(mesh), BATCH, 1, "fp32", scopes, prediction,
@@ -45,15 +45,15 @@ def plan_of(name: str, mesh: str, seed: int) -> Plan:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_choices_survive_compression_and_yaml(name: str, mesh: str, seed: int) -> None:
     it = setting(name, mesh)
-    _, choices = it.choices(seed)
+    _, assignment = it.assignment(seed)
     plan = plan_of(name, mesh, seed)
     again = Plan.from_yaml(plan.to_yaml())
     assert again == plan
     assert again.to_yaml() == plan.to_yaml()
     expanded = expand(it.graph, it.operators, again)
-    assert expanded.operators == choices.operators
-    assert expanded.parameters == choices.parameters
-    assert expanded.tensors == choices.tensors
+    assert expanded.operators == assignment.operators
+    assert expanded.parameters == assignment.parameters
+    assert expanded.tensors == assignment.tensors
 
 
 def test_options_with_equal_labels_are_told_apart() -> None:
@@ -183,8 +183,8 @@ def test_an_edit_is_followed_by_the_calls_after_it() -> None:
     plan = with_layer(parameters={f"mlp.{n}_proj.weight": Stored((Rp, R)) for n in ("gate", "up", "down")})
     layer = plan.scopes["LlamaDecoderLayer"]
     bare = replace(layer, calls={}, tensors={})
-    choices = expand(it.graph, it.operators, replace(plan, scopes={**plan.scopes, "LlamaDecoderLayer": bare}))
-    for (scope, name), option in choices.operators.items():
+    assignment = expand(it.graph, it.operators, replace(plan, scopes={**plan.scopes, "LlamaDecoderLayer": bare}))
+    for (scope, name), option in assignment.operators.items():
         node = it.operators[scope, name].node
         if node.module.startswith("mlp.") and node.op == "aten.linear.default":
             assert not option.inputs[1][1].is_shard, name

@@ -132,7 +132,7 @@ def test_files_of_a_pipeline_have_the_sizes_that_they_name() -> None:
     for sizes in ((2, 2), (2, 1)):
         staged = Staging((0, 2, 3), (0, 1, 2), "1f1b", ("F0.0 B0.0", "F1.0 B1.0", "F2.0 B2.0"))
         plan = replace(best.plan, mesh=Mesh(("dp", "tp"), sizes))
-        lowered.append(lower_stages(best.graph, best.operators, plan, best.choices, staged))
+        lowered.append(lower_stages(best.graph, best.operators, plan, best.assignment, staged))
     files = emit_pipeline(lowered[0])
     assert defined(files["layers.py"]) == {"BATCH": 4, "SEQUENCE": 16, "LOCAL_SEQUENCE": 8} | {
         "HEADS": 2, "KV_HEADS": 1, "HEAD_DIM": 8,

@@ -17,11 +17,11 @@ from autopar.ir.graph import Graph, LayerRun
 from autopar.ir.placement import P, R, Rp, S
 from autopar.lowering.stages import (
     StageGraph,
-    blocks_of,
-    border_placements,
+    boundary_placements,
     repeated_calls,
-    shared_parameters,
     stage_graphs,
+    tied_parameters,
+    units_of,
 )
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
@@ -107,7 +107,7 @@ def run_stages(stages: tuple[StageGraph, ...], tensors: dict[str, Tensor], batch
 
 
 def random_cuts(graph: Graph, count: int) -> list[tuple[int, ...]]:
-    length, chance = len(blocks_of(graph)), random.Random(0)
+    length, chance = len(units_of(graph)), random.Random(0)
     cuts = [(0,), tuple(range(length))]
     cuts += [(0, *sorted(chance.sample(range(1, length), chance.randint(1, min(4, length - 1))))) for _ in range(count)]
     return cuts
@@ -154,17 +154,17 @@ def test_every_call_and_layer_is_in_one_stage_and_names_are_unique(name: str) ->
             assert len(set(names)) == len(names)
 
 
-def test_blocks_of_gpt2() -> None:
-    blocks = blocks_of(graph_of("gpt2"))
+def test_units_of_gpt2() -> None:
+    blocks = units_of(graph_of("gpt2"))
     assert [b.kind for b in blocks] == ["", *["GPT2Block"] * 4, ""]
     assert blocks[0].calls == ("embedding", "embedding_1", "add_1")
     assert (blocks[3].run, blocks[3].index, blocks[3].path) == ("transformer_h", 2, "transformer.h.2")
 
 
 @pytest.mark.parametrize("name", [*LAYERED, "mlp"])
-def test_the_planner_counts_the_same_blocks(name: str) -> None:
+def test_the_planner_counts_the_same_units(name: str) -> None:
     graph = graph_of(name)
-    assert ["" if kind.startswith("top ") else kind for kind in chain(graph)] == [b.kind for b in blocks_of(graph)]
+    assert ["" if kind.startswith("top ") else kind for kind in chain(graph)] == [b.kind for b in units_of(graph)]
 
 
 def test_tables_between_runs_are_no_stage() -> None:
@@ -185,7 +185,7 @@ def test_tables_between_runs_are_no_stage() -> None:
 
     model, x = TwoTables(), torch.rand(4, 8)
     graph = trace(model, (x,))
-    blocks = blocks_of(graph)
+    blocks = units_of(graph)
     assert (len(blocks), blocks[4].calls) == (len(chain(graph)), ())
     with pytest.raises(PlanError, match="nothing to compute"):
         stage_graphs(graph, (0, 4, 5))
@@ -196,7 +196,7 @@ def test_tables_between_runs_are_no_stage() -> None:
 
 def test_mlp_is_one_block() -> None:
     graph = graph_of("mlp")
-    assert [b.kind for b in blocks_of(graph)] == [""]
+    assert [b.kind for b in units_of(graph)] == [""]
     assert stage_graphs(graph, (0,))[0].graph.body == graph.body
     with pytest.raises(PlanError, match="block"):
         stage_graphs(graph, (0, 1))
@@ -215,12 +215,12 @@ def test_llama_repeats_rotary_tables_and_sends_hidden_only() -> None:
     assert [[i.name for i in s.graph.inputs] for s in stages] == [["input_ids"], ["hidden"], ["hidden", "labels"]]
     assert all({"cos", "sin"} <= {p.name for p in s.graph.body} for s in stages)
     assert all(meta.requires_grad for s in stages for _, meta in s.received)
-    assert shared_parameters(stages) == ()
+    assert tied_parameters(stages) == ()
 
 
 def test_gpt2_ties_its_embedding_and_reads_labels_at_the_end() -> None:
     stages = stage_graphs(graph_of("gpt2"), (0, 3))
-    assert shared_parameters(stages) == (("transformer.wte.weight", (0, 1)),)
+    assert tied_parameters(stages) == (("transformer.wte.weight", (0, 1)),)
     assert [p.name for p in stages[0].graph.body] == [
         "embedding", "arange", "unsqueeze", "embedding_1", "add_1", "transformer_h_to_2",
     ]  # fmt: skip
@@ -230,7 +230,7 @@ def test_gpt2_ties_its_embedding_and_reads_labels_at_the_end() -> None:
 @pytest.mark.slow
 def test_t5_sends_position_bias_and_encoder_output_to_all_who_use_them() -> None:
     graph = graph_of("t5")
-    kinds = [b.kind for b in blocks_of(graph)]
+    kinds = [b.kind for b in units_of(graph)]
     assert kinds == ["", "T5Block", "T5Block", "T5Block", "", "T5Block2", "T5Block2", ""]
     stages = stage_graphs(graph, (0, 2, 4, 5, 6))
     bias, encoded, second_bias = "relative_attention_bias", "final_layer_norm", "relative_attention_bias_2"
@@ -240,12 +240,12 @@ def test_t5_sends_position_bias_and_encoder_output_to_all_who_use_them() -> None
     assert set(received[3]) == set(received[4]) == {"hidden", encoded, second_bias}
     assert received[1][bias].requires_grad and received[4][second_bias].requires_grad
     assert [len(s.sends) for s in stages] == [2, 1, 3, 1, 0]
-    assert shared_parameters(stages) == (("shared.weight", (0, 2, 4)),)
+    assert tied_parameters(stages) == (("shared.weight", (0, 2, 4)),)
 
 
 def test_one_name_never_means_two_tensors() -> None:
     """Skips: the first linear's result is read by stages after others have sent theirs."""
-    stages = stage_graphs(graph_of("skips"), tuple(range(len(blocks_of(graph_of("skips"))))))
+    stages = stage_graphs(graph_of("skips"), tuple(range(len(units_of(graph_of("skips"))))))
     origin: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
         for _, name in stage.sends:
@@ -280,5 +280,5 @@ def test_repeated_calls_need_no_gradient_and_draw_nothing() -> None:
     assert not bare.requires_grad
 
 
-def test_border_placements() -> None:
-    assert border_placements((Rp, P, R, S(1), S(2, 3))) == (R, R, R, S(1), R)
+def test_boundary_placements() -> None:
+    assert boundary_placements((Rp, P, R, S(1), S(2, 3))) == (R, R, R, S(1), R)

@@ -22,12 +22,12 @@ def test_decisions_of_one_number_of_rows_are_options_of_another(name: str, mesh:
     own = setting(name, mesh)
     graph, operators = operators_at(request_for(name), rows)
     for seed in range(4):
-        choices = own.choices(seed)[1]
-        there = carried(choices, own.operators, SOURCE, rows)
+        assignment = own.assignment(seed)[1]
+        there = carried(assignment, own.operators, SOURCE, rows)
         assert suits(there, graph, operators, Mesh.parse(mesh)), seed
         for key, option in there.operators.items():
             kinds = [[p.kind for p in placements] for placements in (*option.inputs, *option.outputs)]
-            mine = choices.operators[key]
+            mine = assignment.operators[key]
             assert kinds == [[p.kind for p in placements] for placements in (*mine.inputs, *mine.outputs)], key
 
 
@@ -38,10 +38,10 @@ def test_cutting_what_lies_inside_the_batch_keeps_its_meaning() -> None:
                and len(o.inputs[0].shape) == 3 and len(o.node.outputs[0].shape) == 2)  # fmt: skip
     option = next(o for o in options_of(own.operators[key], own.pricer.mesh) if o.inputs[0] == (S(1),))
     assert option.outputs[0] == (S(0, SOURCE),)
-    choices = own.choices(0)[1]
-    choices.operators[key] = option  # type: ignore[index]
+    assignment = own.assignment(0)[1]
+    assignment.operators[key] = option  # type: ignore[index]
     for rows, sections in ((4, 4), (64, 64), (1, 1)):
-        there = carried(choices, own.operators, SOURCE, rows).operators[key]
+        there = carried(assignment, own.operators, SOURCE, rows).operators[key]
         assert there.labels == option.labels
         assert there.inputs[0] == (S(1),) and there.outputs[0] == (S(0, sections),)
 

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, Placement, R, Rp, S, Stored, divides, local_shape
-from autopar.options.choices import Choices, compress, expand
+from autopar.options.assignment import Assignment, compress, expand
 from autopar.options.strategies import num_local, options_of
 from autopar.plan import Plan
 from tests.autopar.requests import BATCH, setting
@@ -75,7 +75,7 @@ def test_every_option_cuts_every_tensor_equally(name: str) -> None:
 def test_hand_written_megatron_plan_expands_to_megatron() -> None:
     """Parameters and layer inputs alone decide: every call's default follows, with two all-reduces a layer."""
     it = setting("llama", str(GRID))
-    _, best = it.choices(0)
+    _, best = it.assignment(0)
     scopes = compress(it.graph, it.operators, GRID, best)
     shards = {"q": S(0), "k": S(0), "v": S(0), "gate": S(0), "up": S(0), "o": S(1), "down": S(1)}
     parameters = {
@@ -87,13 +87,13 @@ def test_hand_written_megatron_plan_expands_to_megatron() -> None:
         for key, stored in parameters.items()
     }
     tensors = {key: (S(0), R) if key[1].node == "hidden" else value for key, value in best.tensors.items()}
-    scopes = compress(it.graph, it.operators, GRID, Choices(best.operators, tensors, parameters))
+    scopes = compress(it.graph, it.operators, GRID, Assignment(best.operators, tensors, parameters))
     scopes = {name: replace(scope, calls={}, tensors={}) for name, scope in scopes.items()}
     plan = Plan("llama", "4 a100-80g", GRID, BATCH, 1, "fp32", scopes)
-    choices = expand(it.graph, it.operators, plan)
+    assignment = expand(it.graph, it.operators, plan)
     outputs = {
         it.operators[key].node.module: option.outputs[0]
-        for key, option in choices.operators.items()
+        for key, option in assignment.operators.items()
         if it.operators[key].node.op == "aten.linear.default" and key[0]
     }
     assert {m: p[1] for m, p in outputs.items()} == {

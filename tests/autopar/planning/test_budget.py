@@ -72,7 +72,7 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str
         rows, (stage_mesh,) = config.rows, config.stage_meshes
         graph, operators = operators_at(request, rows)
         pricer = pricer_for(request, stage_mesh.mesh, config.num_micro_batches, config.offload)
-        costs = one_stage_costs(graph, operators, pricer, found.base.choices(config.zero, rows))
+        costs = one_stage_costs(graph, operators, pricer, found.solved_layer.assignment(config.zero, rows))
         predicted = costs.simulated().prediction.num_bytes
         for kind in ("parameters", "gradients", "optimizer state"):
             assert counted[kind] == pytest.approx(predicted[kind], rel=1e-9), (config, kind)

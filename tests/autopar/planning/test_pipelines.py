@@ -1,4 +1,4 @@
-"""The search over parallel configs: what its bases assume, where axes lie, ZeRO groups, and budgets."""
+"""The search over parallel configs: what its solved layers assume, where axes lie, ZeRO groups, and budgets."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopar.errors import InfeasibleError
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
-from autopar.planning.bases import Bases, named_mesh
 from autopar.planning.candidates import candidate_of
 from autopar.planning.equal_configs import equal_configs
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request, operators_at, pricer_for, usable_bytes
+from autopar.planning.solved_layers import SolvedLayers, named_mesh
 from autopar.planning.stage_problem import StageProblem
 from autopar.settings.constraints import Constraints
 from cost_models import collective
@@ -44,7 +44,7 @@ def searched(name: str, cluster: str, **constraints: Any) -> EqualSearch:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize("mesh", ["dp4", "dp4 x tp2", "ddp2 x dp2 x tp2"])
-def test_a_base_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
+def test_a_solved_layer_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
     """Decisions made for two data-parallel ranks, priced on them, against the same decisions on the whole mesh.
 
     Outside the layers a little grows with the ranks: masks made of the whole batch on every rank, and the cutting of
@@ -52,18 +52,18 @@ def test_a_base_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
     """
     request, wanted = request_for(name, "8 a100-80g"), Mesh.parse(mesh)
     rows = request.global_batch_size // wanted.num_data_ranks
-    base = Bases(request).base(wanted, rows, 0.0)
-    assert base is not None
+    solved_layer = SolvedLayers(request).solved_layer(wanted, rows, 0.0)
+    assert solved_layer is not None
     rows_of_all = request.global_batch_size
     graph, operators = operators_at(request, rows_of_all)
-    whole = layer_costs(graph, operators, pricer_for(request, wanted, 1), base.choices(0, rows_of_all))
-    for block, cost in base.costs.items():
-        for mine, its in ((cost.forward, whole[block].forward), (cost.backward, whole[block].backward)):
+    whole = layer_costs(graph, operators, pricer_for(request, wanted, 1), solved_layer.assignment(0, rows_of_all))
+    for unit, cost in solved_layer.costs.items():
+        for mine, its in ((cost.forward, whole[unit].forward), (cost.backward, whole[unit].backward)):
             # The scalar loss is summed over all data ranks.
             kinds = [kind for kind in {**mine, **its} if not kind.endswith("dp")]
-            near = 0.25 if block.startswith("top") else 1e-9
+            near = 0.25 if unit.startswith("top") else 1e-9
             assert sum(its.get(k, 0.0) for k in kinds) == pytest.approx(sum(mine[k] for k in kinds), rel=near)
-        assert whole[block].activation_bytes == pytest.approx(cost.activation_bytes, rel=0.02)
+        assert whole[unit].activation_bytes == pytest.approx(cost.activation_bytes, rel=0.02)
 
 
 def with_links(cluster: Cluster, intra: float, inter: float) -> Cluster:
@@ -98,10 +98,10 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
     request = replace(request, global_batch_size=16)
     best = EqualSearch(request).run().found[0]
     plan = candidate_of(best, request).plan
-    assert plan.layout == "ddp4 x dp4"
+    assert plan.mesh_text == "ddp4 x dp4"
     pricer = pricer_for(request, plan.mesh, 1)
     meta = next(p.meta for p in EqualSearch(request).costs.graph.parameters if len(p.meta.shape) == 2)
-    stored = next(s for (_, n), s in best.base.parameters(2).items() if s.zero == 2)
+    stored = next(s for (_, n), s in best.solved_layer.parameters(2).items() if s.zero == 2)
     found = sum(pricer.sync_parts(meta, stored, meta.num_bytes)) / (1 - pricer.hidden_fraction)
     inside, across = collective.Group(4, 1), collective.Group(4, 4)
     size = meta.numel * 4
@@ -123,7 +123,7 @@ def test_the_prediction_is_the_simulation_of_the_chosen_stages() -> None:
     found = search.run().found[0]
     candidate = candidate_of(found, search.request)
     assert candidate.plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.05)
-    assert len(candidate.plan.prediction.positions) == 4
+    assert len(candidate.plan.prediction.pipeline_ranks) == 4
 
 
 @pytest.mark.slow

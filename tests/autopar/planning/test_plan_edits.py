@@ -16,7 +16,7 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
-from autopar.options.choices import compress, expand
+from autopar.options.assignment import compress, expand
 from autopar.options.offers import Offers
 from autopar.options.strategies import options_of
 from autopar.options.validate import check_scopes
@@ -32,7 +32,7 @@ BLOCK = "LlamaDecoderLayer"
 @cache
 def text_of(name: str, mesh: str) -> str:
     it = setting(name, mesh)
-    scopes = compress(it.graph, it.operators, Mesh.parse(mesh), it.choices(0)[1])
+    scopes = compress(it.graph, it.operators, Mesh.parse(mesh), it.assignment(0)[1])
     return Plan(it.graph.name, "4 a100-80g", Mesh.parse(mesh), BATCH, 1, "fp32", scopes).to_yaml()
 
 
@@ -148,10 +148,10 @@ def test_a_parameter_that_is_not_trained_has_no_zero_stage() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_the_search_can_find_is_accepted(mesh: str, seed: int) -> None:
     it = setting("gpt2", mesh)
-    choices = it.choices(seed)[1]
-    scopes = compress(it.graph, it.operators, Mesh.parse(mesh), choices)
+    assignment = it.assignment(seed)[1]
+    scopes = compress(it.graph, it.operators, Mesh.parse(mesh), assignment)
     plan = Plan(it.graph.name, "4 a100-80g", Mesh.parse(mesh), BATCH, 1, "fp32", scopes)
-    assert expand(it.graph, it.operators, Plan.from_yaml(plan.to_yaml())).operators == choices.operators
+    assert expand(it.graph, it.operators, Plan.from_yaml(plan.to_yaml())).operators == assignment.operators
 
 
 # --- what is asked for beside a plan ----------------------------------------------------------------------------------

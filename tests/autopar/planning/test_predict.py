@@ -34,18 +34,18 @@ def test_seconds_and_bytes_add_up_to_the_searchs(
     what passes would join: then they take longer, and other sums run beside weight gradients."""
     it = setting(name, mesh, micro_batches)
     if not seed:
-        chosen, choices = it.choices(seed)
-        seconds = evaluate(it.space.problem, chosen)[0] - shared_reshard_seconds(it, choices)
-        emitted = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction.step_seconds
+        chosen, assignment = it.assignment(seed)
+        seconds = evaluate(it.search_space.problem, chosen)[0] - shared_reshard_seconds(it, assignment)
+        emitted = one_stage_costs(it.graph, it.operators, it.pricer, assignment).simulated().prediction.step_seconds
         assert emitted == pytest.approx(seconds, rel=1e-9)
     it = it.without_overlap()
-    chosen, choices = it.choices(seed)
-    seconds, (num_bytes,) = evaluate(it.space.problem, chosen)
-    seconds -= shared_reshard_seconds(it, choices)
-    emitted = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction.step_seconds
+    chosen, assignment = it.assignment(seed)
+    seconds, (num_bytes,) = evaluate(it.search_space.problem, chosen)
+    seconds -= shared_reshard_seconds(it, assignment)
+    emitted = one_stage_costs(it.graph, it.operators, it.pricer, assignment).simulated().prediction.step_seconds
     assert emitted >= seconds * (1 - 1e-9)
     take_nothing_for_parted(monkeypatch)
-    costs = one_stage_costs(it.graph, it.operators, it.pricer, choices)
+    costs = one_stage_costs(it.graph, it.operators, it.pricer, assignment)
     prediction = costs.simulated().prediction
     assert prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
     own = [costs.ranks[0].costs[unit] for unit in chain(it.graph)]
@@ -58,15 +58,15 @@ def test_seconds_and_bytes_add_up_to_the_searchs(
 def test_random_choices_differ_from_the_best() -> None:
     """So that the test above looks at more than one plan."""
     it = setting("llama", "dp2 x tp2")
-    costs = [evaluate(it.space.problem, it.choices(seed)[0])[0] for seed in range(3)]
+    costs = [evaluate(it.search_space.problem, it.assignment(seed)[0])[0] for seed in range(3)]
     assert len(set(costs)) == 3 and min(costs) == costs[0]
 
 
 def test_weights_gradients_and_state_of_plain_data_parallelism() -> None:
     """16 bytes per parameter in fp32 with AdamW, whatever the layers."""
     it = setting("gpt2", "single")
-    _, choices = it.choices(0)
-    prediction = one_stage_costs(it.graph, it.operators, it.pricer, choices).simulated().prediction
+    _, assignment = it.assignment(0)
+    prediction = one_stage_costs(it.graph, it.operators, it.pricer, assignment).simulated().prediction
     trained = sum(p.meta.numel for p in it.graph.parameters if not p.is_buffer)
     found = {kind: prediction.num_bytes[kind] for kind in ("parameters", "gradients", "optimizer state")}
     assert found == {"parameters": 4 * trained, "gradients": 4 * trained, "optimizer state": 8 * trained}
@@ -74,13 +74,14 @@ def test_weights_gradients_and_state_of_plain_data_parallelism() -> None:
 
 
 def test_a_shared_tables_second_copy_is_gathered_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2's token table under ZeRO-3: the last position gathers the whole of its own copy, 1024 x 512 in fp32."""
+    """GPT-2's token table under ZeRO-3: the last pipeline rank gathers the whole of its own copy, 1024 x 512 in
+    fp32."""
     request = request_for("gpt2", "4 cpu", pp=2, dp=2, tp=1, zero=3, micro_batches=2, schedule="1f1b", recompute="none")
     plan = search_plans(request).best.plan
     monkeypatch.setattr(pipeline_costs, "second_copies", lambda *_: ())
     bare = reprice(request, plan).best.plan
-    positions = zip(plan.prediction.positions, bare.prediction.positions, strict=True)
-    more = [sum(counted.values()) - sum(left_out.values()) for counted, left_out in positions]
+    pipeline_ranks = zip(plan.prediction.pipeline_ranks, bare.prediction.pipeline_ranks, strict=True)
+    more = [sum(counted.values()) - sum(left_out.values()) for counted, left_out in pipeline_ranks]
     assert more[0] == 0 and more[1] >= 1024 * 512 * 4
 
 

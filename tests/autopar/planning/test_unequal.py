@@ -16,7 +16,7 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.ir.chain import chain
 from autopar.ir.graph import LayerRun
-from autopar.ir.seats import Seat
+from autopar.ir.stage_mesh import StageMesh
 from autopar.plan import Plan
 from autopar.planning import memory_fit
 from autopar.planning.bounds import bound
@@ -26,7 +26,7 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
-from autopar.planning.shared_decisions import SharedDecisions
+from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import smallest_pipeline
 from autopar.planning.stage_problem import StageProblem
 from autopar.planning.unequal_configs import mesh_sets
@@ -55,8 +55,8 @@ def by_enumeration(problem: PipelineProblem, **_: Any) -> PipelineSolution:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def texts(sets: Iterable[tuple[Seat, ...]]) -> set[tuple[str, ...]]:
-    return {tuple(map(str, seats)) for seats in sets}
+def texts(sets: Iterable[tuple[StageMesh, ...]]) -> set[tuple[str, ...]]:
+    return {tuple(map(str, stage_meshes)) for stage_meshes in sets}
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_the_shapes_of_a_small_cluster_are_those_found_by_hand() -> None:
 
     def found(cluster: str, rows: int) -> set[tuple[str, ...]]:
         request = request_for(cluster)
-        return texts(mesh_sets(request, SharedDecisions(request), num_blocks=5, rows=rows))
+        return texts(mesh_sets(request, SharedAssignments(request), num_units=5, rows=rows))
 
     other = "single of group 1"
     assert found(TWO_AND_ONE, 8) == {("single", other), ("dp2", other), ("tp2", other)}
@@ -138,8 +138,8 @@ def test_the_best_of_all_configs_equals_brute_force(
     assert found.objective >= free.objective * (1 - 1e-9)
     assert all(bound(search.costs, config) <= objective * (1 + 1e-9) for config, objective in solved.items())
     plan = candidate_of(found, request).plan
-    for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
-        assert sum(kinds.values()) <= request.capacity_bytes(seat.group)
+    for stage_mesh, kinds in zip(plan.stage_meshes, plan.prediction.pipeline_ranks, strict=True):
+        assert sum(kinds.values()) <= request.capacity_bytes(stage_mesh.group)
 
 
 def all_solved(search: UnequalSearch) -> dict[ParallelConfig, float]:
@@ -159,7 +159,7 @@ def test_a_cutoff_below_the_best_finds_nothing() -> None:
 
 
 def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
-    """Five blocks on seven groups."""
+    """Five units on seven groups."""
     with pytest.raises(InfeasibleError, match="as many blocks in the model as there are groups"):
         search_plans(request_for(" + ".join(["1 a100-80g", "1 v100-32g"] * 3 + ["1 h100-sxm"]), micro_batches=1))
 
@@ -179,21 +179,21 @@ def test_what_does_not_fit_is_said_group_by_group() -> None:
 
 def test_the_fastest_group_may_be_the_smallest() -> None:
     plan = search_plans(request_for("1 h100-sxm + 2 v100-32g")).best.plan
-    assert plan.num_ranks == 3 and {seat.group for seat in plan.seats} == {0, 1}
+    assert plan.num_ranks == 3 and {stage_mesh.group for stage_mesh in plan.stage_meshes} == {0, 1}
 
 
 def test_micro_batches_may_have_one_row() -> None:
     plan = search_plans(request_for("2 a100-80g + 2 v100-32g", tp=2, micro_batches=ROWS)).best.plan
-    assert [str(seat.mesh) for seat in plan.seats] == ["tp2", "tp2"]
+    assert [str(stage_mesh.mesh) for stage_mesh in plan.stage_meshes] == ["tp2", "tp2"]
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
-def with_seats(plan: Plan) -> Plan:
-    """The same plan with its equal positions written out."""
-    seats = (Seat(plan.mesh),) * plan.pipeline.num_positions
-    return replace(plan, pipeline=replace(plan.pipeline, seats=seats))
+def with_stage_meshes(plan: Plan) -> Plan:
+    """The same plan with its equal pipeline ranks written out."""
+    stage_meshes = (StageMesh(plan.mesh),) * plan.pipeline.num_pipeline_ranks
+    return replace(plan, pipeline=replace(plan.pipeline, stage_meshes=stage_meshes))
 
 
 @pytest.mark.parametrize(
@@ -208,14 +208,14 @@ def with_seats(plan: Plan) -> Plan:
         slow("gpt2", {"dp": 2, "zero": 1, "micro_batches": 2, "recompute": "selective"}),
     ],
 )
-def test_equal_positions_written_out_predict_the_same(name: str, constraints: dict[str, Any]) -> None:
+def test_equal_pipeline_ranks_written_out_predict_the_same(name: str, constraints: dict[str, Any]) -> None:
     request = request_for("4 a100-80g", name, **{"pp": 2} | constraints)
     plan = search_plans(request).best.plan
-    written = Plan.from_yaml(with_seats(plan).to_yaml())
-    assert written == with_seats(plan) and len(written.seats) == plan.pipeline.num_positions
+    written = Plan.from_yaml(with_stage_meshes(plan).to_yaml())
+    assert written == with_stage_meshes(plan) and len(written.stage_meshes) == plan.pipeline.num_pipeline_ranks
     ours, theirs = reprice(request, written).best.plan.prediction, reprice(request, plan).best.plan.prediction
     assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-12)
-    assert ours.num_bytes == theirs.num_bytes and ours.positions == theirs.positions
+    assert ours.num_bytes == theirs.num_bytes and ours.pipeline_ranks == theirs.pipeline_ranks
 
 
 def joined_like_one() -> MixedCluster:
@@ -232,13 +232,13 @@ def test_two_groups_of_equal_nodes_are_as_fast_as_one(constraints: dict[str, int
     pinned = constraints | {"pp": 2, "micro_batches": 4, "schedule": schedule}
     homogeneous = search_plans(request_for("4 a100-80g", **pinned)).best.plan
     request = request_for(joined_like_one(), **pinned)
-    seats = (Seat(homogeneous.mesh, 0), Seat(homogeneous.mesh, 1))
-    apart = replace(homogeneous, pipeline=replace(homogeneous.pipeline, seats=seats))
+    stage_meshes = (StageMesh(homogeneous.mesh, 0), StageMesh(homogeneous.mesh, 1))
+    apart = replace(homogeneous, pipeline=replace(homogeneous.pipeline, stage_meshes=stage_meshes))
     given = reprice(request, apart).best.plan.prediction
     assert given.step_seconds == pytest.approx(homogeneous.prediction.step_seconds, rel=1e-9)
-    assert given.positions == homogeneous.prediction.positions
+    assert given.pipeline_ranks == homogeneous.prediction.pipeline_ranks
     found = search_plans(request).best.plan
-    assert [seat.mesh for seat in found.seats] == [homogeneous.mesh] * 2
+    assert [stage_mesh.mesh for stage_mesh in found.stage_meshes] == [homogeneous.mesh] * 2
     assert found.prediction.step_seconds == pytest.approx(homogeneous.prediction.step_seconds, rel=0.02)
 
 
@@ -256,25 +256,25 @@ def test_a_slower_link_between_the_groups_costs_its_share() -> None:
 
 
 def layers_by_group(plan: Plan) -> dict[int, int]:
-    blocks: dict[int, int] = {}
-    for seat, stage in zip(plan.seats, plan.pipeline.stages, strict=True):
-        blocks[seat.group] = blocks.get(seat.group, 0) + stage.last - stage.first
-    return blocks
+    units: dict[int, int] = {}
+    for stage_mesh, stage in zip(plan.stage_meshes, plan.pipeline.stages, strict=True):
+        units[stage_mesh.group] = units.get(stage_mesh.group, 0) + stage.last - stage.first
+    return units
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [UNLIKE, "2 v100-32g + 2 h100-sxm"])
 def test_a_faster_group_has_more_layers(cluster: str) -> None:
-    """And no layer would be better off one position further on: each such plan, simulated, takes longer."""
+    """And no layer would be better off one pipeline rank further on: each such plan, simulated, takes longer."""
     request = deep(cluster, pp=2, dp=2, micro_batches=4, schedule="1f1b", recompute="none")
     plan = search_plans(request).best.plan
     fast = 0 if cluster == UNLIKE else 1
-    blocks = layers_by_group(plan)
-    assert blocks[fast] > blocks[1 - fast] >= 1
+    units = layers_by_group(plan)
+    assert units[fast] > units[1 - fast] >= 1
     first, last = plan.pipeline.stages
-    for border in (first.last - 1, first.last + 1):
-        if 0 < border < last.last:
-            moved = (replace(first, last=border), replace(last, first=border))
+    for boundary in (first.last - 1, first.last + 1):
+        if 0 < boundary < last.last:
+            moved = (replace(first, last=boundary), replace(last, first=boundary))
             other = replace(plan, pipeline=replace(plan.pipeline, stages=moved))
             slower = reprice(request, other).best.plan.prediction.step_seconds
             assert slower > plan.prediction.step_seconds * (1 - 1e-9)
@@ -286,19 +286,19 @@ def test_a_group_with_little_memory_has_fewer_layers_or_recomputes() -> None:
     assert isinstance(cluster, MixedCluster)
     pinned = {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4, "schedule": "1f1b", "offload": "none"}
     free = search_plans(deep(cluster, **pinned)).best.plan
-    second = [seat.group for seat in free.seats].index(1)
-    needed = sum(free.prediction.positions[second].values())
+    second = [stage_mesh.group for stage_mesh in free.stage_meshes].index(1)
+    needed = sum(free.prediction.pipeline_ranks[second].values())
     reserved = free.prediction.num_bytes["workspace"]
     before, seconds = layers_by_group(free), [free.prediction.step_seconds]
     for share in (0.9, 0.75, 0.6):
         small = cluster.groups[1].with_memory(int(reserved + share * (needed - reserved)))
         request = deep(replace(cluster, groups=(cluster.groups[0], small)), **pinned)
         plan = search_plans(request).best.plan
-        stage = plan.pipeline.stages[[seat.group for seat in plan.seats].index(1)]
+        stage = plan.pipeline.stages[[stage_mesh.group for stage_mesh in plan.stage_meshes].index(1)]
         recomputed = sum(n for runs in stage.recompute.values() for mode, n in runs if mode != "none")
         assert layers_by_group(plan)[1] < before[1] or recomputed > 0
-        for seat, kinds in zip(plan.seats, plan.prediction.positions, strict=True):
-            assert sum(kinds.values()) <= request.whole.groups[seat.group].device.memory_bytes
+        for stage_mesh, kinds in zip(plan.stage_meshes, plan.prediction.pipeline_ranks, strict=True):
+            assert sum(kinds.values()) <= request.whole.groups[stage_mesh.group].device.memory_bytes
         seconds.append(plan.prediction.step_seconds)
     assert seconds == sorted(seconds) and seconds[-1] > seconds[0]
 
@@ -322,42 +322,42 @@ def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
     assert seen > 30
 
 
-def test_a_tied_weight_is_counted_whole_on_a_position_of_one_rank() -> None:
+def test_a_tied_weight_is_counted_whole_on_a_pipeline_rank_of_one_rank() -> None:
     """By hand: fp32 weights, gradients and two moments of all that the last stage holds, none of them sharded."""
     request = request_for("1 a100-80g + 2 a100-80g", "gpt2", tp=1, pp=2, zero=3, micro_batches=4, schedule="1f1b")
     plan = search_plans(request).best.plan
-    assert [str(seat) for seat in plan.seats] == ["dp2 of group 1", "single"]
+    assert [str(stage_mesh) for stage_mesh in plan.stage_meshes] == ["dp2 of group 1", "single"]
     graph, stage = request.trace(2), plan.pipeline.stages[-1]
-    blocks = chain(graph)[stage.first :]
+    units = chain(graph)[stage.first :]
     runs = [piece.layer for piece in graph.body if isinstance(piece, LayerRun)]
     layers = {layer.name: sum(p.meta.numel for p in layer.parameters if not p.is_buffer) for layer in runs}
     top = {p.name: p.meta.numel for p in graph.parameters}
     tied = next(name for name in top if name.endswith("wte.weight"))
-    numel = sum(layers.get(block, 0) for block in blocks) + top[tied]
+    numel = sum(layers.get(unit, 0) for unit in units) + top[tied]
     numel += sum(count for name, count in top.items() if "ln_f" in name)
-    kinds = plan.prediction.positions[-1]
+    kinds = plan.prediction.pipeline_ranks[-1]
     assert kinds["parameters"] + kinds["gradients"] + kinds["optimizer state"] == pytest.approx(16 * numel, rel=0.01)
 
 
 # --- equal GPUs -------------------------------------------------------------------------------------------------------
 
 
-def test_unequal_positions_win_where_equal_ones_leave_devices_idle() -> None:
+def test_unequal_pipeline_ranks_win_where_equal_ones_leave_devices_idle() -> None:
     """Eight rows on three GPUs, which divide neither the rows nor the heads: one stage cannot use all of them."""
     best, *others = (candidate.plan for candidate in search_plans(request_for("3 a100-80g")).candidates)
-    assert sorted(seat.mesh.num_ranks for seat in best.pipeline.seats) == [1, 2]
-    assert [plan.layout for plan in others] == ["pp3"]
+    assert sorted(stage_mesh.mesh.num_ranks for stage_mesh in best.pipeline.stage_meshes) == [1, 2]
+    assert [plan.mesh_text for plan in others] == ["pp3"]
     assert best.prediction.step_seconds < others[0].prediction.step_seconds
 
 
-def test_equal_seats_of_one_group_are_a_plan_of_the_usual_kind() -> None:
-    """Two shapes may be used; where a solution uses one, its positions are not written out."""
+def test_equal_stage_meshes_of_one_group_are_a_plan_of_the_usual_kind() -> None:
+    """Two shapes may be used; where a solution uses one, its pipeline ranks are not written out."""
     search, seen = UnequalSearch(request_for("4 a100-80g", micro_batches=4, zero=1)), set()
     for config in search.configs():
         found = StageProblem.of(search.costs, config).solve()
         plan = candidate_of(found, search.request).plan
-        is_unlike = len(set(found.pipeline.seats)) > 1
-        assert bool(plan.pipeline.seats) == is_unlike and plan.num_ranks == 4
+        is_unlike = len(set(found.pipeline.stage_meshes)) > 1
+        assert bool(plan.pipeline.stage_meshes) == is_unlike and plan.num_ranks == 4
         assert plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.15)
         seen.add(is_unlike)
     assert seen == {True, False}

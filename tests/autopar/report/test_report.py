@@ -83,9 +83,9 @@ def test_dims_are_named_by_what_uses_them(llama: CompiledProgram, gpt2: Compiled
 def test_every_parameter_has_one_row(llama: CompiledProgram) -> None:
     names = name_dims(llama.best.graph, llama.best.operators)
     scope = next(s for s in scopes_of(llama.best.graph) if s.layer)
-    rows = parameter_rows(scope, llama.best.choices, llama.plan.mesh, names)
+    rows = parameter_rows(scope, llama.best.assignment, llama.plan.mesh, names)
     listed = [name.rpartition(".")[2] for row in rows for name in row.what.split(", ")]
-    expected = [n.split(".")[-2] for owner, n in llama.best.choices.parameters if owner == scope.name]
+    expected = [n.split(".")[-2] for owner, n in llama.best.assignment.parameters if owner == scope.name]
     assert sorted(listed) == sorted(expected)
 
 
@@ -124,7 +124,7 @@ def test_gradient_bytes_are_those_of_the_parameters(free: CompiledProgram) -> No
     expected = sum(p.numel() for p in free.model.parameters()) * training.gradient_bytes
     found = 0.0
     for scope in scopes_of(free.best.graph):
-        for row in parameter_traffic(scope, free.best.choices, free.plan.mesh, training, 1):
+        for row in parameter_traffic(scope, free.best.assignment, free.plan.mesh, training, 1):
             if row.words.startswith("gradients"):
                 value, unit = row.traffic.split()
                 found += float(value) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit] * row.count

@@ -18,7 +18,7 @@ from autopar.integrations.loading import load_model
 from autopar.ir.chain import chain
 from autopar.ir.plan_data import StagePlan
 from autopar.report.render import capacity_bytes
-from autopar.report.stages import blocks_words, picture, stage_rows
+from autopar.report.stages import picture, stage_rows, units_words
 from autopar.report.timeline import simulation_of, write_timeline
 from autopar.simulate.trace_file import trace_of
 
@@ -46,7 +46,7 @@ def program(request: pytest.FixtureRequest) -> CompiledProgram:
     )
 
 
-def by_position(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+def by_pipeline_rank(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
@@ -56,8 +56,8 @@ def by_position(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
 
 def test_trace_ends_with_the_predicted_step(program: CompiledProgram, tmp_path: Path) -> None:
     trace = json.loads(write_timeline(program, tmp_path / "out.json").read_text())
-    lines = by_position(trace)
-    assert sorted(lines) == list(range(program.plan.pipeline.num_positions))
+    lines = by_pipeline_rank(trace)
+    assert sorted(lines) == list(range(program.plan.pipeline.num_pipeline_ranks))
     for events in lines.values():
         events.sort(key=lambda e: e["ts"])
         for one, other in pairwise(events):
@@ -80,14 +80,17 @@ def test_every_micro_batch_goes_forward_and_backward(program: CompiledProgram) -
 def test_stages_are_told_in_words(program: CompiledProgram) -> None:
     plan, graph = program.plan, program.best.graph
     rows = list(stage_rows(plan, graph, simulation_of(program)))
-    told = [number for row in rows for number in _layers(row.blocks)]
+    told = [number for row in rows for number in _layers(row.units)]
     assert told == list(range(5))
-    assert "wte" in rows[0].blocks and "lm_head" in rows[-1].blocks and "loss" in rows[-1].blocks
+    assert "wte" in rows[0].units and "lm_head" in rows[-1].units and "loss" in rows[-1].units
     if len(rows) > 1:
         assert [row.stage for row in rows] == list(range(len(plan.pipeline.stages)))
         text = program.report()
-        assert f"Schedule: {plan.pipeline.schedule}" in text and f"pp = {plan.pipeline.num_positions} positions" in text
-        assert all(row.blocks.split(",")[0] in text for row in rows)
+        assert (
+            f"Schedule: {plan.pipeline.schedule}" in text
+            and f"pp = {plan.pipeline.num_pipeline_ranks} pipeline ranks" in text
+        )
+        assert all(row.units.split(",")[0] in text for row in rows)
 
 
 def _layers(words: str) -> list[int]:
@@ -100,13 +103,13 @@ def _layers(words: str) -> list[int]:
 def test_words_of_any_cut(program: CompiledProgram) -> None:
     graph = program.best.graph
     count = len(chain(graph))
-    whole = blocks_words(graph, StagePlan(0, count))
+    whole = units_words(graph, StagePlan(0, count))
     for cut in range(1, count):
-        parts = [blocks_words(graph, StagePlan(*ends)) for ends in ((0, cut), (cut, count))]
+        parts = [units_words(graph, StagePlan(*ends)) for ends in ((0, cut), (cut, count))]
         assert [n for part in parts for n in _layers(part)] == _layers(whole)
 
 
-def test_peak_of_each_position_is_the_prediction(program: CompiledProgram) -> None:
+def test_peak_of_each_pipeline_rank_is_the_prediction(program: CompiledProgram) -> None:
     simulated = simulation_of(program)
     peaks = [sum(kinds.values()) for kinds in simulated.memory]
     assert max(peaks) == pytest.approx(program.plan.prediction.peak_bytes, rel=1e-9)
@@ -120,10 +123,10 @@ def test_picture_shows_the_bubble(program: CompiledProgram) -> None:
     """The share of points of a line is the simulated share of idling, but for rounding to columns."""
     simulated = simulation_of(program)
     lines = picture(simulated, 400)
-    if program.plan.pipeline.num_positions == 1:
+    if program.plan.pipeline.num_pipeline_ranks == 1:
         assert lines == []
         return
-    assert len(lines) == program.plan.pipeline.num_positions
+    assert len(lines) == program.plan.pipeline.num_pipeline_ranks
     for line, idle in zip(lines, simulated.timeline.bubble_fractions, strict=True):
         assert line.count("·") / len(line) == pytest.approx(idle, abs=0.08)
 
@@ -159,7 +162,7 @@ def test_commands(tmp_path: Path) -> None:
     pattern = r"one step +(\S+ \S+) +(\S+ \S+)"
     assert re.search(pattern, anew).groups() == re.search(pattern, compared).groups()
     run("report", str(other), "--model", words[0], "--timeline", str(out))
-    assert len(by_position(json.loads(out.read_text()))) == 2
+    assert len(by_pipeline_rank(json.loads(out.read_text()))) == 2
     text = run("explain", str(other), "--model", words[0], "--seconds", "1")
     assert "What binds" in text and "The plan was given; the search finds a faster one" in text
     failed = CliRunner().invoke(app, ["explain", str(one)])

@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_is_named(how: str) -> None:
 def timeouts_of(axes: tuple[str, ...], sizes: tuple[int, ...], parts: bool) -> set[float]:
     """Of all groups, in seconds."""
     if parts:
-        Mesh.create_position([(axes, sizes), (axes, sizes)])
+        Mesh.create_stage_mesh([(axes, sizes), (axes, sizes)])
     else:
         Mesh.create(axes, sizes).joint(axes[:2])
     groups = torch.distributed.distributed_c10d._world.pg_map

@@ -12,9 +12,9 @@ import torch
 
 import autopar
 from autopar.compiled import CompiledProgram
-from autopar.costs.block_costs import CODING, HIDDEN, SYNCHRONISATION
-from autopar.costs.coding import REFERENCE_BYTES
+from autopar.costs.layer_costs import HIDDEN, QUANTISING, SYNCHRONISATION
 from autopar.costs.price import Pricer
+from autopar.costs.quantised_collectives import REFERENCE_BYTES
 from autopar.costs.rates import Training
 from autopar.errors import ConstraintError, PlanError
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
@@ -73,9 +73,9 @@ def test_a_plan_file_keeps_it_and_the_argument_wins() -> None:
     assert again.plan.prediction.step_seconds == pytest.approx(plan.prediction.step_seconds)
     assert again.request is not None and again.request.training.compression == plan.compression
     other = compiled(plan=plan, compression={"gather": "fp8"})
-    assert other.plan.compression == Compression("fp8") and CODING in other.plan.prediction.seconds
+    assert other.plan.compression == Compression("fp8") and QUANTISING in other.plan.prediction.seconds
     exact = compiled(plan=plan, compression={})
-    assert not exact.plan.compression and CODING not in exact.plan.prediction.seconds
+    assert not exact.plan.compression and QUANTISING not in exact.plan.prediction.seconds
     assert "compression" not in exact.plan.to_yaml()
     with pytest.raises(PlanError, match=r"line \d+: compression: .*'int4'"):
         Plan.from_yaml(text.replace("gather: int8", "gather: int4"))
@@ -155,7 +155,9 @@ def predicted_bytes(program: CompiledProgram) -> dict[str, float]:
     plan, found = program.plan, dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.0)
     assert program.request is not None
     for scope in scopes_of(program.best.graph):
-        rows = traffic_bytes(scope, program.best.choices, plan.mesh, program.request.training, plan.num_micro_batches)
+        rows = traffic_bytes(
+            scope, program.best.assignment, plan.mesh, program.request.training, plan.num_micro_batches
+        )
         for (words, count), size in rows.items():
             kind = next(kind for kind in found if kind in words)
             found[kind] += size * count * scope.count
@@ -214,17 +216,17 @@ def test_prices_are_those_of_the_bytes_and_the_kernels(device: str) -> None:
     once = (2 + WIRE + slow * REFERENCE_BYTES["quantise"]) / size + WIRE + 2
     moved = [once, 4 + WIRE + WIRE + 4 / size + slow * (REFERENCE_BYTES["quantise"] + REFERENCE_BYTES["sum"])]
     decoded, summed = (compute.seconds(compute.Work("memory", 0.0, elements * b), cluster.device) for b in moved)
-    for zero, expected, coding in (
+    for zero, expected, quantising in (
         (1, (0.0, gather + reduce), (0.0, decoded + summed)),
         (2, (reduce, gather), (summed, decoded)),
         (3, (reduce + 2 * gather, 0.0), (summed + 2 * decoded, 0.0)),
     ):
         stored = Stored((Rp,), zero)
         assert pricer.sync_parts(meta, stored, meta.num_bytes) == pytest.approx(expected)
-        assert pricer.coding_parts(meta, stored, meta.num_bytes) == pytest.approx(coding)
-    assert pricer.coding_parts(meta, Stored((Rp,), 0), meta.num_bytes) == (0.0, 0.0)
+        assert pricer.quantising_parts(meta, stored, meta.num_bytes) == pytest.approx(quantising)
+    assert pricer.quantising_parts(meta, Stored((Rp,), 0), meta.num_bytes) == (0.0, 0.0)
     wide = replace(meta, dtype=torch.float64)
-    assert pricer.coding_parts(wide, Stored((Rp,), 3), wide.num_bytes) == (0.0, 0.0)
+    assert pricer.quantising_parts(wide, Stored((Rp,), 3), wide.num_bytes) == (0.0, 0.0)
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def test_a_searched_plan_knows() -> None:
             compression=given,
         )
     exact, both = (found[name].plan.prediction for name in ("exact", "both"))
-    assert CODING not in exact.seconds and both.seconds[CODING] > 0
+    assert QUANTISING not in exact.seconds and both.seconds[QUANTISING] > 0
     for kind in (SYNCHRONISATION, HIDDEN):
         assert 0.2 < both.seconds[kind] / exact.seconds[kind] < 1
     free = autopar.compile(

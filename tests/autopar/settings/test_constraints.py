@@ -61,12 +61,12 @@ def chosen(**constraints: Any) -> Any:
 
 def test_pinned_and_forbidden_parameters() -> None:
     pinned = chosen(parameters={"*.q_proj.weight": {"tp": "S(0)"}, "*.mlp.*": {"tp": "R"}}, zero=0)
-    stored = {name: s.placements for (_, name), s in pinned.choices.parameters.items()}
+    stored = {name: s.placements for (_, name), s in pinned.assignment.parameters.items()}
     assert stored["self_attn.q_proj.weight"][1] == S(0)
     assert all(stored[f"mlp.{n}_proj.weight"][1] in (R, Rp) for n in ("gate", "up", "down"))
     banned = chosen(forbid_parameters={"*.mlp.*": {"tp": "R"}})
     assert all(
-        s.placements[1].is_shard for (_, name), s in banned.choices.parameters.items() if name.startswith("mlp.")
+        s.placements[1].is_shard for (_, name), s in banned.assignment.parameters.items() if name.startswith("mlp.")
     )
 
 
@@ -74,7 +74,7 @@ def test_pinned_activations() -> None:
     best = chosen(activations={"*.mlp.up_proj": {"tp": "S(2)"}})
     (output,) = [
         option.outputs[0]
-        for key, option in best.choices.operators.items()
+        for key, option in best.assignment.operators.items()
         if best.operators[key].node.module == "mlp.up_proj"
     ]
     assert output[1] == S(2)
@@ -91,7 +91,7 @@ def test_pins_never_make_a_plan_faster() -> None:
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_pinned_zero_stage(zero: int) -> None:
     best = chosen(zero=zero)
-    stages = {s.zero for s in best.choices.parameters.values() if s.placements[0] == Rp}
+    stages = {s.zero for s in best.assignment.parameters.values() if s.placements[0] == Rp}
     assert stages == {zero}
 
 

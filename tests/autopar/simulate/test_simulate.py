@@ -64,7 +64,7 @@ def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[
     found, wanted = predicted(name, **strategy, kernels=kernels), plan.prediction
     assert 0.98 * wanted.step_seconds <= found.step_seconds <= 1.03 * wanted.step_seconds
     assert found.peak_bytes == pytest.approx(wanted.peak_bytes, rel=0.02)
-    assert len(found.positions) == len(wanted.positions)
+    assert len(found.pipeline_ranks) == len(wanted.pipeline_ranks)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,8 @@ STEPS = [
 
 @pytest.mark.parametrize("strategy", STEPS)
 def test_events_obey_the_equations_of_a_pipeline(strategy: dict[str, Any]) -> None:
-    """Every chunk starts when the one before it on its position has ended and its message has arrived, not later."""
+    """Every chunk starts when the one before it on its pipeline rank has ended and its message has arrived, not
+    later."""
     found = predicted(**strategy)
     events = found.timeline
     arrivals = {
@@ -223,11 +224,13 @@ def test_events_obey_the_equations_of_a_pipeline(strategy: dict[str, Any]) -> No
         for e in events
         if e.stream == "send"
     }
-    for position in range(strategy["pp"]):
+    for pipeline_rank in range(strategy["pp"]):
         clock = 0.0
-        for event in (e for e in events if e.position == position and e.stage is not None and e.stream == "compute"):
+        for event in (
+            e for e in events if e.pipeline_rank == pipeline_rank and e.stage is not None and e.stream == "compute"
+        ):
             way = "forward" if event.kind == "forward" else "backward"
-            arrived = arrivals.get((way, event.stage, event.micro_batch, position), 0.0)
+            arrived = arrivals.get((way, event.stage, event.micro_batch, pipeline_rank), 0.0)
             ready = arrived if event.kind != "weight gradients" else 0.0
             own = _made_here(events, event, way)
             assert event.start == pytest.approx(max(clock, ready, own), abs=1e-12)
@@ -236,18 +239,19 @@ def test_events_obey_the_equations_of_a_pipeline(strategy: dict[str, Any]) -> No
     crossings = (strategy["pp"] * strategy.get("chunks", 1) - 1) if strategy["pp"] > 1 else 0
     assert len(sends) == 2 * crossings * strategy["micro_batches"]
     assert max(e.end for e in events) == pytest.approx(found.step_seconds)
-    hidden = sum(e.seconds for e in events if e.stream == "communication" and e.position == _busiest(found))
+    hidden = sum(e.seconds for e in events if e.stream == "communication" and e.pipeline_rank == _busiest(found))
     assert hidden == pytest.approx(_hidden_of(found, _busiest(found)))
 
 
 def _made_here(events: Any, event: Any, way: str) -> float:
-    """The end of what feeds an event from a stage of its own position."""
+    """The end of what feeds an event from a stage of its own pipeline rank."""
     if event.kind == "weight gradients":
         return 0.0
     other = event.stage + (-1 if way == "forward" else 1)
     kinds = ("forward",) if way == "forward" else ("backward", "input gradients")
     return max(
-        (e.end for e in events if (e.stage, e.micro_batch, e.position) == (other, event.micro_batch, event.position)
+        (e.end for e in events if (e.stage, e.micro_batch) == (other, event.micro_batch)
+         and e.pipeline_rank == event.pipeline_rank
          and e.kind in kinds and e.stream == "compute"),
         default=0.0,
     )  # fmt: skip
@@ -258,11 +262,11 @@ def _busiest(found: Any) -> int:
     return max(range(len(timeline.busy)), key=lambda p: timeline.busy[p])
 
 
-def _hidden_of(found: Any, position: int) -> float:
+def _hidden_of(found: Any, pipeline_rank: int) -> float:
     simulated = found.simulated
     micro = found.scenario.strategy["micro_batches"]
     kind = "hidden communication"
-    stages = [s for s, home in zip(simulated.stages, simulated.home, strict=True) if home == position]
+    stages = [s for s, home in zip(simulated.stages, simulated.home, strict=True) if home == pipeline_rank]
     return sum(micro * s.micro.get(kind, 0.0) + s.step.get(kind, 0.0) for s in stages)
 
 
@@ -274,10 +278,10 @@ def test_a_searched_plans_events_are_those_of_its_strategy() -> None:
     found = predicted(name, **strategy).timeline
 
     def counts(events: Any) -> Counter[Any]:
-        return Counter((e.kind, e.position, e.stream, e.target) for e in events)
+        return Counter((e.kind, e.pipeline_rank, e.stream, e.target) for e in events)
 
     assert counts(events_of(simulated)) == counts(found)
-    assert events_of(simulated)[-1].position == found[-1].position
+    assert events_of(simulated)[-1].pipeline_rank == found[-1].pipeline_rank
     trace = trace_of(simulated)["traceEvents"]
     names = Counter(row["ph"] for row in trace)
     assert names["b"] == names["e"] == sum(e.stream != "compute" for e in events_of(simulated))

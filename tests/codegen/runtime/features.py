@@ -13,7 +13,7 @@ from codegen.runtime.host_memory import HostMemory
 from codegen.runtime.host_optimizer import HostOptimizer
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.offload import Offload
-from codegen.runtime.pipeline_course import PipelineCourse
+from codegen.runtime.pipeline_executor import PipelineExecutor
 
 
 def features(
@@ -36,5 +36,5 @@ def features(
 
 
 def staged(schedule: Sequence[str]) -> Any:
-    """The `course` of a Pipeline with these lines of actions."""
-    return partial(PipelineCourse, schedule=schedule, deferred=DeferredGradients)
+    """The `executor` of a Pipeline with these lines of actions."""
+    return partial(PipelineExecutor, schedule=schedule, deferred=DeferredGradients)

@@ -51,12 +51,12 @@ def make_block(weight: Any) -> type[Module]:
 
 
 def make_pipeline(
-    positions: tuple[int, ...],
+    pipeline_ranks: tuple[int, ...],
     rows: int,
     axes: tuple[str, ...] = (),
     sizes: tuple[int, ...] = (),
     zero: int = 0,
-    border: str = "R",
+    boundary: str = "R",
     is_tied: bool = True,
     recompute: str = "none",
     dtype: str = "float64",
@@ -64,26 +64,26 @@ def make_pipeline(
     first_ranks: tuple[int, ...] | None = None,
     table: str = "R",
 ) -> Pipeline:
-    """Stages for micro-batches of `rows` rows. border: how tp holds hidden states between stages, table ("R" or
+    """Stages for micro-batches of `rows` rows. boundary: how tp holds hidden states between stages, table ("R" or
     "S(1)"): the embedding's weight and the head's."""
 
     def weight(*shape: int, **options: Any) -> Param:
         return Param(shape, zero=zero, dtype=dtype, **{"dp": "Rp", **options})
 
-    def hidden(tp: str = border, **options: Any) -> Param:
+    def hidden(tp: str = boundary, **options: Any) -> Param:
         return Param((rows, LENGTH, WIDTH), dp="S(0)", tp=tp, dtype=dtype, **options)
 
     Block = make_block(weight)
     Block.layout = Layout((rows, LENGTH, WIDTH), dp="S(0)")
     ids = Param((rows, LENGTH), dp="S(0)", dtype="int64")
-    count = len(positions)
+    count = len(pipeline_ranks)
     cuts = [NUM_BLOCKS * stage // count for stage in range(count + 1)]
 
     def whole(module: Module, x: Tensor) -> Tensor:
-        return module.mesh.tp.all_gather(x, 1, grad="full") if border != "R" else x
+        return module.mesh.tp.all_gather(x, 1, grad="full") if boundary != "R" else x
 
     def part(module: Module, x: Tensor) -> Tensor:
-        return module.mesh.tp.slice(x, 1) if border != "R" else x
+        return module.mesh.tp.slice(x, 1) if boundary != "R" else x
 
     def run(module: Module, x: Tensor) -> Tensor:
         x = whole(module, x)
@@ -147,12 +147,12 @@ def make_pipeline(
     stages = tuple(
         Stage(
             program,
-            position,
+            pipeline_rank,
             layers={Block: tuple(f"blocks.{i}" for i in range(cuts[index], cuts[index + 1]))},
             first_layer={Block: cuts[index]},
             recompute={Block: (recompute,) * (cuts[index + 1] - cuts[index])},
         )
-        for index, (program, position) in enumerate(zip(programs, positions, strict=True))
+        for index, (program, pipeline_rank) in enumerate(zip(programs, pipeline_ranks, strict=True))
     )
     return Pipeline(stages, axes, sizes, meshes, ((TIED, (0, count - 1)),) if is_tied else (), first_ranks)
 

@@ -415,14 +415,14 @@ def near_the_eager_model(rank: int, world_size: int) -> None:
 def pipelines(rank: int, world_size: int) -> None:
     """Two stages of two ranks: training near plain torch, and a tied weight of equal bits on both stages."""
     for stage, name in ((1, "1f1b"), (2, "zero-bubble"), (3, "zero-bubble-v")):
-        positions = {"zero-bubble-v": (0, 1, 1, 0)}.get(name, (0, 1))
-        pipeline = pipeline_program.make_pipeline(positions, 4, ("dp",), (2,), zero=stage, dtype="float32")
+        pipeline_ranks = {"zero-bubble-v": (0, 1, 1, 0)}.get(name, (0, 1))
+        pipeline = pipeline_program.make_pipeline(pipeline_ranks, 4, ("dp",), (2,), zero=stage, dtype="float32")
         step = Step(
             pipeline,
             pipeline.create_mesh(),
             optimizer_factory=partial(make_optimizer, "sgd"),
             num_micro_batches=4,
-            course=staged(lines(name, 2, 4)),
+            executor=staged(lines(name, 2, 4)),
             seed=pipeline_program.SEED,
             compression=Compression(BOTH),
         )

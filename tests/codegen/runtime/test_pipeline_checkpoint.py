@@ -23,9 +23,9 @@ LAYOUTS = {
 
 
 def make(layout: tuple[str, int, dict[str, object]], micro: int = 4) -> Step:
-    name, num_positions, options = layout
-    pipeline = make_pipeline(placement(name, num_positions), ROWS // micro, **options)
-    return make_step(pipeline, lines(name, num_positions, micro), micro)
+    name, num_pipeline_ranks, options = layout
+    pipeline = make_pipeline(placement(name, num_pipeline_ranks), ROWS // micro, **options)
+    return make_step(pipeline, lines(name, num_pipeline_ranks, micro), micro)
 
 
 def train(step: Step, steps: range) -> None:

@@ -86,7 +86,7 @@ def compare(rank: int, world_size: int) -> None:
             pipeline.create_mesh(),
             optimizer_factory=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             num_micro_batches=MICRO,
-            course=staged(lines(name, 2, MICRO)),
+            executor=staged(lines(name, 2, MICRO)),
         )
         step.load(weights())
         step.forward_backward(step.local_batch({"x": x, "target": target}))

@@ -34,21 +34,21 @@ def check(schedule: tuple[str, ...], count: int = 2, links: list[Link] = CHAIN) 
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"), "position 1: stage 1 and micro-batch 1 need F and B"),
+        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"), "pipeline rank 1: stage 1 and micro-batch 1 need F and B"),
         (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 I1.1"), r"need F and B, or F, I and W; .* F1.1, I1.1"),
-        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1 F1.0"), r"position 1: F1.0 is there twice"),
-        (("F0.0 F0.1 B0.0 B0.1 F1.0", "B1.0 F1.1 B1.1"), r"position 0: F1.0 belongs to position 1"),
-        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1 F2.0"), r"position 1: F2.0 names stage 2 of 2"),
-        (("F0.0 F0.1 B0.0 B0.1 F0.2", "F1.0 B1.0 F1.1 B1.1"), r"position 0: F0.2 names micro-batch 2 of 2"),
-        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 X1.1"), r"position 1: 'X1.1' is not an action"),
-        (("F0.0 F0.1 B0.0 B0.1",), "the schedule has 1 lines, the pipeline 2 positions"),
+        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1 F1.0"), r"pipeline rank 1: F1.0 is there twice"),
+        (("F0.0 F0.1 B0.0 B0.1 F1.0", "B1.0 F1.1 B1.1"), r"pipeline rank 0: F1.0 belongs to pipeline rank 1"),
+        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1 F2.0"), r"pipeline rank 1: F2.0 names stage 2 of 2"),
+        (("F0.0 F0.1 B0.0 B0.1 F0.2", "F1.0 B1.0 F1.1 B1.1"), r"pipeline rank 0: F0.2 names micro-batch 2 of 2"),
+        (("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 X1.1"), r"pipeline rank 1: 'X1.1' is not an action"),
+        (("F0.0 F0.1 B0.0 B0.1",), "the schedule has 1 lines, the pipeline 2 pipeline ranks"),
         # Stage 0 wants gradients in the order 1, 0 before it sends the second micro-batch.
         (
             ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"),
-            "position 0: B0.0 waits for B1.0; position 1: F1.1 waits for F0.1",
+            "pipeline rank 0: B0.0 waits for B1.0; pipeline rank 1: F1.1 waits for F0.1",
         ),
-        (("F0.0 F0.1 B0.0 B0.1", "W1.0 F1.0 I1.0 F1.1 B1.1"), "position 1: W1.0 waits for I1.0"),
-        (("B0.0 F0.0 F0.1 B0.1", "F1.0 B1.0 F1.1 B1.1"), "position 0: B0.0 waits for F0.0, B1.0"),
+        (("F0.0 F0.1 B0.0 B0.1", "W1.0 F1.0 I1.0 F1.1 B1.1"), "pipeline rank 1: W1.0 waits for I1.0"),
+        (("B0.0 F0.0 F0.1 B0.1", "F1.0 B1.0 F1.1 B1.1"), "pipeline rank 0: B0.0 waits for F0.0, B1.0"),
     ],
 )
 def test_lines_that_do_not_fit_together_are_refused(schedule: tuple[str, ...], message: str) -> None:
@@ -66,16 +66,16 @@ def test_what_waits_follows_the_links() -> None:
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 6), st.data())
 def test_named_schedules_pass_and_a_lost_action_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
-    positions = placement(name, p)
-    links = [Link(stage, stage + 1, True) for stage in range(len(positions) - 1)]
+    pipeline_ranks = placement(name, p)
+    links = [Link(stage, stage + 1, True) for stage in range(len(pipeline_ranks) - 1)]
     schedule = lines(name, p, m)
-    check_lines(parse_lines(schedule), positions, m, links)
+    check_lines(parse_lines(schedule), pipeline_ranks, m, links)
     place = data.draw(st.integers(0, p - 1))
     words = schedule[place].split()
     lost = data.draw(st.integers(0, len(words) - 1))
     changed = (*schedule[:place], " ".join(words[:lost] + words[lost + 1 :]), *schedule[place + 1 :])
-    with pytest.raises(ValueError, match=f"position {place}: stage"):
-        check_lines(parse_lines(changed), positions, m, links)
+    with pytest.raises(ValueError, match=f"pipeline rank {place}: stage"):
+        check_lines(parse_lines(changed), pipeline_ranks, m, links)
 
 
 def test_pipelines_that_cannot_be_are_refused() -> None:
@@ -116,7 +116,7 @@ def test_pipelines_that_cannot_be_are_refused() -> None:
         INPUTS = {"ids": Param((4,), dp="S(0)")}
 
     Pipeline((Stage(First, 0), Stage(Second, 1)))
-    with pytest.raises(ValueError, match="stages of position 0 take 'ids' in two layouts"):
+    with pytest.raises(ValueError, match="stages of pipeline rank 0 take 'ids' in two layouts"):
         Pipeline((Stage(First, 0), Stage(Second, 0)))
     with pytest.raises(ValueError, match="needs 2 processes .* but 1 run"):
         Pipeline(stages, tied=(("w", (0, 1)),)).create_mesh()
@@ -136,7 +136,7 @@ def test_a_result_of_another_shape_is_refused() -> None:
 
     pipeline = Pipeline((Stage(Sender, 0), Stage(Receiver, 0)))
     schedule = ("F0.0 F1.0 B1.0 B0.0",)
-    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, course=staged(schedule))
+    step = Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.AdamW, executor=staged(schedule))
     with pytest.raises(ValueError, match=r"stage 0 sends 'y' of shape \(3,\), SENDS says \(4,\)"):
         step({"x": torch.zeros(4)})
 

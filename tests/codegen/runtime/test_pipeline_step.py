@@ -10,8 +10,8 @@ import torch
 
 from codegen.runtime.pipeline import Pipeline
 from codegen.runtime.step import Step
-from cost_models.schedules.actions import orders_text
-from cost_models.schedules.generate import orders, placement
+from cost_models.schedules.actions import schedule_text
+from cost_models.schedules.generate import make_schedule, placement
 from tests.codegen.runtime.features import features, staged
 from tests.codegen.runtime.mlp_program import make_optimizer
 from tests.codegen.runtime.pipeline_program import (
@@ -42,7 +42,7 @@ def make_step(
         mesh,
         optimizer_factory=partial(make_optimizer, kind),
         num_micro_batches=micro,
-        course=staged(schedule),
+        executor=staged(schedule),
         max_grad_norm=norm,
         seed=SEED,
         **features(mesh, **options),
@@ -51,22 +51,28 @@ def make_step(
     return step
 
 
-def lines(name: str, num_positions: int, micro: int) -> tuple[str, ...]:
-    return tuple(orders_text(orders(name, num_positions, micro)).splitlines())
+def lines(name: str, num_pipeline_ranks: int, micro: int) -> tuple[str, ...]:
+    return tuple(schedule_text(make_schedule(name, num_pipeline_ranks, micro)).splitlines())
 
 
 def check_training(
-    rank: int, name: str, num_positions: int, micro: int, kind: str = "adamw", norm: float | None = None, **options: Any
+    rank: int,
+    name: str,
+    num_pipeline_ranks: int,
+    micro: int,
+    kind: str = "adamw",
+    norm: float | None = None,
+    **options: Any,
 ) -> None:
     """options: of make_pipeline, and some of Step."""
     tolerance = options.pop("tolerance", 1e-12)
     memory = {key: options.pop(key) for key in ("precision", "offload_optimizer") if key in options}
-    case = f"{name}, {num_positions} positions, {micro} micro-batches, {kind}, clipping {norm}, {options}, {memory}"
-    pipeline = make_pipeline(placement(name, num_positions), ROWS // micro, **options)
-    schedule = lines(name, num_positions, micro)
+    case = f"{name}, {num_pipeline_ranks} ranks, {micro} micro-batches, {kind}, clipping {norm}, {options}, {memory}"
+    pipeline = make_pipeline(placement(name, num_pipeline_ranks), ROWS // micro, **options)
+    schedule = lines(name, num_pipeline_ranks, micro)
     step = make_step(pipeline, schedule, micro, kind, norm, **memory)
     eager = EagerTraining(kind, norm, bool(pipeline.tied))
-    own_line = schedule[pipeline.position_of(rank)].split()
+    own_line = schedule[pipeline.pipeline_rank_of(rank)].split()
 
     def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         error = (actual.double() - expected.detach()).norm() / (expected.detach().norm() + 1e-3)
@@ -113,11 +119,11 @@ def two_ranks(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_positions_train_like_one_process() -> None:
+def test_two_pipeline_ranks_train_like_one_process() -> None:
     run_ranks(two_ranks, 2)
 
 
-def four_positions(rank: int, world_size: int) -> None:
+def four_pipeline_ranks(rank: int, world_size: int) -> None:
     for name in SCHEDULES:
         check_training(rank, name, 4, 8, "sgd", 0.05)
         check_training(rank, name, 4, 2)
@@ -125,8 +131,8 @@ def four_positions(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_four_positions_train_like_one_process() -> None:
-    run_ranks(four_positions, 4)
+def test_four_pipeline_ranks_train_like_one_process() -> None:
+    run_ranks(four_pipeline_ranks, 4)
 
 
 def two_by_two(rank: int, world_size: int) -> None:
@@ -138,12 +144,12 @@ def two_by_two(rank: int, world_size: int) -> None:
     check_training(rank, "interleaved", 2, 4, zero=3, recompute="full", **dp)
     check_training(rank, "zero-bubble", 2, 4, zero=3, recompute="full", **dp)
     check_training(rank, "1f1b", 2, 4, "sgd", 0.05, **tp)
-    check_training(rank, "zero-bubble-v", 2, 4, "sgd", 0.05, border="S(1)", **tp)
+    check_training(rank, "zero-bubble-v", 2, 4, "sgd", 0.05, boundary="S(1)", **tp)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_positions_of_two_ranks_train_like_one_process() -> None:
+def test_pipeline_ranks_of_two_ranks_train_like_one_process() -> None:
     run_ranks(two_by_two, 4)
 
 
@@ -155,7 +161,7 @@ def unequal(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_positions_of_unequal_meshes_train_like_one_process() -> None:
+def test_pipeline_ranks_of_unequal_meshes_train_like_one_process() -> None:
     run_ranks(unequal, 3)
 
 

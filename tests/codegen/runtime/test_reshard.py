@@ -20,8 +20,8 @@ from tests.codegen.runtime.ranks import run_ranks
 
 SHAPE = (24, 12, 24)
 CONJUGATE = {"R": "R", "Rp": "P", "P": "R"}
-Place = str | tuple[int, int]  # a kind, or (dim, sections) of a shard
-Case = tuple[str, Place, Place, Callable[[Tensor], Tensor]]
+StageMesh = str | tuple[int, int]  # a kind, or (dim, sections) of a shard
+Case = tuple[str, StageMesh, StageMesh, Callable[[Tensor], Tensor]]
 
 
 def positions(length: int, sections: int, size: int, rank: int) -> list[int]:
@@ -30,7 +30,7 @@ def positions(length: int, sections: int, size: int, rank: int) -> list[int]:
     return [i for i in range(length) if i % per_section // per_rank == rank]
 
 
-def whole_of(parts: list[Tensor], place: Place) -> Tensor:
+def whole_of(parts: list[Tensor], place: StageMesh) -> Tensor:
     """The tensor that the ranks' parts stand for."""
     if place == "P":
         return torch.stack(parts).sum(0)
@@ -48,7 +48,7 @@ def whole_of(parts: list[Tensor], place: Place) -> Tensor:
     return whole
 
 
-def random_part(place: Place, axis: Axis, seed: int, shape: tuple[int, ...]) -> Tensor:
+def random_part(place: StageMesh, axis: Axis, seed: int, shape: tuple[int, ...]) -> Tensor:
     """A part of the right local shape: equal on all ranks if replicated, its own on each rank if not."""
     local = list(shape)
     if not isinstance(place, str):
@@ -59,7 +59,7 @@ def random_part(place: Place, axis: Axis, seed: int, shape: tuple[int, ...]) -> 
     return torch.randn(local[::-1], dtype=torch.float64, generator=generator).permute(2, 1, 0)
 
 
-def conjugate(place: Place) -> Place:
+def conjugate(place: StageMesh) -> StageMesh:
     return CONJUGATE[place] if isinstance(place, str) else place
 
 

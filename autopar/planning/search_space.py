@@ -1,6 +1,6 @@
-"""The search space: every decision of a graph on one mesh, and the Problem that prices them together.
+"""The search space: every variable of a graph on one mesh, and the Problem that prices them together.
 
-Decisions (variables of the Problem) are of three kinds:
+Its variables, which are those of the Problem, are of four kinds:
 
     operator   an Option of a call
     tensor     the placements in which a batch input, a layer's input, or a tensor with several uses is kept;
@@ -34,11 +34,11 @@ from autopar.settings.constraints import Constraints
 from search.problem import Budget, Edge, Problem, Variable
 
 Key = tuple[str, str, str, int]
-"""Name of a decision: (kind, scope, name, output index)."""
+"""Name of a variable: (kind, scope, name, output index)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SearchVariable:
     """One variable. `placements[i]` is where option i leaves each output (one entry for tensors and parameters)."""
 
     key: Key
@@ -47,36 +47,36 @@ class Decision:
 
 
 @dataclass
-class Space:
-    """The decisions of one graph on one mesh, in order, and the problem made of them."""
+class SearchSpace:
+    """The variables of one graph on one mesh, in order, and the problem made of them."""
 
     graph: Graph
     mesh: Mesh
-    decisions: list[Decision]
+    variables: list[SearchVariable]
     problem: Problem
 
     def index(self) -> Mapping[Key, int]:
-        return {decision.key: i for i, decision in enumerate(self.decisions)}
+        return {variable.key: i for i, variable in enumerate(self.variables)}
 
 
-def build_space(
+def build_search_space(
     graph: Graph,
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
     constraints: Constraints,
     memory_limit: float | None,
-) -> Space:
-    """All decisions and prices. memory_limit: bytes per rank for what the decisions account for; None for no budget."""
+) -> SearchSpace:
+    """All variables and prices. memory_limit: bytes per rank for what the variables account for; None for no budget."""
     builder = _Builder(graph, operators, pricer, constraints)
-    builder.add_decisions()
+    builder.add_variables()
     builder.add_edges()
     variables = tuple(
         Variable(":".join(map(str, d.key)), costs, usage.reshape(1, -1))
-        for d, costs, usage in zip(builder.decisions, builder.costs, builder.usage, strict=True)
+        for d, costs, usage in zip(builder.variables, builder.costs, builder.usage, strict=True)
     )
     budgets = (Budget("memory", float("inf") if memory_limit is None else memory_limit),)
     edges = tuple(Edge(a, b, costs) for (a, b), costs in builder.edges.items())
-    return Space(graph, pricer.mesh, builder.decisions, Problem(variables, edges, budgets))
+    return SearchSpace(graph, pricer.mesh, builder.variables, Problem(variables, edges, budgets))
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _Builder:
     operators: Mapping[tuple[str, str], Operator]
     pricer: Pricer
     constraints: Constraints
-    decisions: list[Decision] = field(default_factory=list)
+    variables: list[SearchVariable] = field(default_factory=list)
     costs: list[np.ndarray] = field(default_factory=list)
     usage: list[np.ndarray] = field(default_factory=list)
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
@@ -99,9 +99,9 @@ class _Builder:
         self.overlaps = Overlaps(self.graph, self.operators, self.pricer)
         self.stored_names = frozenset(p.name for p in self.graph.parameters)
 
-    # --- decisions --------------------------------------------------------------------------------------------
+    # --- variables --------------------------------------------------------------------------------------------
 
-    def add_decisions(self) -> None:
+    def add_variables(self) -> None:
         """Parameters, inputs and operators of the top level, then of each layer class."""
         for item in self.graph.inputs:
             if Ref(item.name) in self.uses[""]:
@@ -115,14 +115,14 @@ class _Builder:
             unit_bytes = sum(meta.num_bytes for _, meta in used if meta.requires_grad)
             stages = self._stages()
             none = np.zeros(len(stages))
-            self._add(Decision(("zero", scope.name, "", 0), stages, tuple(() for _ in stages)), none, none)
+            self._add(SearchVariable(("zero", scope.name, "", 0), stages, tuple(() for _ in stages)), none, none)
             for name, meta in used:
                 self._add_parameter(scope, name, meta, unit_bytes)
             self._add_operators(scope)
 
-    def _add(self, decision: Decision, costs: np.ndarray, usage: np.ndarray) -> None:
-        self.index[decision.key] = len(self.decisions)
-        self.decisions.append(decision)
+    def _add(self, variable: SearchVariable, costs: np.ndarray, usage: np.ndarray) -> None:
+        self.index[variable.key] = len(self.variables)
+        self.variables.append(variable)
         self.costs.append(costs)
         self.usage.append(usage)
 
@@ -140,8 +140,10 @@ class _Builder:
                 for o in options
             ]
             usage = [self.pricer.saved_bytes(operator, o, kept.get(node.name, ())) for o in options]
-            decision = Decision(("operator", scope.name, node.name, 0), options, tuple(o.outputs for o in options))
-            self._add(decision, np.array(seconds) * scope.count * micro, np.array(usage) * scope.count)
+            variable = SearchVariable(
+                ("operator", scope.name, node.name, 0), options, tuple(o.outputs for o in options)
+            )
+            self._add(variable, np.array(seconds) * scope.count * micro, np.array(usage) * scope.count)
             for position, meta in enumerate(node.outputs):
                 ref = Ref(node.name, position)
                 if len(self.uses[scope.name].get(ref, ())) > 1:
@@ -156,9 +158,9 @@ class _Builder:
         meta = scope.metas[self.graph.loss]
         return self.pricer.reshard_seconds(option.outputs[self.graph.loss.index], target, meta)
 
-    def _add_tensor(self, scope: str, ref: Ref, meta: TensorMeta, choices: tuple[Placements, ...]) -> None:
-        decision = Decision(("tensor", scope, ref.node, ref.index), choices, tuple((c,) for c in choices))
-        self._add(decision, np.zeros(len(choices)), np.zeros(len(choices)))
+    def _add_tensor(self, scope: str, ref: Ref, meta: TensorMeta, assignment: tuple[Placements, ...]) -> None:
+        variable = SearchVariable(("tensor", scope, ref.node, ref.index), assignment, tuple((c,) for c in assignment))
+        self._add(variable, np.zeros(len(assignment)), np.zeros(len(assignment)))
 
     def _add_parameter(self, scope: Scope, name: str, meta: TensorMeta, unit_bytes: float) -> None:
         pricer, options = self.pricer, []
@@ -168,15 +170,17 @@ class _Builder:
         options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
         seconds = [pricer.stored_seconds(meta, o, unit_bytes) for o in options]
         usage = [sum(pricer.parameter_bytes(meta, o)) for o in options]
-        decision = Decision(("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options))
-        self._add(decision, np.array(seconds) * scope.count, np.array(usage) * scope.count)
+        variable = SearchVariable(
+            ("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options)
+        )
+        self._add(variable, np.array(seconds) * scope.count, np.array(usage) * scope.count)
         if len(self._stages()) > 1 and meta.requires_grad:
             own = [self._zero_stages(meta, o.placements) for o in options]
             bar = [
                 [0.0 if len(can) == 1 or o.zero == z else np.inf for o, can in zip(options, own, strict=True)]
                 for z in self._stages()
             ]
-            self._add_matrix(self.index["zero", scope.name, "", 0], self.index[decision.key], np.array(bar))
+            self._add_matrix(self.index["zero", scope.name, "", 0], self.index[variable.key], np.array(bar))
 
     def _zero_stages(self, meta: TensorMeta, placements: Placements) -> tuple[int, ...]:
         """Stages open to one parameter: its gradient must be partial over dp."""
@@ -199,7 +203,7 @@ class _Builder:
             weight = scope.count * micro
             for node in scope.nodes:
                 target = self.index["operator", scope.name, node.name, 0]
-                options = self.decisions[target].options
+                options = self.variables[target].options
                 for position, ref in enumerate(node.inputs):
                     wanted = tuple(option.inputs[position] for option in options)
                     self._edge(scope, ref, target, wanted, weight)
@@ -208,7 +212,7 @@ class _Builder:
                     if kept is not None:
                         made = tuple(option.outputs[position] for option in options)
                         site = scope.name, Ref(node.name, position)
-                        matrix = self.overlaps.reshard_matrix(site, made, self.decisions[kept].options, is_kept=True)
+                        matrix = self.overlaps.reshard_matrix(site, made, self.variables[kept].options, is_kept=True)
                         self._add_matrix(target, kept, matrix * weight)
         for run in self.runs:
             self._run_edges(run, micro)
@@ -217,15 +221,15 @@ class _Builder:
         layer = self.scopes[run.layer.name]
         for position, ref in enumerate(run.args):
             target = self.index["tensor", layer.name, run.layer.inputs[position][0], 0]
-            self._edge(self.scopes[""], ref, target, self.decisions[target].options, micro)
+            self._edge(self.scopes[""], ref, target, self.variables[target].options, micro)
         for position, output in run.carried:
             target = self.index["tensor", layer.name, run.layer.inputs[position][0], 0]
             self._edge(
-                layer, run.layer.outputs[output], target, self.decisions[target].options, len(run.instances) * micro
+                layer, run.layer.outputs[output], target, self.variables[target].options, len(run.instances) * micro
             )
 
     def source(self, scope: Scope, ref: Ref) -> tuple[int, int]:
-        """(decision, output index) that says where `ref` lies when it is used."""
+        """(variable, output index) that says where `ref` lies when it is used."""
         for kind in ("tensor", "parameter"):
             found = self.index.get((kind, scope.name, ref.node, ref.index))
             if found is not None:
@@ -241,10 +245,10 @@ class _Builder:
 
     def _edge(self, scope: Scope, ref: Ref, target: int, wanted: tuple[Placements, ...], weight: float) -> None:
         origin, output = self.source(scope, ref)
-        decision = self.decisions[origin]
-        made = tuple(outputs[output] for outputs in decision.outputs)
+        variable = self.variables[origin]
+        made = tuple(outputs[output] for outputs in variable.outputs)
         matrix = self.overlaps.reshard_matrix((scope.name, ref), made, wanted)
-        if decision.key[0] == "parameter":
+        if variable.key[0] == "parameter":
             matrix = matrix + self._parameter_bar(made, wanted, single=len(self.uses[scope.name][ref]) == 1)
         self._add_matrix(origin, target, matrix * weight)
 

@@ -1,6 +1,6 @@
-"""Where the positions of a pipeline run, if they are not all alike: meshes of several sizes, groups of unlike nodes.
+"""Where the pipeline ranks run, if they are not all alike: meshes of several sizes, groups of unlike nodes.
 
-All positions have the plan's axes, so that its decisions hold for all of them; an axis may have one rank here and
+All pipeline ranks have the plan's axes, so that its decisions hold for all of them; an axis may have one rank here and
 several there.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.mesh import AXIS_NAMES, Mesh
-from codegen.program import positions_text
+from codegen.program import meshes_text
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One position. mesh: over the plan's axes. group: of the cluster's groups of equal nodes.
+class StageMesh:
+    """One pipeline rank. mesh: over the plan's axes. group: of the cluster's groups of equal nodes.
 
     Prints as `dp2 x tp4`, or `dp2 x tp4 of group 1`.
     """
@@ -30,7 +30,7 @@ class Seat:
         return str(self.mesh) + (f" of group {self.group}" if self.group else "")
 
     @classmethod
-    def parse(cls, text: str) -> Seat:
+    def parse(cls, text: str) -> StageMesh:
         """The inverse of `str`. Raises ValueError."""
         match = re.fullmatch(r"(.*?)(?: of group (\d+))?", text.strip())
         assert match is not None
@@ -44,15 +44,15 @@ def envelope(meshes: Sequence[Mesh]) -> Mesh:
     return Mesh(axes, tuple(math.lcm(*(mesh.size(axis) for mesh in meshes)) for axis in axes))
 
 
-def first_ranks(seats: Sequence[Seat]) -> tuple[int, ...]:
-    """The first rank of each position. Ranks are numbered group by group; in a group larger meshes come first, so that
-    none lies across nodes that fits into one."""
-    order = sorted(range(len(seats)), key=lambda i: (seats[i].group, -seats[i].mesh.num_ranks))
-    firsts = itertools.accumulate((seats[i].mesh.num_ranks for i in order), initial=0)
+def first_ranks(stage_meshes: Sequence[StageMesh]) -> tuple[int, ...]:
+    """The first rank of each pipeline rank. Ranks are numbered group by group; in a group larger meshes come first, so
+    that none lies across nodes that fits into one."""
+    order = sorted(range(len(stage_meshes)), key=lambda i: (stage_meshes[i].group, -stage_meshes[i].mesh.num_ranks))
+    firsts = itertools.accumulate((stage_meshes[i].mesh.num_ranks for i in order), initial=0)
     found = dict(zip(order, firsts, strict=False))
-    return tuple(found[i] for i in range(len(seats)))
+    return tuple(found[i] for i in range(len(stage_meshes)))
 
 
-def seats_text(seats: Sequence[Seat]) -> str:
+def stage_meshes_text(stage_meshes: Sequence[StageMesh]) -> str:
     """`pp3 (2 of dp2 x tp4, dp4)`: neighbours that are equal are counted."""
-    return positions_text([(seat.mesh.axes, seat.mesh.sizes) for seat in seats])
+    return meshes_text([(stage_mesh.mesh.axes, stage_mesh.mesh.sizes) for stage_mesh in stage_meshes])

@@ -1,4 +1,4 @@
-"""Every decision in full, and how a plan file leaves out what can be derived.
+"""An assignment in full, and how a plan file leaves out what can be derived.
 
 `compress` writes the calls and tensors that differ from their defaults; `expand` derives the others again, walking the
 graph in execution order, and checks what a person may have edited.
@@ -24,8 +24,8 @@ from search.problem import Solution
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """Every decision of a plan in full: what lowering and pricing work on."""
+class Assignment:
+    """One option for every variable: what lowering and pricing work on."""
 
     operators: Mapping[tuple[str, str], Option]
     tensors: Mapping[tuple[str, Ref], Placements]
@@ -39,7 +39,7 @@ class Candidate:
     plan: Plan
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
-    choices: Choices
+    assignment: Assignment
     solution: Solution | None
 
 
@@ -116,14 +116,16 @@ class Deriver:
 
 
 def compress(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, choices: Choices
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, assignment: Assignment
 ) -> dict[str, ScopePlan]:
-    """Choices -> what a plan file writes."""
+    """An assignment -> what a plan file writes."""
     deriver, found = Deriver(graph, operators, mesh), {}
     for scope in deriver.order():
         names = [n for n, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
-        parameters = {n: s for (owner, n), s in choices.parameters.items() if owner == scope.name}
-        inputs = {n: choices.tensors[scope.name, Ref(n)] for n in names if (scope.name, Ref(n)) in choices.tensors}
+        parameters = {n: s for (owner, n), s in assignment.parameters.items() if owner == scope.name}
+        inputs = {
+            n: assignment.tensors[scope.name, Ref(n)] for n in names if (scope.name, Ref(n)) in assignment.tensors
+        }
         calls: dict[str, tuple[str, ...]] = {}
         tensors: dict[str, Placements] = {}
         deriver.place_inputs(scope, ScopePlan(parameters, inputs, {}, {}))
@@ -131,12 +133,12 @@ def compress(
             if isinstance(piece, LayerRun):
                 deriver.place_run(piece)
                 continue
-            option, options = choices.operators[scope.name, piece.name], deriver.options[scope.name, piece.name]
+            option, options = assignment.operators[scope.name, piece.name], deriver.options[scope.name, piece.name]
             if option != options[deriver.default(scope, piece.name)]:
                 calls[piece.name] = labels_of(options, options.index(option))
             for index, placements in enumerate(option.outputs):
                 ref = Ref(piece.name, index)
-                kept = choices.tensors.get((scope.name, ref), placements)
+                kept = assignment.tensors.get((scope.name, ref), placements)
                 if kept != placements:
                     tensors[ref_name(ref)] = kept
                 deriver.lies[scope.name, ref] = kept
@@ -144,8 +146,8 @@ def compress(
     return {name: found[name] for name in deriver.scopes}
 
 
-def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Choices:
-    """A plan's decisions in full, validated against the graph. Raises PlanError."""
+def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Assignment:
+    """A plan's assignment, validated against the graph. Raises PlanError."""
     deriver = Deriver(graph, operators, plan.mesh)
     check_scopes(graph, Offers(graph, deriver.options, plan.mesh), plan)
     chosen: dict[tuple[str, str], Option] = {}
@@ -174,7 +176,7 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
                 deriver.lies[scope.name, ref] = kept
                 if ref in deriver.shared[scope.name]:
                     tensors[scope.name, ref] = kept
-    return Choices(chosen, tensors, parameters)
+    return Assignment(chosen, tensors, parameters)
 
 
 def labels_of(options: tuple[Option, ...], index: int) -> tuple[str, ...]:
@@ -198,23 +200,23 @@ def _find(options: tuple[Option, ...], labels: tuple[str, ...], scope: Scope, na
     )
 
 
-def on_axes(choices: Choices, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Choices:
-    """Decisions on a mesh with `axes` as decisions on one with `wanted` axes: what holds for one data axis holds for
+def on_axes(assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Assignment:
+    """An assignment on a mesh with `axes` as one on a mesh with `wanted` axes: what holds for one data axis holds for
     each, and an axis that is left out has one rank."""
     if axes == wanted:
-        return choices
+        return assignment
     source = axis_sources(axes, wanted)
 
     def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(values[i] for i in source)
 
-    return Choices(
+    return Assignment(
         {
             key: Option(pick(o.axes), tuple(pick(p) for p in o.inputs), tuple(pick(p) for p in o.outputs))
-            for key, o in choices.operators.items()
+            for key, o in assignment.operators.items()
         },
-        {key: pick(placements) for key, placements in choices.tensors.items()},
-        {k: Stored(pick(s.placements), s.zero if "dp" in wanted else 0) for k, s in choices.parameters.items()},
+        {key: pick(placements) for key, placements in assignment.tensors.items()},
+        {k: Stored(pick(s.placements), s.zero if "dp" in wanted else 0) for k, s in assignment.parameters.items()},
     )
 
 

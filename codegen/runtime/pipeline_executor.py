@@ -1,4 +1,4 @@
-"""A pipeline's training step on one rank: the action line of its position, run in order.
+"""A pipeline's training step on one rank: the action line of its pipeline rank, run in order.
 
 F takes what earlier stages sent (as leaves), runs the stage and sends its results. B takes the results' gradients, runs
 the backward and sends the gradients of the leaves. I and W are a backward in two halves (`deferred.py`). Receives
@@ -28,10 +28,10 @@ from .parameters import Module, RngState
 from .part import Batches, Part, PartOptions, mean_loss
 from .pipeline import Pipeline
 from .tied_gradients import TiedGradients
-from .transfer import Directions, Edge, Mail, Message, Parcel, incoming_to
+from .transfer import Channels, Edge, Mailbox, Message, Transfer, incoming_to
 
 if TYPE_CHECKING:
-    # Only programs that put weight gradients off have it beside them.
+    # Only programs that defer weight gradients have it beside them.
     from .deferred import DeferredGradients
 
 
@@ -60,19 +60,19 @@ class _StageRun:
     part: Part
     takes: tuple[Edge, ...]
     gives: tuple[Edge, ...]
-    is_split: bool
+    defers: bool
     deferred: DeferredGradients | None
     batches: Batches = field(default_factory=lambda: ([], {}))
     held: dict[int, _Held] = field(default_factory=dict)
     num_backward: int = 0
 
 
-class PipelineCourse:
+class PipelineExecutor:
     """The stages of this rank and how they train; `Step` is the rest.
 
-    schedule: a line of actions per position. deferred: makes what keeps a stage's weight gradients between I and W, for
-    schedules that have them (`deferred.DeferredGradients`). Raises ValueError if the lines do not fit together or the
-    ranks' differ.
+    schedule: a line of actions per pipeline rank. deferred: makes what keeps a stage's weight gradients between I and
+    W, for schedules that have them (`deferred.DeferredGradients`). Raises ValueError if the lines do not fit together
+    or the ranks' differ.
     """
 
     def __init__(
@@ -92,32 +92,36 @@ class PipelineCourse:
         self.num_micro_batches = options.num_micro_batches
         self.executed: list[str] = []
         self._rank = mesh.everyone.rank
-        self._position = pipeline.position_of(self._rank)
+        self._pipeline_rank = pipeline.pipeline_rank_of(self._rank)
         self._lines = parse_lines(schedule)
-        check_lines(self._lines, pipeline.positions, options.num_micro_batches, pipeline.links())
+        check_lines(self._lines, pipeline.pipeline_ranks, options.num_micro_batches, pipeline.links())
         if deferred is None and any(action.kind == "I" for action in itertools.chain(*self._lines)):
-            raise ValueError("the schedule puts weight gradients off: PipelineCourse needs deferred=DeferredGradients")
+            raise ValueError("the schedule defers weight gradients: PipelineExecutor needs deferred=DeferredGradients")
         self._is_double = False
         self._agree(schedule)
         self._edges = pipeline.edges(options.precision)
         self._stages = {
             number: self._make_stage(number, options, deferred)
-            for number, position in enumerate(pipeline.positions)
-            if position == self._position
+            for number, pipeline_rank in enumerate(pipeline.pipeline_ranks)
+            if pipeline_rank == self._pipeline_rank
         }
         self.parts = tuple(stage.part for stage in self._stages.values())
         self._tied = TiedGradients(pipeline, mesh, {number: stage.part for number, stage in self._stages.items()})
         self._rows_are_known = False
         self._learn_dtype()
-        self._directions = Directions.create(mesh)
+        self._channels = Channels.create(mesh)
         self._incoming = self._plan(self._lines)
         self._evaluation = forward_only(self._lines)
         self._incoming_evaluation = self._plan(self._evaluation)
         if mesh.device.type == "cuda":
             edges = (*self._edges, *(edge for tied in pipeline.tied for edge in pipeline.exchanges(*tied)))
-            copies = (copy for edge in edges for copy in (*edge.forward, *edge.backward))
-            pairs = ((copy.source, copy.target) for copy in copies if copy.source != copy.target)
-            self._directions.connect(pairs, self._rank, mesh.device)
+            slices = (message_slice for edge in edges for message_slice in (*edge.forward, *edge.backward))
+            pairs = (
+                (message_slice.source, message_slice.target)
+                for message_slice in slices
+                if message_slice.source != message_slice.target
+            )
+            self._channels.connect(pairs, self._rank, mesh.device)
 
     # Making -----------------------------------------------------------------------------------------------------------
 
@@ -129,13 +133,13 @@ class PipelineCourse:
         queue = None if deferred is None else deferred()
         if queue is not None:
             queue.attach(model)
-        line = self._lines[self._position]
+        line = self._lines[self._pipeline_rank]
         return _StageRun(
             number=number,
             part=part,
             takes=tuple(edge for edge in self._edges if edge.target == number),
             gives=tuple(edge for edge in self._edges if edge.source == number),
-            is_split=any(action.kind == "I" and action.stage == number for action in line),
+            defers=any(action.kind == "I" and action.stage == number for action in line),
             deferred=queue,
         )
 
@@ -158,28 +162,28 @@ class PipelineCourse:
 
     # What waits for what ----------------------------------------------------------------------------------------------
 
-    def _plan(self, lines: Lines) -> dict[int, list[Message]]:
+    def _plan(self, lines: Lines) -> dict[int, list[Transfer]]:
         """What this rank gets from each other, in the order in which it is sent."""
-        parcels = (parcel for action in itertools.chain(*lines) for parcel in self._makes(action))
-        return incoming_to(self._rank, parcels)
+        messages = (message for action in itertools.chain(*lines) for message in self._makes(action))
+        return incoming_to(self._rank, messages)
 
-    def _makes(self, action: Action) -> list[Parcel]:
+    def _makes(self, action: Action) -> list[Message]:
         """What is sent when an action has ended."""
         stage, index = action.stage, action.micro_batch
         if action.kind == "F":
-            return [Parcel(edge, index) for edge in self._edges if edge.source == stage]
+            return [Message(edge, index) for edge in self._edges if edge.source == stage]
         if action.kind == "W":
             return []
-        return [Parcel(edge, index, True) for edge in self._edges if edge.target == stage and edge.backward]
+        return [Message(edge, index, True) for edge in self._edges if edge.target == stage and edge.backward]
 
-    def _needs(self, action: Action) -> list[Parcel]:
+    def _needs(self, action: Action) -> list[Message]:
         """What must be there before an action starts."""
         stage, index = action.stage, action.micro_batch
         if action.kind == "F":
-            return [Parcel(edge, index) for edge in self._edges if edge.target == stage]
+            return [Message(edge, index) for edge in self._edges if edge.target == stage]
         if action.kind == "W":
             return []
-        return [Parcel(edge, index, True) for edge in self._edges if edge.source == stage and edge.backward]
+        return [Message(edge, index, True) for edge in self._edges if edge.source == stage and edge.backward]
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -188,53 +192,53 @@ class PipelineCourse:
         self._prepare(local_batch)
         for stage in self._stages.values():
             stage.num_backward = 0
-            if stage.is_split:
-                stage.part.zero.begin_split_step()
-        losses = self._run(self._lines[self._position], self._incoming)
-        self._tied.sum(self._directions)
+            if stage.defers:
+                stage.part.zero.begin_deferring_step()
+        losses = self._run(self._lines[self._pipeline_rank], self._incoming)
+        self._tied.sum(self._channels)
         self._learn_rows()
         return self._share(losses)
 
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """The global mean loss of the forwards alone; gradients must be off."""
         self._prepare(local_batch)
-        return self._share(self._run(self._evaluation[self._position], self._incoming_evaluation))
+        return self._share(self._run(self._evaluation[self._pipeline_rank], self._incoming_evaluation))
 
     def _prepare(self, local_batch: Mapping[str, Tensor]) -> None:
         for stage in self._stages.values():
             stage.held.clear()
             stage.batches = stage.part.prepare(local_batch)
 
-    def _run(self, line: Sequence[Action], incoming: Mapping[int, Sequence[Message]]) -> dict[int, Tensor]:
+    def _run(self, line: Sequence[Action], incoming: Mapping[int, Sequence[Transfer]]) -> dict[int, Tensor]:
         """The losses by micro-batch, on the ranks of the last stage."""
-        mail = Mail(self.mesh, self._directions, incoming)
+        mailbox = Mailbox(self.mesh, self._channels, incoming)
         losses: dict[int, Tensor] = {}
         self.executed = []
         for place, action in enumerate(line):
             for near in line[place : place + 2]:
-                for parcel in self._needs(near):
-                    mail.expect(parcel)
+                for message in self._needs(near):
+                    mailbox.expect(message)
             stage = self._stages[action.stage]
             self.rng.micro_batch = action.micro_batch
             if action.kind == "F":
-                loss = self._forward(stage, action.micro_batch, mail)
+                loss = self._forward(stage, action.micro_batch, mailbox)
                 if loss is not None:
                     losses[action.micro_batch] = loss
             elif action.kind == "W":
                 self._deferred(stage, action.micro_batch)
             else:
-                self._backward(stage, action, mail)
-            mail.release_finished()
+                self._backward(stage, action, mailbox)
+            mailbox.release_finished()
             self.executed.append(str(action))
-        mail.finish()
+        mailbox.finish()
         self.mesh.finish()
         return losses
 
-    def _forward(self, stage: _StageRun, index: int, mail: Mail) -> Tensor | None:
+    def _forward(self, stage: _StageRun, index: int, mailbox: Mailbox) -> Tensor | None:
         """Runs an action F; gives the loss, if this is the last stage."""
         inputs = {}
         for edge in stage.takes:
-            x = mail.receive(Parcel(edge, index)).detach()
+            x = mailbox.receive(Message(edge, index)).detach()
             inputs[edge.name] = x.requires_grad_() if edge.backward and torch.is_grad_enabled() else x
         batches, targets = stage.batches
         stage.part.zero.begin(accumulate=False, is_last=False)
@@ -256,10 +260,10 @@ class PipelineCourse:
             loss: Tensor = named["loss"].detach()
             return loss
         for edge in stage.gives:
-            mail.send(Parcel(edge, index), named[edge.name])
+            mailbox.send(Message(edge, index), named[edge.name])
         return None
 
-    def _backward(self, stage: _StageRun, action: Action, mail: Mail) -> None:
+    def _backward(self, stage: _StageRun, action: Action, mailbox: Mailbox) -> None:
         """Runs an action B, or I."""
         index, held, zero = action.micro_batch, stage.held.pop(action.micro_batch), stage.part.zero
         gradients: dict[str, Tensor] = {
@@ -267,8 +271,8 @@ class PipelineCourse:
         }
         for edge in stage.gives:
             if edge.backward:
-                gradient = mail.receive(Parcel(edge, index, True))
-                mail.release(Parcel(edge, index))
+                gradient = mailbox.receive(Message(edge, index, True))
+                mailbox.release(Message(edge, index))
                 gradients[edge.name] = gradients[edge.name] + gradient if edge.name in gradients else gradient
         used = [(held.outputs[name], gradient) for name, gradient in gradients.items() if name in held.outputs]
         roots = [output.root for output, _ in used]
@@ -286,7 +290,7 @@ class PipelineCourse:
         for edge in stage.takes:
             if edge.backward:
                 leaf = held.inputs[edge.name]
-                mail.send(Parcel(edge, index, True), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+                mailbox.send(Message(edge, index, True), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
 
     def _deferred(self, stage: _StageRun, index: int) -> None:
         """Runs an action W: the deferred weight gradients of a micro-batch."""
@@ -319,7 +323,7 @@ class PipelineCourse:
     def read(self, what: Literal["gradients", "state"], rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Whole tensors of all stages by their names, on every rank or on rank 0. Collective."""
         for number in range(len(self.pipeline.stages)):
-            first = self.pipeline.place(number).first_rank
+            first = self.pipeline.stage_mesh(number).first_rank
             own = self._stages[number].part if number in self._stages else None
             box: list[Any] = [own.describe(what) if own is not None else None]
             if self.mesh.everyone.size > 1:
@@ -334,7 +338,7 @@ class PipelineCourse:
 
     def _bring(self, value: Tensor, source: int, rank0_only: bool) -> None:
         """Brings a value from process `source` to all, or to process 0."""
-        line = collectives.wire(value)
+        line = collectives.as_sent(value)
         if self.mesh.everyone.size == 1 or (rank0_only and source == 0):
             return
         if not rank0_only:

@@ -246,7 +246,7 @@ def test_models_train_like_the_eager_ones(name, sizes, constraints):
 @pytest.mark.distributed
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_pipelines_train_like_the_eager_model(schedule):
-    """Zero bubble puts off weight gradients of linear layers; the head's are there with its input's."""
+    """Zero bubble defers weight gradients of linear layers; the head's are there with its input's."""
     check(EXAMPLES["llama"](**FEW), constraints={"pp": 2, "dp": 2, "schedule": schedule, "micro_batches": 4})
 
 

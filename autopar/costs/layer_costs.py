@@ -1,7 +1,7 @@
-"""What is counted of each block, a unit of the model's chain (autopar/ir/chain.py).
+"""What is counted of each unit of the model's chain (autopar/ir/chain.py).
 
-Every price of space.py falls into exactly one block: a call's into its own, a reshard's into its reader's (into its
-maker's where several read what was made once), a parameter's into that of its first use.
+Every price of search_space.py falls into exactly one unit: a call's into its own, a reshard's into its reader's (into
+its maker's where several read what was made once), a parameter's into that of its first use.
 
 What calls do is counted in evaluate.py and recompute_modes.py, what parameters cost in stored_costs.py, and
 cost_table.py has both together.
@@ -19,7 +19,7 @@ from autopar.costs.peak import Slot
 SYNCHRONISATION = "gradient and parameter synchronisation"
 HIDDEN = "hidden communication"
 ACCUMULATION = "gradient accumulation"
-CODING = "quantising for compressed collectives"
+QUANTISING = "quantising for compressed collectives"
 ROUNDING = "masters rounded for gathers"
 RECOMPUTATION = "recomputation"
 FETCHING = "activations to and from the host"
@@ -41,29 +41,30 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True)
-class BusySeconds:
-    """Seconds of a block per micro-batch. together: forward and backward. weight: of these, weight gradients of linear
-    layers. beside: of sums beside weight gradients, which are not in `together` unless these are put off."""
+class ComputeSeconds:
+    """Seconds of a unit per micro-batch. together: forward and backward. weight: of these, weight gradients of linear
+    layers. overlapped: of sums beside weight gradients, which are not in `together` unless these are deferred."""
 
     together: float
     weight: float
-    beside: float = 0.0
+    overlapped: float = 0.0
 
     def under(self, schedule: str) -> float:
         """Seconds of forward and backward under a schedule."""
-        return self.together + (self.beside if puts_off(schedule) else 0.0)
+        return self.together + (self.overlapped if defers_weights(schedule) else 0.0)
 
 
 @dataclass(slots=True)
-class BlockCost:
-    """Seconds by kind and bytes of one rank for one block.
+class LayerCost:
+    """Seconds by kind and bytes of one rank for one unit.
 
     forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
     per micro-batch without recomputation, as the search of sharding counts them; live.kept with copies of resharded
     tensors that several calls keep. live: what is alive while it runs; gathered_bytes: whole parameters and
     gradients while they are gathered; slots: of each trained parameter. weight_seconds: the part of backward that only
-    makes weight gradients of linear layers and can be put off; putting_off_seconds: what that costs. beside: seconds by
-    kind of sums that run beside these (overlap.py) and are not in backward, unless they are put off. modes: for layers.
+    makes weight gradients of linear layers and can be deferred; deferring_seconds: what that costs. overlapped: seconds
+    by kind of sums that run beside these (overlap.py) and are not in backward, unless they are deferred. modes: for
+    layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -75,8 +76,8 @@ class BlockCost:
     gathered_bytes: float = 0.0
     slots: tuple[Slot, ...] = ()
     weight_seconds: float = 0.0
-    putting_off_seconds: float = 0.0
-    beside: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    deferring_seconds: float = 0.0
+    overlapped: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     modes: dict[str, Mode] = field(default_factory=dict)
 
     @property
@@ -92,8 +93,8 @@ class BlockCost:
         return exposed(self.step)
 
     @property
-    def beside_seconds(self) -> float:
-        return sum(self.beside.values())
+    def overlapped_seconds(self) -> float:
+        return sum(self.overlapped.values())
 
     @property
     def fixed_bytes(self) -> float:
@@ -105,8 +106,8 @@ class BlockCost:
         return max(self.live.forward, self.live.waiting) - self.live.kept + self.gathered_bytes
 
 
-def puts_off(schedule: str) -> bool:
-    """Whether a schedule puts weight gradients off, so that nothing is left beside which sums could run."""
+def defers_weights(schedule: str) -> bool:
+    """Whether a schedule defers weight gradients, so that nothing is left beside which sums could run."""
     return schedule.startswith("zero-bubble")
 
 

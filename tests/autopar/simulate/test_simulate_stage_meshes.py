@@ -68,7 +68,7 @@ def test_two_equal_groups_are_as_one(profile: str, strategy: dict[str, Any]) -> 
     halves = joined("2 a100-80g + 2 a100-80g")
     found, wanted = predicted(halves, profile, **strategy), predicted("4 a100-80g", profile, **strategy)
     assert found.seconds == pytest.approx(wanted.seconds, rel=1e-9)
-    assert found.positions == wanted.positions and found.num_bytes == wanted.num_bytes
+    assert found.pipeline_ranks == wanted.pipeline_ranks and found.num_bytes == wanted.num_bytes
     nodes = predicted("2x2 a100-80g", profile, **strategy), predicted("2 a100-80g + 2 a100-80g", profile, **strategy)
     assert nodes[0].step_seconds == pytest.approx(nodes[1].step_seconds, rel=1e-9)
 
@@ -81,18 +81,18 @@ def test_a_searched_plan_scores_alike(cluster: str, strategy: dict[str, Any]) ->
     limits = Constraints.parse(pinned)
     request = Request(traced(), whole.groups[0], ROWS, "fp32", Training(), limits, whole)
     plan = search_plans(request).best.plan
-    groups = [seat.group for seat in plan.seats]
+    groups = [stage_mesh.group for stage_mesh in plan.stage_meshes]
     found = predicted(whole, groups=groups, kernels="off", **pinned)
     assert found.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.03)
     assert found.peak_bytes == pytest.approx(plan.prediction.peak_bytes, rel=0.02)
-    for ours, theirs in zip(found.positions, plan.prediction.positions, strict=True):
+    for ours, theirs in zip(found.pipeline_ranks, plan.prediction.pipeline_ranks, strict=True):
         assert sum(ours.values()) == pytest.approx(sum(theirs.values()), rel=0.02)
 
 
 def test_the_faster_group_computes_more_where_it_is() -> None:
     for groups in ([0, 1], [1, 0]):
         found = predicted(UNLIKE, dp=2, groups=groups)
-        held = [kinds["parameters"] for kinds in found.positions]
+        held = [kinds["parameters"] for kinds in found.pipeline_ranks]
         assert held[groups.index(0)] > 1.5 * held[groups.index(1)]
 
 
@@ -108,7 +108,7 @@ def test_messages_between_groups_take_the_link_that_joins_them() -> None:
 def test_whether_it_fits_is_asked_of_every_group() -> None:
     cluster = joined("2 a100-80g + 2 a100-80g")
     roomy = predicted(cluster, dp=2)
-    second = sum(roomy.positions[1].values())
+    second = sum(roomy.pipeline_ranks[1].values())
     tight = replace(cluster, groups=(cluster.groups[0], cluster.groups[1].with_memory(int(second) - 1)))
     found = predicted(tight, dp=2)
     assert roomy.fits and not found.fits
@@ -118,14 +118,16 @@ def test_whether_it_fits_is_asked_of_every_group() -> None:
 @pytest.mark.parametrize(
     ("cluster", "strategy", "words"),
     [
-        ("2 a100-80g + 1 v100-32g", {"pp": 1, "dp": 3}, "3 devices of each position.*1 .pp=3."),
+        ("2 a100-80g + 1 v100-32g", {"pp": 1, "dp": 3}, "3 devices of each pipeline rank.*1 .pp=3."),
         ("4 a100-80g + 2 v100-32g", {"dp": 3}, "1 .pp=6., 2 .pp=3."),
-        (UNLIKE, {"dp": 2, "groups": [0, 0]}, "as many positions.*any order"),
+        (UNLIKE, {"dp": 2, "groups": [0, 0]}, "as many pipeline ranks.*any order"),
         (UNLIKE, {"dp": 2, "groups": "01"}, "numbers of groups"),
         (UNLIKE, {"dp": 4}, "number of devices"),
     ],
 )
-def test_positions_that_do_not_fill_the_groups_are_named(cluster: str, strategy: dict[str, Any], words: str) -> None:
+def test_pipeline_ranks_that_do_not_fill_the_groups_are_named(
+    cluster: str, strategy: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConstraintError, match=f"(?s){words}"):
         predictor().predict(cluster, {"pp": 2, "zero": 0, "micro_batches": 1} | strategy, global_batch_size=24)
 

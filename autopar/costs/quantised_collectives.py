@@ -22,7 +22,7 @@ from autopar.ir.graph import TensorMeta
 from codegen.runtime.codes import BLOCK_SIZE
 from cost_models.hardware import Device
 
-WIRE_BYTES = 1 + 4 / BLOCK_SIZE
+CODE_BYTES = 1 + 4 / BLOCK_SIZE
 """Bytes per element of a code and its share of the scale."""
 REFERENCE_BYTES: Mapping[str, float] = {"quantise": 58.0, "sum": 25.0, "e4m3": 4.0}
 """Bytes per element that the reference moves beyond what a kernel moves. quantise: zeros 4, their copy 4, abs 8, amax
@@ -34,7 +34,7 @@ ns each and summed in 0.9 to 1.3, where a copy of fp32 took 0.44 to 0.56; torch 
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class SentBytes:
     """Bytes per element of a parameter's line on the wire of a gather and of a reduction; codes: "" where exact."""
 
     gather: float
@@ -48,25 +48,27 @@ def can_compress(meta: TensorMeta) -> bool:
     return meta.dtype.is_floating_point and meta.dtype.itemsize <= 4
 
 
-def wire_of(compression: Compression, meta: TensorMeta, size: int, compute_bytes: float, gradient_bytes: float) -> Wire:
+def sent_bytes_of(
+    compression: Compression, meta: TensorMeta, size: int, compute_bytes: float, gradient_bytes: float
+) -> SentBytes:
     """The bytes per element that travel of a parameter whose state is sharded over `size` ranks."""
     if size == 1 or not can_compress(meta):
-        return Wire(compute_bytes, gradient_bytes)
+        return SentBytes(compute_bytes, gradient_bytes)
     gather, reduce = compression.gather, compression.reduce
-    return Wire(WIRE_BYTES if gather else compute_bytes, WIRE_BYTES if reduce else gradient_bytes, gather, reduce)
+    return SentBytes(CODE_BYTES if gather else compute_bytes, CODE_BYTES if reduce else gradient_bytes, gather, reduce)
 
 
-def coding_bytes(
-    wire: Wire, size: int, compute_bytes: float, gradient_bytes: float, device: Device
+def quantising_bytes(
+    sent: SentBytes, size: int, compute_bytes: float, gradient_bytes: float, device: Device
 ) -> tuple[float, float]:
     """What one rank moves per element to code and decode one gather, and one reduction."""
     beyond = CPU_BYTES if device.is_cpu else REFERENCE_BYTES
     has_kernels = "fp8" in device.peak_flops_per_second
     quantise, add = (0.0, 0.0) if has_kernels else (beyond["quantise"], beyond["sum"])
     gather = reduce = 0.0
-    if wire.gather_code:
-        coded = compute_bytes + wire.gather + quantise
-        gather = coded / size + wire.gather + compute_bytes + (beyond["e4m3"] if wire.gather_code == "fp8" else 0.0)
-    if wire.reduce_code:
-        reduce = gradient_bytes + 2 * wire.reduce + gradient_bytes / size + quantise + add
+    if sent.gather_code:
+        coded = compute_bytes + sent.gather + quantise
+        gather = coded / size + sent.gather + compute_bytes + (beyond["e4m3"] if sent.gather_code == "fp8" else 0.0)
+    if sent.reduce_code:
+        reduce = gradient_bytes + 2 * sent.reduce + gradient_bytes / size + quantise + add
     return gather, reduce

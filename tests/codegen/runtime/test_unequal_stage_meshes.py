@@ -1,4 +1,5 @@
-"""Positions with meshes of unequal sizes, on ranks that are not in position order: training and checkpoints."""
+"""Pipeline ranks with meshes of unequal sizes, on ranks that are not in the order of pipeline ranks: training and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from autopar.launch import run_ranks
 from codegen.runtime import checkpoint
 from codegen.runtime.parameters import Module, Param, shard
 from codegen.runtime.pipeline import Pipeline, Stage
-from codegen.runtime.positions import tiled
+from codegen.runtime.pipeline_ranks import tiled
 from codegen.runtime.step import Step
 from tests.codegen.runtime.features import staged
 from tests.codegen.runtime.pipeline_program import make_pipeline
@@ -30,7 +31,7 @@ def meshes(*sizes: tuple[int, int]) -> tuple[Any, ...]:
 
 
 WIDE_FIRST = {"meshes": meshes((2, 1), (1, 1)), "first_ranks": (1, 0)}
-WIDE_LAST = {"meshes": meshes((1, 1), (1, 2)), "first_ranks": (2, 0), "table": "S(1)", "border": "S(1)"}
+WIDE_LAST = {"meshes": meshes((1, 1), (1, 2)), "first_ranks": (2, 0), "table": "S(1)", "boundary": "S(1)"}
 THREE_RANKS = ("1f1b", 2, {**WIDE_FIRST, "zero": 2})
 ONE_RANK = ("interleaved", 1, {})
 
@@ -77,7 +78,7 @@ def check_copies(folder: str) -> None:
         stages, tied = (Stage(First, 0), Stage(Last, 1)), (("frozen", (0, 1)),)
         pipeline = Pipeline(stages, meshes=meshes(*sizes), tied=tied, first_ranks=first_ranks)
         schedule = ("F0.0 B0.0", "F1.0 B1.0")
-        return Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.Adam, course=staged(schedule))
+        return Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.Adam, executor=staged(schedule))
 
     step = make_step(((1, 2), (1, 1)), (1, 0))
     step.load(state)
@@ -115,7 +116,7 @@ def six_ranks(folder: str) -> None:
     }
     for name, (schedule, count, options) in layouts.items():
         for zero in (0, 1, 2, 3):
-            cut = {"table": "S(1)", "border": "S(1)"} if zero % 2 else {}
+            cut = {"table": "S(1)", "boundary": "S(1)"} if zero % 2 else {}
             check_training(rank, schedule, count, 4, "adamw", 0.05, zero=zero, **cut, **options)
             check_training(rank, schedule, count, 2, "sgd", None, zero=zero, recompute="full", **cut, **options)
         low = {"dtype": "float32", "tolerance": 0.1, "precision": "bf16", "offload_optimizer": "host"}
@@ -146,12 +147,12 @@ def test_six_ranks_train_like_one_and_exchange_checkpoints(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("first_ranks", "message"),
     [
-        ((0, 3), r"position 1 begins at rank 3, where the ranks before it end at 4: first ranks \(0, 3\)"),
-        ((0, 5), "position 1 begins at rank 5, where the ranks before it end at 4"),
-        ((1, 5), "position 0 begins at rank 1, where the ranks before it end at 0"),
-        ((-4, 0), "position 0 begins at rank -4"),
-        ((0, 0), "position 0 begins at rank 0, where the ranks before it end at 2"),
-        ((2,), "1 first ranks for 2 positions"),
+        ((0, 3), r"pipeline rank 1 begins at rank 3, where the ranks before it end at 4: first ranks \(0, 3\)"),
+        ((0, 5), "pipeline rank 1 begins at rank 5, where the ranks before it end at 4"),
+        ((1, 5), "pipeline rank 0 begins at rank 1, where the ranks before it end at 0"),
+        ((-4, 0), "pipeline rank 0 begins at rank -4"),
+        ((0, 0), "pipeline rank 0 begins at rank 0, where the ranks before it end at 2"),
+        ((2,), "1 first ranks for 2 pipeline ranks"),
     ],
 )
 def test_ranks_that_do_not_tile_are_refused(first_ranks: tuple[int, ...], message: str) -> None:
@@ -159,11 +160,11 @@ def test_ranks_that_do_not_tile_are_refused(first_ranks: tuple[int, ...], messag
         make_pipeline((0, 1), 4, meshes=meshes((2, 2), (1, 2)), first_ranks=first_ranks)
 
 
-def test_ranks_of_positions() -> None:
+def test_ranks_of_pipeline_ranks() -> None:
     assert tiled((4, 2, 1)) == tiled((4, 2, 1), ()) == (0, 4, 6)
     pipeline = make_pipeline((0, 1, 2), 4, meshes=meshes((2, 2), (2, 1), (1, 1)), first_ranks=(1, 5, 0))
-    assert [list(place.ranks) for place in pipeline.places] == [[1, 2, 3, 4], [5, 6], [0]]
-    assert [pipeline.position_of(rank) for rank in range(7)] == [2, 0, 0, 0, 0, 1, 1]
+    assert [list(stage_mesh.ranks) for stage_mesh in pipeline.stage_meshes] == [[1, 2, 3, 4], [5, 6], [0]]
+    assert [pipeline.pipeline_rank_of(rank) for rank in range(7)] == [2, 0, 0, 0, 0, 1, 1]
     other = make_pipeline((0, 1, 2), 4, meshes=meshes((2, 2), (2, 1), (1, 1)))
     assert pipeline.describe() != other.describe()
 

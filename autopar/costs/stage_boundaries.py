@@ -1,4 +1,4 @@
-"""What crosses the borders between blocks: bytes that a pipeline would send, and parameters that two blocks share."""
+"""What crosses the stage boundaries: bytes that a pipeline would send, and parameters that two units share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from autopar.ir.chain import chain, homes_of, segments
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Stored
-from autopar.ir.seats import Seat
-from autopar.options.choices import Choices
+from autopar.ir.stage_mesh import StageMesh
+from autopar.options.assignment import Assignment
 from autopar.options.strategies import num_local, scopes_of
 from cost_models import collective
 from cost_models.mixed import AnyCluster, MixedCluster
 
 
-def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...]:
-    """For each block, the local bytes per micro-batch that cross the border before it: tensors with a gradient that an
-    earlier block makes and this one or a later one reads. What needs no gradient is computed again on each stage."""
-    place, scopes = Placer(graph, choices), {scope.name: scope for scope in scopes_of(graph)}
+def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:
+    """For each unit, the local bytes per micro-batch that cross the boundary before it: tensors with a gradient that an
+    earlier unit makes and this one or a later one reads. What needs no gradient is computed again on each stage."""
+    place, scopes = Placer(graph, assignment), {scope.name: scope for scope in scopes_of(graph)}
     made: dict[Ref, int] = {}
     crossing = [0.0] * len(chain(graph))
 
@@ -31,8 +31,8 @@ def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...
         meta = scopes[scope].metas[ref]
         if meta.requires_grad:
             size = num_local(meta, place.where(scopes[scope], ref), mesh) * meta.dtype.itemsize
-            for border in range(source + 1, target + 1):
-                crossing[border] += size
+            for boundary in range(source + 1, target + 1):
+                crossing[boundary] += size
 
     reach: dict[Ref, int] = {}
     for piece, first, last in _spans(graph):
@@ -42,8 +42,8 @@ def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...
                 reach[ref] = max(reach.get(ref, 0), first if carried else last)
         if isinstance(piece, LayerRun):
             for _, output in piece.carried:
-                for block in range(first, last):
-                    send(piece.layer.outputs[output], block, block + 1, piece.layer.name)
+                for unit in range(first, last):
+                    send(piece.layer.outputs[output], unit, unit + 1, piece.layer.name)
         made |= {Ref(piece.name, i): last for i in range(len(piece.outputs))}
     for ref, target in reach.items():
         send(ref, made[ref], target, "")
@@ -51,23 +51,23 @@ def border_bytes(graph: Graph, mesh: Mesh, choices: Choices) -> tuple[float, ...
 
 
 def _spans(graph: Graph) -> list[tuple[Node | LayerRun, int, int]]:
-    """Every piece of the body with its first and last block."""
+    """Every piece of the body with its first and last unit."""
     own, found = segments(graph), list[tuple[Node | LayerRun, int, int]]()
-    block, previous = -1, ""
+    unit, previous = -1, ""
     for piece in graph.body:
         if isinstance(piece, LayerRun):
-            found.append((piece, block + 1, block + len(piece.instances)))
-            block, previous = block + len(piece.instances), ""
+            found.append((piece, unit + 1, unit + len(piece.instances)))
+            unit, previous = unit + len(piece.instances), ""
             continue
         if own[piece.name] != previous:
-            block, previous = block + 1, own[piece.name]
-        found.append((piece, block, block))
+            unit, previous = unit + 1, own[piece.name]
+        found.append((piece, unit, unit))
     return found
 
 
 @derived
-def shared_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
-    """Trained top-level parameters that two blocks read: the first and the last of them (indices in the chain)."""
+def tied_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
+    """Trained top-level parameters that two units read: the first and the last of them (indices in the chain)."""
     homes = homes_of(graph)
     trained = {p.name for p in graph.parameters if p.meta.requires_grad and p.name in homes}
     uses: dict[str, list[int]] = {}
@@ -75,10 +75,10 @@ def shared_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
         for ref in piece.inputs:
             if ref.node in trained:
                 uses.setdefault(ref.node, []).extend((first, last))
-    return {name: (min(blocks), max(blocks)) for name, blocks in uses.items() if min(blocks) != max(blocks)}
+    return {name: (min(units), max(units)) for name, units in uses.items() if min(units) != max(units)}
 
 
-def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float) -> float:
+def hop_seconds(whole: AnyCluster, source: StageMesh, target: StageMesh, num_bytes: float) -> float:
     """One message from every rank of a pipeline rank to its counterpart in the next one, which need not be alike: in a
     group of nodes, between the slowest neighbours. num_bytes: of one rank, on the side that has more of them.
     """
@@ -93,7 +93,7 @@ def hop_seconds(whole: AnyCluster, source: Seat, target: Seat, num_bytes: float)
     return collective.seconds("p2p", num_bytes, collective.Group(cluster.num_devices // ranks, ranks), cluster)
 
 
-def tie_costs(
+def tied_costs(
     graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], pp: int
 ) -> dict[str, tuple[tuple[float, float, float], float]]:
     """For each shared parameter, bytes of a second copy (weights, gradients, state) and seconds to sum both gradients.
@@ -101,7 +101,7 @@ def tie_costs(
     The sum is priced between pipeline ranks half of the pipeline apart.
     """
     metas, found = {p.name: p.meta for p in graph.parameters}, {}
-    for name in shared_parameters(graph):
+    for name in tied_parameters(graph):
         stored = parameters.get(("", name))
         if stored is not None and pp > 1:
             size = num_local(metas[name], stored.placements, pricer.mesh) * pricer.training.gradient_bytes
@@ -114,10 +114,10 @@ def tie_costs(
 
 
 def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored]) -> tuple[SecondCopy, ...]:
-    """The buffers of parameters that two blocks read, in the stage of the second."""
-    metas, blocks = {p.name: p.meta for p in graph.parameters}, chain(graph)
+    """The buffers of parameters that two units read, in the stage of the second."""
+    metas, units = {p.name: p.meta for p in graph.parameters}, chain(graph)
     return tuple(
-        SecondCopy(first, last, slot_of(pricer, metas[name], parameters["", name], blocks[last]))
-        for name, (first, last) in shared_parameters(graph).items()
+        SecondCopy(first, last, slot_of(pricer, metas[name], parameters["", name], units[last]))
+        for name, (first, last) in tied_parameters(graph).items()
         if ("", name) in parameters
     )

@@ -1,4 +1,5 @@
-"""How the micro-batches of a step run through this rank's parts of a program; of a pipeline in `pipeline_course.py`."""
+"""How the micro-batches of a step run through this rank's parts of a program; of a pipeline in
+`pipeline_executor.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .part import Part, PartOptions, mean_loss
 What = Literal["gradients", "state"]
 
 
-class Course(Protocol):
+class Executor(Protocol):
     """How the micro-batches of a step run through this rank's parts of the program."""
 
     parts: tuple[Part, ...]
@@ -46,7 +47,7 @@ class Accumulation:
         self.rng = rng
 
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """Trains as `Course.train` says."""
+        """Trains as `Executor.train` says."""
         (part,) = self.parts
         batches, targets = part.prepare(local_batch)
         losses = []
@@ -61,7 +62,7 @@ class Accumulation:
         return mean_loss(losses)
 
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """Evaluates as `Course.evaluate` says."""
+        """Evaluates as `Executor.evaluate` says."""
         (part,) = self.parts
         batches, targets = part.prepare(local_batch)
         losses = []
@@ -74,7 +75,7 @@ class Accumulation:
         return mean_loss(losses)
 
     def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Reads as `Course.read` says; all ranks get everything anyway."""
+        """Reads as `Executor.read` says; all ranks get everything anyway."""
         (part,) = self.parts
         for whole, value in zip(part.describe(what), part.read(what), strict=True):
             yield whole.names, value

@@ -1,0 +1,121 @@
+"""The assignments that all pipeline ranks with unlike stage meshes share.
+
+They are made once, for the largest tensor-parallel degree among the stage meshes: what is cut evenly in eight is in
+four, and on a mesh without an axis its decisions fall away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.stage_mesh import StageMesh
+from autopar.options.assignment import Assignment, on_axes
+from autopar.options.carried import carried
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.request import Request, pricer_for
+from autopar.planning.solved_layers import MULTIPLIERS, CallCosts, Key, SolvedLayer, SolvedLayers, named_mesh, solved_on
+from cost_models.machine import Cluster
+
+TYPICAL_ROWS = 2
+"""Rows of one data-parallel rank for which decisions are made."""
+
+
+@dataclass
+class SharedAssignments:
+    """Assignments by tensor-parallel degree, rows of a micro-batch, and multiplier (see solved_layers.py), made on
+    demand.
+
+    solved_layers: by number of the group of nodes that they are made for.
+    """
+
+    request: Request
+    solved_layers: dict[int, SolvedLayers] = field(default_factory=dict)
+    _made: dict[tuple[StageMesh, int, int, float], SolvedLayer | None] = field(default_factory=dict)
+    _call_costs: dict[tuple[int, Mesh, int, int, float], CallCosts] = field(default_factory=dict)
+
+    def of(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer | None:
+        """A config's solved layer on one of its stage meshes; None where the constraints leave nothing.
+
+        Forward and backward depend on the rows of a rank, not on how many such ranks there are: they are priced on at
+        most two data-parallel ranks.
+        """
+        key = (stage_mesh, config.rows, config.tp, config.multiplier)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, stage_mesh: StageMesh, rows: int, tp: int, multiplier: float) -> SolvedLayer | None:
+        mesh, solved_key = stage_mesh.mesh, self._solved_key(tp, rows, multiplier)
+        solved_layers = self._solved_layers(tp)
+        assignment = solved_layers.assignment(*solved_key)
+        if assignment is None:
+            return None
+        axes, solved_rows = solved_on(solved_key)
+        operators = solved_layers.operators(solved_rows)
+        costed = named_mesh(min(mesh.num_data_ranks, 2), mesh.size("tp"))
+        whole = rows // mesh.num_data_ranks * costed.num_data_ranks
+        key = (stage_mesh.group, costed, whole, tp, multiplier)
+        if key not in self._call_costs:
+            graph, calls = self.request.trace.estimate(whole), solved_layers.operators(whole)
+            pricer = pricer_for(self.request.of_group(stage_mesh.group), costed, num_micro_batches=1)
+            here = on_axes(carried(assignment, operators, solved_rows, whole), axes, costed.axes)
+            self._call_costs[key] = CallCosts(graph, calls, pricer, here)
+        storage: Hashable = (self._main(tp), solved_layers.storage_of(solved_key, axes))
+        return SolvedLayer(
+            mesh=mesh,
+            call_costs=self._call_costs[key],
+            costed=costed,
+            solved=assignment,
+            solved_axes=axes,
+            solved_rows=solved_rows,
+            operators=operators,
+            multiplier=multiplier,
+            storage=storage,
+        )
+
+    def assignment(self, tp: int, rows: int, multiplier: float) -> Assignment | None:
+        """None where the constraints leave nothing."""
+        return self._solved_layers(tp).assignment(*self._solved_key(tp, rows, multiplier))
+
+    def multipliers(self, tp: int, rows: int) -> list[float]:
+        """Those at which decisions differ."""
+        found: list[float] = []
+        for multiplier in MULTIPLIERS:
+            if all(self.assignment(tp, rows, multiplier) != self.assignment(tp, rows, other) for other in found):
+                found.append(multiplier)
+        return found
+
+    def has_data(self, tp: int, rows: int) -> bool:
+        """Whether they are made with a data axis: one row is not shared."""
+        return rows > 1 and 2 * tp <= self.request.whole.groups[self._main(tp)].num_devices
+
+    def priced_for(self, request: Request) -> SharedAssignments:
+        """The same assignments on other devices or links."""
+        return SharedAssignments(
+            request,
+            {n: solved_layers.priced_for(request.of_group(n)) for n, solved_layers in self.solved_layers.items()},
+        )
+
+    def _solved_layers(self, tp: int) -> SolvedLayers:
+        number = self._main(tp)
+        if number not in self.solved_layers:
+            self.solved_layers[number] = SolvedLayers(self.request.of_group(number), TYPICAL_ROWS)
+        return self.solved_layers[number]
+
+    def _solved_key(self, tp: int, rows: int, multiplier: float) -> Key:
+        return tp, self.has_data(tp, rows), min(rows, TYPICAL_ROWS), multiplier
+
+    def _main(self, tp: int) -> int:
+        """The number of the group that decisions are made for: with room for two data-parallel ranks if there is one,
+        and of these the one with the highest rate of all devices together."""
+        groups = self.request.whole.groups
+        fits = [n for n, group in enumerate(groups) if tp <= group.num_devices]
+        has_room = [n for n in fits if 2 * tp <= groups[n].num_devices] or fits
+        return max(has_room, key=lambda n: _rate(groups[n]))
+
+
+def _rate(group: Cluster) -> float:
+    """Of all devices together."""
+    return group.num_devices * max(group.device.peak_flops_per_second.values())

@@ -1,0 +1,290 @@
+"""Solutions of the inner problem that pipelines are made of, each solved once for all meshes that share it.
+
+What forward and backward cost on one rank depends on the tensor-parallel degree and on the rows of one data-parallel
+rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every option on dp2 x tpN is one
+on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its parameters cost is priced anew.
+
+A solved layer minimises seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory frontier);
+the multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+from autopar.costs.emitted import Known
+from autopar.costs.evaluate import layer_costs, layer_seconds
+from autopar.costs.layer_costs import ComputeSeconds, LayerCost
+from autopar.costs.price import Pricer
+from autopar.costs.stage_boundaries import boundary_bytes
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Rp, Stored
+from autopar.ir.stage_mesh import StageMesh
+from autopar.options.assignment import Assignment, axis_sources, on_axes
+from autopar.options.carried import carried, covers
+from autopar.options.strategies import Operator, operators_of
+from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.request import Request, decode, pricer_for
+from autopar.planning.search_space import SearchSpace, build_search_space
+from search.intra_op import solve
+from search.problem import InfeasibleError, Problem, Solution
+
+MULTIPLIERS = (0.0, 0.1, 1.0)
+"""Multipliers of the bytes of one device's memory, in times of the step's compute: 0 asks for speed alone."""
+
+TYPICAL_MICRO_BATCHES = 4
+"""Micro-batches by which a solved layer weighs what is done per micro-batch against what is done per step."""
+
+
+@dataclass
+class CallCosts:
+    """What an assignment does on a mesh per micro-batch, parameters left out; found when it is asked for.
+
+    known: programs of the model that were lowered already. Bounds ask for seconds only, and most configs get no further
+    than their bound.
+    """
+
+    graph: Graph
+    operators: Mapping[tuple[str, str], Operator]
+    pricer: Pricer
+    assignment: Assignment
+    known: Known = field(default_factory=dict)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, ComputeSeconds]:
+        """Unit -> seconds of forward and backward, and of weight gradients that can be deferred."""
+        return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known)
+
+    @cached_property
+    def boundary_bytes(self) -> tuple[float, ...]:
+        """Of one rank per micro-batch, at the boundary before each unit."""
+        return boundary_bytes(self.graph, self.pricer.mesh, self.assignment)
+
+    @cached_property
+    def costs(self) -> Mapping[str, LayerCost]:
+        """Unit -> seconds by kind and bytes."""
+        return layer_costs(self.graph, self.operators, self.pricer, self.assignment, self.known)
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedLayer:
+    """An assignment for a mesh, and what it costs per micro-batch without parameters.
+
+    costed: a mesh of which one rank does the same as one of `mesh`, with the assignment and rows for all its ranks.
+    solved: the assignment as it was made, on the axes `solved_axes` for a graph of `solved_rows` rows with the calls
+    `operators`. multiplier: under which it was made. storage: equal for solved layers that store all parameters alike.
+    """
+
+    mesh: Mesh
+    call_costs: CallCosts
+    costed: Mesh
+    solved: Assignment
+    solved_axes: tuple[str, ...]
+    solved_rows: int
+    operators: Mapping[tuple[str, str], Operator]
+    multiplier: float
+    storage: Hashable
+
+    @property
+    def costs(self) -> Mapping[str, LayerCost]:
+        """The cost of every unit, without its parameters."""
+        return self.call_costs.costs
+
+    def assignment(self, zero: int, rows: int) -> Assignment:
+        """The assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever one is
+        possible."""
+        here = carried(self.solved, self.operators, self.solved_rows, rows)
+        placed = on_axes(here, self.solved_axes, self.mesh.axes)
+        return Assignment(placed.operators, placed.tensors, self.parameters(zero))
+
+    def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
+        """The stored parameters with a ZeRO stage wherever one is possible."""
+        return stored_parameters(self.solved, self.solved_axes, self.mesh.axes, zero)
+
+
+def stored_parameters(
+    assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...], zero: int
+) -> dict[tuple[str, str], Stored]:
+    """The parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO stage
+    wherever one is possible: where every rank of `dp` reads all of a parameter, and has a partial sum of its
+    gradient."""
+    source = axis_sources(axes, wanted)
+    on_dp = wanted.index("dp") if "dp" in wanted else None
+    found = {}
+    for key, stored in assignment.parameters.items():
+        placements = tuple(stored.placements[i] for i in source)
+        can = on_dp is not None and placements[on_dp] == Rp
+        found[key] = Stored(placements, zero if can else 0)
+    return found
+
+
+Key = tuple[int, bool, int, float]
+"""(tensor-parallel degree, whether there is a data axis, rows per data-parallel rank, multiplier)"""
+
+
+@dataclass
+class SolvedLayers:
+    """Solves layers on demand. Large requests reuse the assignments made for `typical_rows` at other numbers of rows,
+    and those made with a data axis where there is none."""
+
+    request: Request
+    typical_rows: int | None = None
+    _assignments: dict[Key, Assignment | None] = field(default_factory=dict)
+    _solved_layers: dict[tuple[Mesh, int, float], SolvedLayer | None] = field(default_factory=dict)
+    _call_costs: dict[tuple[Mesh, int, float], CallCosts] = field(default_factory=dict)
+    _storage: dict[tuple[tuple[str, ...], frozenset[tuple[tuple[str, str], Stored]]], int] = field(default_factory=dict)
+    _stored_as: dict[tuple[Key, tuple[str, ...]], int] = field(default_factory=dict)
+    _search_spaces: dict[tuple[int, bool, int], SearchSpace] = field(default_factory=dict)
+    _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
+    _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
+    _known: Known = field(default_factory=dict)
+
+    def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
+        """The solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None where the constraints
+        leave nothing."""
+        key = (mesh, rows, multiplier)
+        if key not in self._solved_layers:
+            self._solved_layers[key] = self._make(*key)
+        return self._solved_layers[key]
+
+    def of(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer | None:
+        """A config's solved layer on its only stage mesh."""
+        return self.solved_layer(stage_mesh.mesh, config.rows_on(stage_mesh), config.multiplier)
+
+    def repeats(self, config: ParallelConfig) -> bool:
+        """Whether bytes that cost nothing lead to the same assignment, or the constraints leave nothing."""
+        (stage_mesh,) = config.stage_meshes
+        priced = self.of(config, stage_mesh)
+        if priced is None or not config.multiplier:
+            return priced is None
+        free = self.solved_layer(stage_mesh.mesh, config.rows_on(stage_mesh), 0.0)
+        return free is not None and free.solved is priced.solved
+
+    def _make(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
+        tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
+        fits_dp = 2 * tp <= self.request.cluster.num_devices
+        solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
+        # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
+        costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp)
+        whole = rows * costed.num_data_ranks
+        graph = self.request.trace.estimate(whole)
+        solved_key = (tp, solved_with_data, self.typical_rows or rows, multiplier)
+        assignment = self.assignment(*solved_key)
+        if assignment is not None and not covers(assignment, graph):  # a model that is another one with few rows
+            solved_key = (tp, has_data, rows, multiplier)
+            assignment = self.assignment(*solved_key)
+        if assignment is None:
+            return None
+        axes, solved_rows = solved_on(solved_key)
+        key = (costed, rows, multiplier)
+        if key not in self._call_costs:
+            here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
+            placed = on_axes(here, axes, costed.axes)
+            self._call_costs[key] = CallCosts(
+                graph=graph,
+                operators=self.operators(whole),
+                pricer=self.pricer(costed),
+                assignment=placed,
+                known=self._known,
+            )
+        calls, storage = self.operators(solved_rows), self.storage_of(solved_key, axes)
+        return SolvedLayer(
+            mesh=mesh,
+            call_costs=self._call_costs[key],
+            costed=costed,
+            solved=assignment,
+            solved_axes=axes,
+            solved_rows=solved_rows,
+            operators=calls,
+            multiplier=multiplier,
+            storage=storage,
+        )
+
+    def storage_of(self, solved_key: Key, axes: tuple[str, ...]) -> int:
+        """A number for how an assignment stores the parameters: equal where that is."""
+        if (solved_key, axes) not in self._stored_as:
+            assignment = self.assignment(*solved_key)
+            assert assignment is not None
+            kind = axes, frozenset(assignment.parameters.items())
+            self._stored_as[solved_key, axes] = self._storage.setdefault(kind, len(self._storage))
+        return self._stored_as[solved_key, axes]
+
+    def priced_for(self, request: Request) -> SolvedLayers:
+        """The same assignments for another cluster: only what they cost is found anew."""
+        return SolvedLayers(request, self.typical_rows, dict(self._assignments), _operators=dict(self._operators))
+
+    def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
+        """The calls of the graph at `rows` rows over all ranks."""
+        if rows not in self._operators:
+            self._operators[rows] = operators_of(self.request.trace.estimate(rows))
+        return self._operators[rows]
+
+    def pricer(self, mesh: Mesh) -> Pricer:
+        """The prices on a solved layer's mesh."""
+        return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
+
+    def assignment(self, tp: int, has_dp: bool, rows: int, multiplier: float) -> Assignment | None:
+        """The assignment that minimises seconds plus multiplier times bytes; where that is the one that minimises
+        seconds, the same object."""
+        key = (tp, has_dp, rows, multiplier)
+        if key not in self._assignments:
+            try:
+                found = self._solve(*key)
+                fastest = self.assignment(tp, has_dp, rows, 0.0) if multiplier else None
+                self._assignments[key] = fastest if fastest == found else found
+            except InfeasibleError:
+                self._assignments[key] = None
+        return self._assignments[key]
+
+    def _solve(self, tp: int, has_dp: bool, rows: int, multiplier: float) -> Assignment:
+        key = (tp, has_dp, rows)
+        if key not in self._search_spaces:
+            mesh = named_mesh(2 if has_dp else 1, tp)
+            whole = rows * mesh.num_data_ranks
+            limits = replace(self.request.constraints, zero=0 if has_dp else None)
+            graph = self.request.trace.estimate(whole)
+            self._search_spaces[key] = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits, None)
+            self._fastest[key] = solve(self._search_spaces[key].problem)
+        return _at_multiplier(self._search_spaces[key], self._fastest[key], multiplier, self.request)
+
+
+def solved_anew(
+    request: Request, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, multiplier: float
+) -> Assignment:
+    """An assignment, made like a solved layer's, on a graph whose calls are not those that solved layers are made for.
+    Raises InfeasibleError."""
+    limits = replace(request.constraints, zero=0 if mesh.num_data_ranks > 1 else None)
+    search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits, None)
+    return _at_multiplier(search_space, solve(search_space.problem), multiplier, request)
+
+
+def solved_on(solved_key: Key) -> tuple[tuple[str, ...], int]:
+    """The axes of the mesh that an assignment is made on, and the rows of the graph over all its ranks."""
+    tp, has_data, rows, _ = solved_key
+    mesh = named_mesh(2 if has_data else 1, tp)
+    return mesh.axes, rows * mesh.num_data_ranks
+
+
+def _at_multiplier(search_space: SearchSpace, fastest: Solution, multiplier: float, request: Request) -> Assignment:
+    """The assignment that minimises seconds plus multiplier times bytes."""
+    if not multiplier:
+        return decode(search_space, fastest.assignment)
+    seconds_per_byte = multiplier * fastest.objective / request.cluster.device.memory_bytes
+    return decode(search_space, solve(_charged(search_space.problem, seconds_per_byte)).assignment)
+
+
+def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
+    """The problem with the multiplier on every byte."""
+    variables = tuple(replace(v, costs=v.costs + seconds_per_byte * v.usage[0]) for v in problem.variables)
+    return replace(problem, variables=variables)
+
+
+@cache
+def named_mesh(dp: int, tp: int, ddp: int = 1, tp_first: bool = False) -> Mesh:
+    """ddp x dp x tp without axes of one rank; tp_first: neighbours differ in dp, and tp joins distant ranks."""
+    data = [("ddp", ddp), ("dp", dp)]
+    named = [(a, n) for a, n in ([("tp", tp), *data] if tp_first else [*data, ("tp", tp)]) if n > 1]
+    return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))
