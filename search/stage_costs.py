@@ -2,9 +2,8 @@
 
 A stage's cost depends on its *shape* (how many units of each class, the seconds its boundaries keep it busy, what tied
 parameters add), its submesh and the micro-batches that it holds, not on which interval it is. Per ``Kind`` of stage (a
-submesh, and its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with shape legend S shapes, F
-distinct pairs of micro-batches (in flight, deferred), P multiplier vectors, E exact entries, N units, L the longest
-stage:
+submesh, and its neighbours' where their transfers keep it busy) ``StageCosts`` holds, with S shapes, F distinct pairs
+of micro-batches (in flight, deferred), P multiplier vectors, E exact entries, N units, L units in the longest stage:
 
 - ``shape_of`` [N, L]: the shape of the stage that starts at a unit and has a length, -1 where there is none
   (``stage_shapes``).
@@ -326,12 +325,12 @@ class StageCosts:
 
     def _variants(self, present: tuple[int, ...], sizes: Indices) -> Iterator[tuple[tuple[str | None, ...], float]]:
         """Choices of a family per class (None: any) with caps on the transient, larger caps first."""
-        assignment: list[tuple[str | None, ...]] = []
+        choices: list[tuple[str | None, ...]] = []
         for c, size in zip(present, sizes, strict=True):
             every = tuple(dict.fromkeys(point.family for point in self.points[c]))
             # One unit alone is always of one family.
-            assignment.append(every if self.problem.one_family and size > 1 else (None,))
-        for families in itertools.product(*assignment):
+            choices.append(every if self.problem.one_family and size > 1 else (None,))
+        for families in itertools.product(*choices):
             sets = [
                 [p.transient_bytes for p in self.points[c] if family is None or p.family == family]
                 for c, family in zip(present, families, strict=True)
