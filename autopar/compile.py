@@ -82,11 +82,9 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
-    # Inductor compiles linear layers with what stands around them, which calls of the run time's own would cut apart.
-    overlapped, asynchronous = request.overlaps and backend != "inductor", backend == "async-tp"
-    lowered = program_of(
-        best, passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=overlapped)
-    )
+    asynchronous = backend == "async-tp"
+    own = passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=request.overlaps)
+    lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
     program = with_inputs_of(with_backend(lowered, backend), inputs)
     program = mapped(program, lambda each: replace(each, no_evaluation=request.no_evaluation))
@@ -160,6 +158,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
         fp8=bool(options.fp8),
         needs=needs,
         no_evaluation=no_evaluation,
+        backend=options.backend,
     )
 
 

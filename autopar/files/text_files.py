@@ -6,6 +6,7 @@ YAML is read without tags, dates and merge keys; a key may be there once; aliase
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -92,7 +93,8 @@ def shown(value: object, length: int = 80) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """The loader of YAML's nodes and scalars. Dates stay text: nothing that autopar reads is one."""
+    """The loader of YAML's nodes and scalars. Dates stay text: nothing that autopar reads is one. Numbers are those of
+    YAML 1.2, in which 1e-3 is one."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own table, narrowed)
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
@@ -111,6 +113,11 @@ class _Loader(yaml.SafeLoader):
         if depth >= MOST_NESTED:
             mark = self.get_mark()
             raise yaml.MarkedYAMLError(None, None, f"more than {MOST_NESTED} {what}", mark)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+\Z"), list("-+.0123456789")
+)
 
 
 def _problem(error: yaml.YAMLError, text: str) -> tuple[int, str]:

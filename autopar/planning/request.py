@@ -60,6 +60,7 @@ class Request:
     num_waiting: int = 0
     needs: Needs = Needs()
     no_evaluation: str = ""
+    backend: str = "eager"
 
     @property
     def whole(self) -> AnyCluster:
@@ -70,9 +71,11 @@ class Request:
     def overlaps(self) -> bool:
         """Whether the program sums gradients over tensor-parallel ranks beside weight gradients (codegen/overlap.py).
 
-        Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter.
+        Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter. Not with
+        inductor, which compiles linear layers with what stands around them: calls of the run time's own would cut that
+        apart.
         """
-        return not is_cpu(self.whole.groups[0])
+        return not is_cpu(self.whole.groups[0]) and self.backend != "inductor"
 
     def splits(self, count: int) -> bool:
         """Whether the batch may be cut into `count` micro-batches (options/micro_batches.py)."""

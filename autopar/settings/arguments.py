@@ -17,7 +17,7 @@ def whole(name: str, value: Any, least: int, kind: type[AutoparError] = Constrai
     """A whole number of at least `least`; raises `kind`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise kind(
-            f"{name} is a whole number of at least {least}", values=shown(value), alternatives=f"{max(least, 1)}"
+            f"{name} is a whole number of at least {least}", values=shown(value), alternatives=f"{least} or more"
         )
     return value
 

@@ -6,8 +6,11 @@ Each option is declared, explained and checked here and nowhere else. The public
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import itertools
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,9 +22,11 @@ from torch import nn
 from autopar.costs.updates import OptimizerFactory
 from autopar.errors import ConstraintError, PlanError
 from autopar.files.text_files import shown
+from autopar.ir.compression import Compression
 from autopar.ir.plan_data import PRECISIONS
 from autopar.plan import Plan
 from autopar.settings.arguments import check_batch, check_numbers, whole, word
+from autopar.settings.constraints import Constraints
 from codegen.runtime.compiled_layers import BACKENDS
 from cost_models.mixed import AnyCluster
 
@@ -59,7 +64,8 @@ class PlanOptions:
     backend: str = "eager"
     """The layers run by "eager" torch; with "inductor" what they compute between collectives is compiled by
     torch.compile, once per layer class, in the first step; with "async-tp" products run beside the transfer of what
-    they read and make on tp, where the GPUs of a node share memory. Plans are neither chosen nor priced for either."""
+    they read and make on tp, where the GPUs of a node share memory. Neither is priced, but that inductor's programs run
+    no sums of gradients beside other gradients."""
     plan: Plan | str | Path | None = None
     """A plan, or its file, is used instead of searching; it is validated and priced again."""
 
@@ -68,6 +74,8 @@ class PlanOptions:
         word("kernels", self.kernels, KERNEL_CHOICES)
         word("precision", self.precision, PRECISIONS)
         word("backend", self.backend, BACKENDS)
+        Constraints.parse(self.constraints)
+        Compression.parse(self.compression)
         if not isinstance(self.fp8, bool) and self.fp8 is not None:
             values, legal = shown(self.fp8), "True, False or None"
             raise ConstraintError("fp8 is neither True nor False", values=values, alternatives=legal)
@@ -164,6 +172,22 @@ def with_options(
             )
 
         called.__signature__ = signature  # type: ignore[attr-defined]
+        texts = (f"{name}\n{textwrap.indent(text, '    ')}" for name, text in _explained(cast(Any, options)).items())
+        called.__doc__ = "\n\n".join((inspect.getdoc(function) or "", "Options, by keyword:", *texts))
         return called
 
     return decorate
+
+
+def _explained(options: type[PlanOptions]) -> dict[str, str]:
+    """The fields in their order -> what is written below each of them; {} where there is no source to read."""
+    found: dict[str, str] = {}
+    for owner in reversed(options.__mro__[:-1]):
+        try:
+            (body,) = ast.parse(inspect.getsource(owner)).body
+        except OSError:
+            return {}
+        for declared, below in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
+            if isinstance(declared, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[ast.unparse(declared.target)] = inspect.cleandoc(ast.literal_eval(below.value))
+    return {field.name: found[field.name] for field in fields(options)}

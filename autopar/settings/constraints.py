@@ -32,6 +32,7 @@ from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
 from autopar.rules.attention import EXCHANGES
+from autopar.settings.arguments import whole
 from cost_models.schedule import SCHEDULES
 
 _AXES = ("pp", "ddp", "dp", "tp")
@@ -89,13 +90,13 @@ class Constraints:
                     f"unknown constraint {key!r}{later}",
                     alternatives=([f"did you mean {close[0]!r}?"] if close else []) + [f"one of {', '.join(known)}"],
                 )
-        degrees = {axis: _whole(axis, given[axis], 1) for axis in _AXES if axis in given}
-        zero = _whole("zero", given["zero"], 0) if "zero" in given else None
+        degrees = {axis: whole(axis, given[axis], 1) for axis in _AXES if axis in given}
+        zero = whole("zero", given["zero"], 0) if "zero" in given else None
         if zero is not None and zero > 3:
             raise ConstraintError("zero is a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
-        micro = _whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
+        micro = whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
         memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
-        chunks = _whole("chunks", given["chunks"], 1) if "chunks" in given else None
+        chunks = whole("chunks", given["chunks"], 1) if "chunks" in given else None
         words = {name: _word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None}
         offload = given.get("offload")
         if offload is not None and not (isinstance(offload, str) and is_offload(offload)):
@@ -264,14 +265,6 @@ def parse_bytes(value: Any) -> int:
             "memory is a number of bytes above 0", values=shown(value), alternatives='such as "20GiB" or 21474836480'
         )
     return int(number * _UNITS[unit])
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConstraintError(
-            f"{name} is a whole number of at least {least}", values=shown(value), alternatives=f"{max(least, 2)}"
-        )
-    return value
 
 
 def _word(name: str, value: Any, legal: tuple[str, ...]) -> str:

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "async": ("llama", "2 cpu", {"tp": 2}, {"backend": "async-tp"}),
 }
 FEATURES = {
-    "pipeline_course": {"pp2 x dp2", "zero bubble"},
+    "pipeline_executor": {"pp2 x dp2", "zero bubble"},
     "transfer": {"pp2 x dp2", "zero bubble"},
     "tied_gradients": {"pp2 x dp2", "zero bubble"},
     "deferred": {"zero bubble"},

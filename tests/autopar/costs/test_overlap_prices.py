@@ -141,6 +141,7 @@ def test_only_gpus_hide_sums_and_not_for_schedules_that_defer_weights() -> None:
     assert pricer_for(request_for("gpt2"), mesh, 1).overlap_share == HIDDEN_FRACTION
     assert pricer_for(request_for("gpt2", "4 cpu"), mesh, 1).overlap_share == 0.0
     assert pricer_for(request_for("gpt2", schedule="zero-bubble"), mesh, 1).overlap_share == 0.0
+    assert pricer_for(replace(request_for("gpt2"), backend="inductor"), mesh, 1).overlap_share == 0.0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])

@@ -50,6 +50,15 @@ def test_plain_data_is_read_with_lines() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("-2E5", -200000.0), (".5e+2", 50.0), ("1.e3", 1000.0), ("12", 12), ("1e", "1e"), ("e3", "e3")],
+)
+def test_numbers_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    (found,) = parse_yaml(f"a: {text}\n", "given.yaml")[0].values()
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"a: 1\nb: caf\xe9\n", "line 2: the file is not text in UTF-8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,6 +21,26 @@ def test_signatures_show_every_option(door: Any, options: type) -> None:
     assert list(parameters)[:2] == ["model", "cluster_spec"]
     assert set(list(parameters)[2:]) == {field.name for field in fields(options)}
     assert all(parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY for field in fields(options))
+
+
+@pytest.mark.parametrize(("door", "options"), [(autopar.compile, CompileOptions), (autopar.verify, VerifyOptions)])
+def test_help_explains_every_option(door: Any, options: type) -> None:
+    text = inspect.getdoc(door) or ""
+    for field in fields(options):
+        (explained,) = re.findall(rf"^{field.name}\n    (\S.*(?:\n    .*)*)", text, re.MULTILINE)
+        assert len(explained.split()) >= 5 and explained.endswith(".")
+
+
+def test_an_option_is_checked_before_anything_is_traced() -> None:
+    for wrong in ({"constraints": {"tpp": 4}}, {"constraints": ["tp"]}, {"compression": {"gather": "int3"}}):
+        with pytest.raises(ConstraintError):
+            autopar.TrainerConfig(steps=3, **wrong)
+
+
+def test_a_number_that_is_too_small_is_answered_with_the_least_that_is_legal() -> None:
+    for name in ("tp", "dp", "pp", "micro_batches", "chunks"):
+        with pytest.raises(ConstraintError, match="instead: 1 or more"):
+            PlanOptions(constraints={name: 0})
 
 
 def test_a_trainer_takes_all_that_bears_on_a_plan() -> None:
