@@ -92,7 +92,7 @@ class Unit:
 
 
 class Reader:
-    """Reads one class of a program. units: top-level call -> its unit; {} for a layer class."""
+    """Reads one class of a program. segments: top-level call -> its unit."""
 
     def __init__(
         self,
