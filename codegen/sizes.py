@@ -105,13 +105,16 @@ def _taken(program: Program) -> set[str]:
 
 
 def _names(used: Iterable[Size], taken: Collection[str]) -> dict[Size, str]:
-    """HEADS, or where all of them and one rank's are both used HEADS and LOCAL_HEADS."""
+    """HEADS, or where all of them and one rank's are both used HEADS and LOCAL_HEADS. A name has one size, or is not
+    given."""
     by_role: dict[str, list[Size]] = {}
     for size in used:
         by_role.setdefault(size.role, []).append(size)
     found: dict[Size, str] = {}
     for role, sizes in by_role.items():
-        if sum(bool(size.cuts) for size in sizes) <= 1 and not {role, f"LOCAL_{role}"} & set(taken):
+        others = {name for other in by_role if other != role for name in (other, f"LOCAL_{other}")}
+        is_one = len({size.whole for size in sizes}) == 1 and sum(bool(size.cuts) for size in sizes) <= 1
+        if is_one and not {role, f"LOCAL_{role}"} & others.union(taken):
             found |= {size: f"LOCAL_{role}" if size.cuts and len(sizes) > 1 else role for size in sizes}
     return found
 

@@ -9,6 +9,7 @@ of what stands in it: the batch's dim of an input, or a dim of attention's q, k 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping
 
 from autopar.ir.graph import Graph, LayerRun, Ref, base_name, derived
@@ -127,7 +128,7 @@ def _roles(graph: Graph, classes: _Classes) -> dict[Hashable, str]:
 def _names(
     graph: Graph, roles: Mapping[Hashable, str], sizes: Mapping[Hashable, int], classes: _Classes
 ) -> dict[Hashable, str]:
-    """The roles that have one size; sequences of several lengths are called after inputs."""
+    """The roles that have one size; sequences of several lengths are called after inputs, each after one of its own."""
     lengths: dict[str, set[int]] = {}
     for one, role in roles.items():
         lengths.setdefault(role, set()).add(sizes[one])
@@ -139,4 +140,5 @@ def _names(
     for one, role in roles.items():
         if len(lengths[role]) > 1:
             named[one] = inputs.get(one, "") if role == "SEQUENCE" else ""
-    return {one: name for one, name in named.items() if re.fullmatch(r"[A-Z][A-Z0-9_]*", name)}
+    shared = Counter(named[one] for one, role in roles.items() if len(lengths[role]) > 1)
+    return {o: name for o, name in named.items() if shared[name] < 2 and re.fullmatch(r"[A-Z][A-Z0-9_]*", name)}

@@ -21,7 +21,7 @@ from codegen.emit import emit_model
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, Program, Raw
 from codegen.runtime.parameters import parse_placement
-from codegen.sizes import with_sizes
+from codegen.sizes import Size, _names, with_sizes
 from examples.models import EXAMPLES, Example
 
 IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")
@@ -223,3 +223,62 @@ def test_a_name_that_the_user_has_stays_the_users() -> None:
     program = of_example(Example(Named(16, 4), batch, mean_square), dp=4, zero=0).program
     assert named_views(program)[0] == ("_", "SEQUENCE", "HEADS", "HEAD_DIM")
     assert "BATCH = " not in emit_model(program)
+
+
+class _Attention(nn.Module):
+    """Over dim 1 of x [rows, length, 32], of the keys and values of y."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q = self.q(x).view(x.shape[0], x.shape[1], 4, 8).transpose(1, 2)
+        k, v = self.kv(y).view(y.shape[0], y.shape[1], 8, 8).transpose(1, 2).chunk(2, 1)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.o(attended.reshape(x.shape[0], x.shape[1], 32))
+
+
+class _Axial(nn.Module):
+    """Attention along one dim of an input and then along another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = _Attention(), _Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, n, d = x.shape
+        along = x.reshape(b * t, n, d)
+        x = x + self.columns(along, along).view(b, t, n, d)
+        along = x.transpose(1, 2).reshape(b * n, t, d)
+        return (x + self.rows(along, along).view(b, n, t, d).transpose(1, 2)).square().mean()
+
+
+class _TwoCases(nn.Module):
+    """Inputs whose names differ in case alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = _Attention(), _Attention()
+
+    def forward(self, x: Tensor, X: Tensor) -> Tensor:  # noqa: N803
+        return self.cross(self.own(x, x), X).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [(_Axial(), (torch.ones(8, 6, 10, 32),)), (_TwoCases(), (torch.ones(8, 12, 32), torch.ones(8, 16, 32)))],
+    ids=["axial", "case"],
+)
+def test_two_lengths_never_share_a_name(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    program = autopar.compile(model, IDEAL, example_inputs=inputs, constraints={"dp": 4, "zero": 0}).program
+    assert not {name for name in check_values(program) if name.endswith("LENGTH")}
+
+
+def test_a_name_has_one_size() -> None:
+    """Nor may one rank's part of SRC_LENGTH be called as all of another length is."""
+    tp = (("tp", 2),)
+    two = [Size("X_LENGTH", 6, ()), Size("X_LENGTH", 10, ())]
+    parts = [Size("SRC_LENGTH", 8, ()), Size("SRC_LENGTH", 8, tp), Size("LOCAL_SRC_LENGTH", 16, ())]
+    assert not _names([*two, *parts], ())
+    assert _names(parts[:2], ()) == {parts[0]: "SRC_LENGTH", parts[1]: "LOCAL_SRC_LENGTH"}
