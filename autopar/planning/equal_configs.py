@@ -106,6 +106,13 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
     Raises ConstraintError where pinned degrees leave none.
     """
     devices, degrees = request.cluster.num_devices, request.constraints.degrees
+    if degrees.get("pp", 1) > num_units:
+        raise ConstraintError(
+            "a pipeline of more ranks than the model has blocks",
+            values=f"pp={degrees['pp']}, {num_units} block" + "s" * (num_units > 1),
+            alternatives=f"a pp that divides {devices} devices: "
+            + ", ".join(str(pp) for pp in divisors(devices) if pp <= num_units),
+        )
     most = most_tp or TP_NODES * request.cluster.devices_per_node
     found = [
         (pp, devices // pp // tp, tp)
@@ -120,7 +127,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
         raise ConstraintError(
             "the pinned degrees do not make the cluster's number of devices",
-            values=f"{pinned} for {devices} devices" + (f", {num_units} blocks" if "pp" in degrees else ""),
+            values=f"{pinned} for {devices} devices",
             alternatives=[_text(shape) for shape in (agreeing or found)[:8]],
         )
     legal = [s for s in wanted if request.global_batch_size % s[1] == 0]

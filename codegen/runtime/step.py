@@ -341,5 +341,5 @@ def _check(num_micro_batches: int, precision: str, max_grad_norm: float | None, 
 def _untried(optimizer: torch.optim.Optimizer) -> str:
     return (
         f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
-        "trial=optimizer_probe.OptimizerTrial(), which finds out"
+        "trial=OptimizerTrial() of the program's runtime.optimizer_probe, which finds out"
     )

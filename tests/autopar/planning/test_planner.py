@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.planning.equal_configs import shapes
 from autopar.planning.one_stage import lower_bound, meshes, micro_batch_counts
 from autopar.planning.planner import SearchResult, search_plans
 from tests.autopar.requests import request_for
@@ -125,6 +126,13 @@ def test_degrees_that_do_not_make_the_cluster(degrees: dict[str, int], nearest: 
     with pytest.raises(ConstraintError, match="pinned degrees") as caught:
         meshes(request_for("gpt2", **degrees))
     assert nearest in str(caught.value)
+
+
+def test_more_pipeline_ranks_than_blocks() -> None:
+    with pytest.raises(ConstraintError, match="more ranks than the model has blocks") as caught:
+        shapes(request_for("gpt2", "8 cpu", pp=8), num_units=5)
+    assert "pp=8, 5 blocks" in str(caught.value)
+    assert "1, 2, 4" in str(caught.value)
 
 
 def test_batch_that_no_mesh_divides() -> None:
