@@ -50,7 +50,7 @@ def program_of(
     statements, counts = counting.count_targets(lowering.losses)
     cls = ModuleClass("Model", "One call.", {}, {}, entering, body, outputs, tuple(lowering.layouts))
     given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
-    common = "Model", mesh.axes, mesh.sizes, "", "fp32", 1, 1
+    common = "Model", mesh.axes, mesh.sizes, "fp32", 1, 1
     return Program(*common, given, (), cls, (), tuple(statements), counts)
 
 

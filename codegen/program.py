@@ -236,7 +236,6 @@ class Program:
     name: str
     axes: tuple[str, ...]
     axis_sizes: tuple[int, ...]
-    cluster: str
     precision: str
     global_batch_size: int
     num_micro_batches: int
@@ -247,7 +246,6 @@ class Program:
     count_targets: tuple[Statement, ...] = ()
     target_counts: tuple[Var, ...] = ()
     vocabulary: int = 2
-    notes: tuple[str, ...] = field(default=())
     receives: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     sends: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)

@@ -31,8 +31,6 @@ class Planned(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def cluster(self) -> str: ...
-    @property
     def precision(self) -> str: ...
     @property
     def global_batch_size(self) -> int: ...
@@ -44,7 +42,7 @@ class Planned(Protocol):
 class Staging:
     """How a program is cut and run as a pipeline.
 
-    boundaries: first unit of each stage (`stages.units_of`). pipeline_ranks: where each stage runs. schedule: one line
+    boundaries: first unit of each stage. pipeline_ranks: where each stage runs. schedule: one line
     of actions per pipeline rank. recompute, offload: for each stage, how its layers recompute ("none", "selective",
     "full") and whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules.
     meshes, first_ranks: of every pipeline rank, where they differ from the plan's mesh and from the order of pipeline
@@ -192,7 +190,6 @@ def _lower_stage(
         name=graph.name,
         axes=mesh.axes,
         axis_sizes=mesh.sizes,
-        cluster=plan.cluster,
         precision=plan.precision,
         global_batch_size=plan.global_batch_size,
         num_micro_batches=plan.num_micro_batches,
@@ -203,7 +200,6 @@ def _lower_stage(
         count_targets=tuple(count_statements),
         target_counts=counts,
         vocabulary=context.vocabulary,
-        notes=graph.notes,
         receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
         sends={n: border_of(shared, root.scope.metas[r], boundary_placements(root.lies[r])) for r, n in stage.sends},
         recompute=recompute,

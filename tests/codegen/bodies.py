@@ -59,7 +59,7 @@ class Body:
 
     def program(self, *outputs: str, num_micro_batches: int = 1) -> Program:
         cls = ModuleClass("M", "", {}, {}, (var("x"),), tuple(self.statements), variables(*(outputs or ("y",))))
-        return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, num_micro_batches, {}, (), cls, ())
+        return Program("M", ("dp", "tp"), (1, 2), "fp32", 8, num_micro_batches, {}, (), cls, ())
 
 
 def execute(statements: list, values: dict) -> dict:
