@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import InternalError
-from autopar.ir.plan_data import Pipeline
+from autopar.ir.plan_data import Pipeline, PlanData
 from autopar.ir.stage_mesh import first_ranks
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
@@ -52,15 +53,18 @@ def _internal(values: str) -> InternalError:
 
 def _lowered(candidate: Candidate) -> Program | PipelineProgram:
     plan, pipeline = candidate.plan, candidate.plan.pipeline
-    home = home_of(pipeline)
-    keeps_shards, compression = pipeline.offload == "parameters", plan.compression.names
     common = (candidate.graph, candidate.operators, plan, candidate.assignment)
     if pipeline.num_pipeline_ranks == 1:
         modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
-        program = lower(*common, recompute=modes, offload=held, offload_optimizer=home)
-        return replace(program, offload_parameters=keeps_shards, compression=compression)
-    staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
-    return staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=compression))
+        return _stored_as(plan, lower(*common, recompute=modes, offload=held))
+    return lower_stages(*common, staging(pipeline, plan.num_micro_batches)).map(partial(_stored_as, plan))
+
+
+def _stored_as(plan: PlanData, program: Program) -> Program:
+    """The program, told what the plan says of where its state lives and how it travels."""
+    home, keeps_shards = home_of(plan.pipeline), plan.pipeline.offload == "parameters"
+    compression = plan.compression.names
+    return replace(program, offload_optimizer=home, offload_parameters=keeps_shards, compression=compression)
 
 
 def _split(modes: Modes) -> tuple[Modes, Modes]:

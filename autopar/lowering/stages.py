@@ -11,14 +11,14 @@ What a stage needs and does not compute comes from one of two places:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
 from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
 from autopar.ir.placement import Placements, R
-from autopar.lowering.names import RESERVED, readable_names
+from autopar.lowering.names import RESERVED, free_name, readable_names
 from autopar.options.strategies import scopes_of
 
 Cut = tuple[int, ...]
@@ -146,7 +146,7 @@ def _cut_run(run: LayerRun, stages: list[int], taken: set[str]) -> list[tuple[in
     args, start = list(run.args), 0
     for stage in sorted(set(stages)):
         stop = start + stages.count(stage)
-        name = run.name if stop == len(stages) else _fresh(f"{run.name}_to_{stop}", taken)
+        name = run.name if stop == len(stages) else free_name(f"{run.name}_to_{stop}", taken)
         taken.add(name)
         parts.append((stage, replace(run, name=name, instances=run.instances[start:stop], args=tuple(args))))
         for position, output in run.carried:
@@ -230,7 +230,7 @@ def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, st
         if ref in readers:
             mine = division.made_in[ref.node], readers[ref]
             clashing = {name for name, stage, others in given if _clashes(mine, (stage, others))}
-            names[ref] = _fresh(wishes[ref], taken | clashing)
+            names[ref] = free_name(wishes[ref], taken | clashing)
             given.append((names[ref], *mine))
     return names
 
@@ -248,10 +248,3 @@ def _clashes(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> bool:
 def _names(graph: Graph) -> set[str]:
     """Names that refs of the top level have."""
     return {piece.name for piece in graph.body} | {i.name for i in graph.inputs} | {p.name for p in graph.parameters}
-
-
-def _fresh(wish: str, taken: Collection[str]) -> str:
-    name, count = wish, 2
-    while name in taken:
-        name, count = f"{wish}_{count}", count + 1
-    return name

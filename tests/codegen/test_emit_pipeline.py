@@ -190,8 +190,9 @@ def test_recompute_and_offload_of_a_program_without_stages() -> None:
     modes = {"GPT2Block": (("full", 3), ("none", 1))}
     program = lower(
         best.graph, best.operators, best.plan, best.assignment, recompute=modes,
-        offload={"GPT2Block": (("host", 4),)}, offload_optimizer="host",
+        offload={"GPT2Block": (("host", 4),)},
     )  # fmt: skip
+    program = replace(program, offload_optimizer="host")
     text = emit_model(program)
     assert '    RECOMPUTE = {\n        GPT2Block: ("full",) * 3 + ("none",),\n    }\n' in text
     assert "    OFFLOAD = {\n        GPT2Block: (True,) * 4,\n    }\n" in text
