@@ -21,13 +21,12 @@ from autopar.report.dims import DimNames, name_dims
 from autopar.report.pipeline import pipeline_panels
 from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
-from autopar.report.tables import plain_text, table_of
+from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
 from codegen.runtime.optimizers import parameters_of
 
-WIDTH = 110
 BAR_WIDTH = 30
 
 
