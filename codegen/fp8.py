@@ -50,10 +50,9 @@ def in_fp8(program: Program) -> Program:
 
 def count_calls(program: Program | PipelineProgram) -> int:
     """Products in e4m3 of one forward: of each layer class, times its layers."""
-    stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
     counts = (
         len(stage.paths(cls.name)) * sum(_num_products(statement) for statement in cls.body)
-        for stage in stages
+        for stage in program.programs
         for cls in stage.layers
     )
     return sum(counts)

@@ -29,14 +29,14 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
     """What code is generated from: the candidate's decisions lowered, and rewritten by the passes in order."""
     program = _checked(_lowered(candidate))
     for rewrite in (follows_training, *passes):
-        program = _checked(program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program))
+        program = _checked(program.map(rewrite))
     return program
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
     """The program, if it does not contradict itself (codegen/verify.py); raises InternalError if it does."""
     try:
-        for each in [s.program for s in program.stages] if isinstance(program, PipelineProgram) else [program]:
+        for each in program.programs:
             check_types(each)
     except EmissionError as error:
         raise _internal(str(error)) from error
@@ -121,8 +121,7 @@ def source_of(program: Program | PipelineProgram) -> str:
 
 def _operator_of(program: Program | PipelineProgram, text: str) -> str:
     """Which operator of which module became `text`, as a clause; nothing where it is no call's."""
-    programs = [s.program for s in program.stages] if isinstance(program, PipelineProgram) else [program]
-    for cls in (cls for part in programs for cls in (*part.layers, part.root)):
+    for cls in (cls for part in program.programs for cls in (*part.layers, part.root)):
         for call in (statement for statement in cls.body if isinstance(statement, Call)):
             if text and (text == call.target or text in _written(call)):
                 return f" ({call.target} of {cls.name}{'.' * bool(call.section)}{call.section})"

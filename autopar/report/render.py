@@ -143,10 +143,9 @@ def _scope_title(scope: Scope) -> str:
 
 def _modules(program: Program | PipelineProgram, scope: Scope) -> list[ModuleClass]:
     """The generated classes of a scope: one per layer class, and for the top level one per stage."""
-    programs = [program] if isinstance(program, Program) else [stage.program for stage in program.stages]
     if scope.layer:
-        return [m for p in programs for m in p.layers if m.name == scope.name][:1]
-    return [p.root for p in programs]
+        return [m for p in program.programs for m in p.layers if m.name == scope.name][:1]
+    return [p.root for p in program.programs]
 
 
 def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> RenderableType:

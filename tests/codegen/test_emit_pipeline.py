@@ -32,9 +32,10 @@ from codegen.emit import emit_model
 from codegen.folder_modules import imported_modules
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline
-from codegen.program import PipelineProgram, meshes_text
+from codegen.program import PipelineProgram
 from codegen.program_source import emit_program
 from codegen.runtime.reference import SameDropout
+from codegen.text import meshes_text
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import tensors_of
 
