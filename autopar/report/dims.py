@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, LayerRun, Ref, ancestors, base_name
+from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
 from autopar.options.strategies import Operator
 from autopar.rules.rule import Rule, find_factor
@@ -84,7 +84,10 @@ def _spread(
     for (scope, name), operator in operators.items():
         for ref in (*operator.node.inputs, *(Ref(name, i) for i in range(len(operator.node.outputs)))):
             touching.setdefault((scope, ref), []).append(operator)
-    borders = _borders(graph)
+    borders: dict[tuple[str, Ref], list[tuple[str, Ref]]] = {}
+    for inner, outer in layer_borders(graph):
+        borders.setdefault(inner, []).append(outer)
+        borders.setdefault(outer, []).append(inner)
     found = dict(seeds)
     open_keys = list(seeds)
     while open_keys:
@@ -124,23 +127,6 @@ def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], shard: Placement) -
             return factor, sections
         before *= rule.sizes[factor]
     return None
-
-
-def _borders(graph: Graph) -> dict[tuple[str, Ref], list[tuple[str, Ref]]]:
-    """Tensors that are the same across a layer's border, and from one layer to the next."""
-    found: dict[tuple[str, Ref], list[tuple[str, Ref]]] = {}
-    for piece in graph.body:
-        if not isinstance(piece, LayerRun):
-            continue
-        layer, scope = piece.layer, piece.layer.name
-        formals = [(scope, Ref(name)) for name, _ in layer.inputs]
-        pairs = [(formal, ("", arg)) for formal, arg in zip(formals, piece.args, strict=True)]
-        pairs += [((scope, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(layer.outputs)]
-        pairs += [(formals[position], (scope, layer.outputs[output])) for position, output in piece.carried]
-        for one, other in pairs:
-            found.setdefault(one, []).append(other)
-            found.setdefault(other, []).append(one)
-    return found
 
 
 def _features(operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:
