@@ -31,7 +31,7 @@ from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
 from autopar.planning.request import Request
-from autopar.running.batch import mapped, with_inputs_of
+from autopar.running.batch import with_inputs_of
 from autopar.running.surroundings import check_autocast
 from autopar.settings.arguments import check_module, whole
 from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
@@ -87,7 +87,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
     program = with_inputs_of(with_backend(lowered, backend), inputs)
-    program = mapped(program, lambda each: replace(each, no_evaluation=request.no_evaluation))
+    program = program.map(lambda each: replace(each, no_evaluation=request.no_evaluation))
     if asynchronous and not has_async_tp(program):
         warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=4)
     if best.plan.fp8 and not count_calls(program):

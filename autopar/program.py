@@ -14,7 +14,7 @@ from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request
-from autopar.settings.backend import backend_of, require_backend
+from autopar.settings.backend import require_backend
 from autopar.units import bytes_text
 from codegen.program import PipelineProgram, Program
 from cost_models.mixed import AnyCluster
@@ -49,14 +49,9 @@ class GeneratedProgram:
         return self.best.plan
 
     @property
-    def any_stage(self) -> Program:
-        """The program, of a pipeline one stage's: what all have in common can be read off it."""
-        return self.program.any if isinstance(self.program, PipelineProgram) else self.program
-
-    @property
     def backend(self) -> str:
         """Who runs what layers compute: "eager", "inductor" or "async-tp"."""
-        return backend_of(self.program)
+        return self.program.any.backend
 
     def require_runnable(self) -> None:
         """Raises ModelError for a model that was changed since, ConstraintError for a backend not to be had here."""

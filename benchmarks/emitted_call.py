@@ -19,7 +19,7 @@ from autopar.rules.localize import tensor_placements
 from autopar.rules.proof import Prepared
 from autopar.rules.rule import AxisOption, Rule
 from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
-from codegen.check import check_file
+from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.program import ModuleClass, Program, Spec
 
@@ -50,7 +50,7 @@ def program_of(
     statements, counts = counting.count_targets(lowering.losses)
     cls = ModuleClass("Model", "One call.", {}, {}, entering, body, outputs, tuple(lowering.layouts))
     given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
-    common = "Model", mesh.axes, mesh.sizes, "", "fp32", 1, 1
+    common = "Model", mesh.axes, mesh.sizes, "fp32", 1, 1
     return Program(*common, given, (), cls, (), tuple(statements), counts)
 
 
@@ -60,7 +60,7 @@ def prepare(
     """What a rank of the emitted program computes (`proof.Prepare`)."""
     program = program_of(node, rule, options, inputs, sizes)
     text = emit_model(program)
-    check_file("model.py", text)
+    check_files({"model.py": text})
     scope: dict[str, Any] = {"__name__": "codegen.emitted", "__package__": "codegen"}
     exec(compile(text, "model.py", "exec"), scope)
     names = [variable.name for variable in program.root.inputs]

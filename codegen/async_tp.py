@@ -49,8 +49,7 @@ def with_async_tp(program: Program) -> Program:
 
 def has_async_tp(program: Program | PipelineProgram) -> bool:
     """Whether the program has any such call."""
-    stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
-    bodies = (cls.body for stage in stages for cls in (*stage.layers, stage.root))
+    bodies = (cls.body for stage in program.programs for cls in (*stage.layers, stage.root))
     return any(isinstance(s, Call) and s.target.startswith("async_tp.") for body in bodies for s in body)
 
 

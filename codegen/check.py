@@ -38,11 +38,6 @@ def check_files(sources: Mapping[str, str]) -> None:
         _File(file, text, _parsed(file, text), _forward_inputs(layers)).check()
 
 
-def check_file(file: str, text: str) -> None:
-    """As `check_files`, of one."""
-    check_files({file: text})
-
-
 def _parsed(file: str, text: str) -> ast.Module:
     try:
         return ast.parse(text)

@@ -30,13 +30,13 @@ def fit(line: str) -> list[str]:
     return _fit_code(indent, code)
 
 
-def documented(doc: str, indent: str = "") -> list[str]:
-    """A docstring's lines: the quotes on the line of the text where it is one, else the closing ones on their own."""
-    short = f'{indent}"""{doc}"""'
+def documented(doc: str) -> list[str]:
+    """A class' docstring as lines: the quotes on the line of the text where it is one, else the closing ones alone."""
+    short = f'{_STEP}"""{doc}"""'
     if len(short) <= COLUMNS:
         return [short]
-    lines = textwrap.wrap(doc, COLUMNS - len(indent) - 3, break_long_words=False, break_on_hyphens=False)
-    return [f'{indent}"""{lines[0]}', *(indent + line for line in lines[1:]), f'{indent}"""']
+    lines = textwrap.wrap(doc, COLUMNS - len(_STEP) - 3, break_long_words=False, break_on_hyphens=False)
+    return [f'{_STEP}"""{lines[0]}', *(_STEP + line for line in lines[1:]), f'{_STEP}"""']
 
 
 def _fit_code(indent: str, code: str) -> list[str]:

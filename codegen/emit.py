@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from codegen.columns import COLUMNS, documented, fitted
-from codegen.expressions import KERNELS, is_custom, literal
+from codegen.expressions import is_custom, kernel_name, literal
 from codegen.idioms import with_idioms
 from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
 from codegen.reshard_words import Dims
@@ -143,7 +143,7 @@ def _imports(calls: Iterable[Call], body: str, homes: dict[str, list[str]]) -> l
         elif space == "idioms":
             homes.setdefault(".runtime.idioms", []).append(name)
         elif space == "kernels":
-            written = KERNELS[name]
+            written = kernel_name(name)
             homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
         elif space in ("async_tp", "deferred", "fp8", "overlapped") and space not in homes.get(".runtime", []):
             homes.setdefault(".runtime", []).append(space)
@@ -163,15 +163,14 @@ def _bases(cls: ModuleClass, saving: frozenset[str]) -> tuple[str, ...]:
 
 
 def _heading(cls: ModuleClass, saving: frozenset[str]) -> list[str]:
-    return [f"class {cls.name}({', '.join(_bases(cls, saving))}):", *documented(plain(cls.doc), "    "), ""]
+    lines = [f"class {cls.name}({', '.join(_bases(cls, saving))}):", *documented(plain(cls.doc)), ""]
+    lines += _table("PARAMETERS", cls.parameters) + _table("BUFFERS", cls.buffers)
+    return lines + ([f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else [])
 
 
 def layer_class(program: Program, cls: ModuleClass, words: Words) -> str:
     """The text of one layer class."""
     lines = _heading(cls, words.saving)
-    lines += _table("PARAMETERS", cls.parameters)
-    lines += _table("BUFFERS", cls.buffers)
-    lines += [f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else []
     if "DropoutModule" in _bases(cls, words.saving):
         lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
     lines += [f"    def forward({_names(('self', *cls.inputs))}):"]
@@ -189,9 +188,6 @@ def _names(values: Iterable[str | Var]) -> str:
 def _root_class(program: Program, words: Words) -> str:
     cls, dims = program.root, Dims(program.dims)
     lines = _heading(cls, words.saving)
-    lines += _table("PARAMETERS", cls.parameters)
-    lines += _table("BUFFERS", cls.buffers)
-    lines += [f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else []
     lines += _class_table("LAYERS", {layer.name: paths_text(program.paths(layer.name)) for layer in program.layers})
     lines += _class_table("RECOMPUTE", {name: modes_text(modes) for name, modes in program.recompute.items()})
     lines += _class_table("OFFLOAD", {name: offload_text(modes) for name, modes in program.offload.items()})

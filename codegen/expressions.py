@@ -104,14 +104,6 @@ CREATION: Mapping[str, str] = {
     "scalar_tensor": "torch.scalar_tensor", "eye": "torch.eye", "linspace": "torch.linspace",
 }  # fmt: skip
 
-KERNELS: Mapping[str, str] = {
-    "rms_norm": "rms_norm", "layer_norm": "layer_norm", "add_rms_norm": "add_rms_norm",
-    "add_layer_norm": "add_layer_norm", "rotary": "rotary", "swiglu": "swiglu", "geglu": "geglu",
-    "bias_gelu": "bias_gelu", "dropout_add": "dropout_add", "cross_entropy": "token_losses",
-    "linear_cross_entropy": "linear_cross_entropy",
-}  # fmt: skip
-"""Fused kernel -> its name in generated code; the runtime has a cross_entropy too."""
-
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -122,14 +114,18 @@ def expression(call: Call) -> str:
     elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "overlapped.")):
         text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith("kernels."):
-        text = _function(
-            KERNELS[call.target.removeprefix("kernels.")], [literal(a) for a in call.args], dict(call.kwargs)
-        )
+        name = kernel_name(call.target.removeprefix("kernels."))
+        text = _function(name, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith(("runtime.", "idioms.")):
         text = _function(call.target.partition(".")[2], [literal(a) for a in call.args], dict(call.kwargs))
     else:
         text = _operator(call)
     return f"{_atom(text)} / {call.divisor}" if call.divisor != 1 else text
+
+
+def kernel_name(kernel: str) -> str:
+    """A fused kernel's name in generated code; the run time has a cross_entropy too."""
+    return "token_losses" if kernel == "cross_entropy" else kernel
 
 
 def is_method(call: Call) -> bool:

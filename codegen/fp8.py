@@ -43,16 +43,16 @@ _JOINED: Final = "fp8.linears"
 def in_fp8(program: Program) -> Program:
     """The program with such calls replaced in its layer classes."""
     sizes = dict(zip(program.axes, program.axis_sizes, strict=True))
-    layers = tuple(_joined(_rewritten(cls, sizes)) for cls in program.layers)
+    rewritten = (replace(cls, body=tuple(_statement(each, cls, sizes) for each in cls.body)) for cls in program.layers)
+    layers = tuple(map(_joined, rewritten))
     return replace(program, layers=layers, fp8=True)
 
 
 def count_calls(program: Program | PipelineProgram) -> int:
     """Products in e4m3 of one forward: of each layer class, times its layers."""
-    stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
     counts = (
         len(stage.paths(cls.name)) * sum(_num_products(statement) for statement in cls.body)
-        for stage in stages
+        for stage in program.programs
         for cls in stage.layers
     )
     return sum(counts)
@@ -62,10 +62,6 @@ def _num_products(statement: Statement) -> int:
     if not isinstance(statement, Call):
         return 0
     return len(statement.args[1]) if statement.target == _JOINED else int(statement.target in _WEIGHT)
-
-
-def _rewritten(cls: ModuleClass, sizes: Mapping[str, int]) -> ModuleClass:
-    return replace(cls, body=tuple(_statement(each, cls, sizes) for each in cls.body))
 
 
 def _statement(statement: Statement, cls: ModuleClass, sizes: Mapping[str, int]) -> Statement:
@@ -93,7 +89,8 @@ def _joined(cls: ModuleClass) -> ModuleClass:
     flow = Flow.of(cls.body, cls.outputs)
     body: list[Statement | None] = list(cls.body)
     for calls in _of_one_input(flow):
-        layers = [_layer(call) for index in calls if isinstance(call := cls.body[index], Call)]
+        found = (call for index in calls if isinstance(call := cls.body[index], Call))
+        layers = [Layer(call, *(*call.args, None)[:3]) for call in found]
         body[calls[0]] = as_one(layers, _JOINED)
         for index in calls[1:]:
             body[index] = None
@@ -121,8 +118,3 @@ def _is_linear(statement: Statement, x: str) -> bool:
         return False
     read, *stored = statement.args
     return isinstance(read, Var) and read.name == x and all(value is None or is_stored(value) for value in stored)
-
-
-def _layer(call: Call) -> Layer:
-    x, weight, bias = (*call.args, None)[:3]
-    return Layer(call, x, weight, bias)

@@ -32,7 +32,7 @@ def _rms_norm_fits(bound: Bindings) -> bool:
     return is_last and weight.dtype == x.dtype and (casts or ("wide" not in bound and x.dtype == "float32"))
 
 
-def _rms_norm(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _rms_norm(bound: Bindings, last: Call) -> tuple[Call, ...]:
     return (fused("idioms.rms_norm", bound, ("x", "weight"), last, (("eps", bound["eps"].value),)),)
 
 
@@ -40,7 +40,7 @@ def _is_whole_rotation(bound: Bindings) -> bool:
     return rotates(bound) and 2 * bound["half"].value == bound["q"].type.shape[3]
 
 
-def _rotary(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _rotary(bound: Bindings, last: Call) -> tuple[Call, ...]:
     options = (("heads_dim", 2),) if bound["heads_dim"].value == 2 else ()
     call = fused("idioms.rotary", bound, ("q", "k", "cos", "sin"), last, options)
     return (replace(call, results=(*bound["rotated q"].value.results, *last.results)),)
@@ -50,7 +50,7 @@ def _moves_last_dim(bound: Bindings) -> bool:
     return bound["dim"].value in (-1, len(bound["labels"].type.shape) - 1)
 
 
-def _next_tokens(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _next_tokens(bound: Bindings, last: Call) -> tuple[Call, ...]:
     return (fused("idioms.next_tokens", bound, ("labels",), last, (("ignored", bound["ignored"].value),)),)
 
 
@@ -94,7 +94,7 @@ IDIOMS: Final[tuple[Pattern, ...]] = (
         leaves=("gate", "up"),
         template=Op("aten.mul.Tensor", (Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")), commutes=True),
         fits=lambda bound: bound["gate"].type.is_alike(bound["up"].type),
-        build=lambda bound, last, program: (fused("idioms.swiglu", bound, ("gate", "up"), last),),
+        build=lambda bound, last: (fused("idioms.swiglu", bound, ("gate", "up"), last),),
     ),
     Pattern(
         name="GELU",
@@ -102,7 +102,7 @@ IDIOMS: Final[tuple[Pattern, ...]] = (
         leaves=("x",),
         template=written_gelu(Leaf("x"))[0],
         fits=lambda bound: True,
-        build=lambda bound, last, program: (fused("idioms.gelu_tanh", bound, ("x",), last),),
+        build=lambda bound, last: (fused("idioms.gelu_tanh", bound, ("x",), last),),
     ),
     Pattern(
         name="next tokens",
@@ -122,12 +122,12 @@ def with_idioms(program: Program) -> Program:
     known = tuple(p for p in IDIOMS if not (program.kernels and p.target.partition(".")[2] in _KERNELS))
 
     def named(cls: ModuleClass) -> ModuleClass:
-        return replace(cls, body=replaced(cls.body, chosen(matches(known, cls.body, cls.outputs), 1), program))
+        return replace(cls, body=replaced(cls.body, chosen(matches(known, cls.body, cls.outputs), 1)))
 
     counting = chosen(matches(known, program.count_targets, program.target_counts), 1)
     return replace(
         program,
         layers=tuple(map(named, program.layers)),
         root=named(program.root),
-        count_targets=replaced(program.count_targets, counting, program),
+        count_targets=replaced(program.count_targets, counting),
     )

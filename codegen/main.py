@@ -241,9 +241,8 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
 def emit_main(program: Program | PipelineProgram, optimizer: MainOptimizer | None = None) -> str:
     """The text of main.py. optimizer: AdamW by default."""
     optimizer = optimizer or MainOptimizer()
-    any_program = program.any if isinstance(program, PipelineProgram) else program
     is_alone = program.num_ranks == 1
-    is_fused = any_program.has_fused_update and optimizer.is_default
+    is_fused = program.any.has_fused_update and optimizer.is_default
     return _TEMPLATE.format(
         launcher="python" if is_alone else f"torchrun --nproc-per-node {program.num_ranks}",
         device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
@@ -252,7 +251,7 @@ def emit_main(program: Program | PipelineProgram, optimizer: MainOptimizer | Non
         name=plain(program.name),
         mesh_text=plain(program.mesh_text),
         ranks=program.num_ranks,
-        batch=any_program.global_batch_size,
-        vocabulary=any_program.vocabulary,
+        batch=program.any.global_batch_size,
+        vocabulary=program.any.vocabulary,
         **_optimizer_parts(optimizer, is_fused),
     )

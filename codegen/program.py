@@ -7,12 +7,12 @@ calls, reshards, and (in the root) loops over layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 from codegen.runtime.pipeline_ranks import tiled
+from codegen.text import axes_text, meshes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,6 @@ class Program:
     name: str
     axes: tuple[str, ...]
     axis_sizes: tuple[int, ...]
-    cluster: str
     precision: str
     global_batch_size: int
     num_micro_batches: int
@@ -247,7 +246,6 @@ class Program:
     count_targets: tuple[Statement, ...] = ()
     target_counts: tuple[Var, ...] = ()
     vocabulary: int = 2
-    notes: tuple[str, ...] = field(default=())
     receives: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     sends: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
@@ -264,6 +262,20 @@ class Program:
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
     no_evaluation: str = ""
     dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The program itself; of a pipeline, those of its stages."""
+        return (self,)
+
+    @property
+    def any(self) -> Program:
+        """The program itself, as `PipelineProgram.any`."""
+        return self
+
+    def map(self, function: Callable[[Program], Program]) -> Program:
+        """What the function makes of it, as `PipelineProgram.map`."""
+        return function(self)
 
     @property
     def has_fused_update(self) -> bool:
@@ -322,6 +334,11 @@ class PipelineProgram:
         tiled(self.ranks_of_stage_meshes, self.first_ranks)
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """The stages' programs."""
+        return tuple(stage.program for stage in self.stages)
+
+    @property
     def any(self) -> Program:
         """The last stage's program: what all stages have in common can be read off it."""
         return self.stages[-1].program
@@ -332,14 +349,10 @@ class PipelineProgram:
         return replace(self, stages=stages)
 
     @property
-    def num_pipeline_ranks(self) -> int:
-        return max(stage.pipeline_rank for stage in self.stages) + 1
-
-    @property
     def meshes(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         """Axes and their sizes of each pipeline rank."""
         found = {stage.pipeline_rank: (stage.program.axes, stage.program.axis_sizes) for stage in self.stages}
-        return tuple(found[pipeline_rank] for pipeline_rank in range(self.num_pipeline_ranks))
+        return tuple(found[pipeline_rank] for pipeline_rank in sorted(found))
 
     @property
     def ranks_of_stage_meshes(self) -> tuple[int, ...]:
@@ -365,7 +378,7 @@ class PipelineProgram:
     @property
     def inputs(self) -> Mapping[str, Spec]:
         """The whole batch's specs."""
-        return {name: spec for stage in self.stages for name, spec in stage.program.inputs.items()}
+        return {name: spec for program in self.programs for name, spec in program.inputs.items()}
 
     def inputs_of(self, pipeline_rank: int) -> Mapping[str, Spec]:
         """What one pipeline rank's stages read of the batch."""
@@ -380,20 +393,3 @@ class PipelineProgram:
         """The stages that receive what `stage` sends as `name`."""
         later = range(stage + 1, len(self.stages))
         return tuple(n for n in later if name in self.stages[n].program.receives and self.source(n, name) == stage)
-
-
-def axes_text(axes: Sequence[str], sizes: Sequence[int]) -> str:
-    """`dp2 x tp4`: axes of one rank are left out; empty if none is left."""
-    return " x ".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True) if size > 1)
-
-
-def meshes_text(meshes: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
-    """(axes, sizes) of every pipeline rank -> `pp2 x dp2 x tp2`.
-
-    Unequal ones one after the other, equal neighbours together: `pp3 (2 of dp2 x tp4, single)`.
-    """
-    texts = [axes_text(axes, sizes) for axes, sizes in meshes]
-    if len(set(texts)) == 1:
-        return " x ".join(filter(None, (f"pp{len(texts)}", texts[0])))
-    runs = [(text or "single", len(list(equal))) for text, equal in groupby(texts)]
-    return f"pp{len(texts)} ({', '.join(f'{count} of {text}' if count > 1 else text for text, count in runs)})"

@@ -60,11 +60,10 @@ class _Parts:
         self.before: list[str] = []
         self.arguments: list[str] = []
         self.add("runtime.step", "Step")
+        self.any = program.any
         if isinstance(program, PipelineProgram):
-            self.any = program.any
             self._pipeline(program)
         else:
-            self.any = program
             self.root = program.root.name
             self.add("model", self.root)
             self.add("runtime.mesh", "Mesh")
@@ -101,7 +100,6 @@ class _Parts:
 
     def _features(self, program: Program | PipelineProgram) -> None:
         """What a plan has beyond a plain step."""
-        stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
         home, one = self.any.offload_optimizer, self.any
         if home:
             self.add("runtime.host_memory", "HostMemory")
@@ -109,7 +107,7 @@ class _Parts:
             holds = ", holds_parameters=True" if one.offload_parameters else ""
             self.before.append(f"host = HostMemory({quoted(home)}, mesh.device{holds})")
             self.arguments.append("offload_optimizer=HostOptimizer(host)")
-        if any(stage.offload for stage in stages):
+        if any(stage.offload for stage in program.programs):
             self.add("runtime.offload", "Offload")
             self.arguments.append(f"offload=Offload(mesh.device{', host.traffic' if home else ''})")
         if one.compression:

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from codegen.program import Call, Program, Raw, Statement, TensorType, assigns, axes_text
+from codegen.program import Call, Program, Raw, Statement, TensorType, assigns
 from codegen.runtime.parameters import parse_placement
+from codegen.text import axes_text
 
 _SIZES: Mapping[str, int] = {
     "aten.view.default": 1,

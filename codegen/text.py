@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 _TO_PLAIN = str.maketrans({'"': "'", "\\": "/"})
 
@@ -32,3 +34,20 @@ def bytes_text(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
         value /= 1024
     return ""
+
+
+def axes_text(axes: Sequence[str], sizes: Sequence[int]) -> str:
+    """`dp2 x tp4`: axes of one rank are left out; empty if none is left."""
+    return " x ".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True) if size > 1)
+
+
+def meshes_text(meshes: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
+    """(axes, sizes) of every pipeline rank -> `pp2 x dp2 x tp2`.
+
+    Unequal ones one after the other, equal neighbours together: `pp3 (2 of dp2 x tp4, single)`.
+    """
+    texts = [axes_text(axes, sizes) for axes, sizes in meshes]
+    if len(set(texts)) == 1:
+        return " x ".join(filter(None, (f"pp{len(texts)}", texts[0])))
+    runs = [(text or "single", len(list(equal))) for text, equal in groupby(texts)]
+    return f"pp{len(texts)} ({', '.join(f'{count} of {text}' if count > 1 else text for text, count in runs)})"

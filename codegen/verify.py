@@ -161,7 +161,7 @@ class _Body:
         if (len(loop.args), len(loop.results)) != (len(layer.inputs), len(layer.outputs)):
             raise self.fail(f"the layer takes {len(layer.inputs)} and gives {len(layer.outputs)}", *loop.args)
         made = [pair for pair in zip(loop.results, layer.outputs, strict=True) if pair[0] != UNREAD]
-        carried = [(layer.outputs[output], layer.inputs[pipeline_rank]) for pipeline_rank, output in loop.carried]
+        carried = [(layer.outputs[output], layer.inputs[position]) for position, output in loop.carried]
         for one, other in (*zip(loop.args, layer.inputs, strict=True), *made, *carried):
             if not one.type.is_alike(other.type) or one.type.placements != other.type.placements:
                 raise self.fail("a layer's inputs and outputs are not alike", one, other)

@@ -29,7 +29,7 @@ from autopar.files.outputs import require_writable
 from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
 from autopar.launch import RankError
 from autopar.plan import Plan
-from autopar.report.render import WIDTH
+from autopar.report.tables import WIDTH
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
 from cost_models.mixed import AnyCluster

@@ -48,7 +48,6 @@ class _OneStage:
     """What lowering reads of a plan, of which nothing but the mesh matters for the statements."""
 
     mesh: Mesh
-    cluster: str = ""
     precision: str = ""
     global_batch_size: int = 1
     num_micro_batches: int = 1

@@ -13,10 +13,8 @@ from autopar.ir.plan_data import StagePlan, labels_text, placements_text, stored
 from autopar.plan import Plan
 from autopar.report.costs import kind_words
 from autopar.report.plan_words import recompute_modes, zero_stage
-from autopar.report.tables import plain_text, table_of
+from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.units import bytes_text, seconds_text
-
-WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator
     """The other degrees over groups of unlike nodes, where `dp` differs from one pipeline rank to the next."""
     limits, groups = request.constraints, request.whole.groups
     pipeline_ranks = list(range(len(groups), num_units + 1))
-    degrees = [n for n in divisors(math.lcm(*(g.devices_per_node for g in groups)))]
+    degrees = divisors(math.lcm(*(g.devices_per_node for g in groups)))
     sizes = (("pp", pipeline_ranks, plan.pipeline.num_pipeline_ranks), ("tp", degrees, plan.mesh.size("tp")))
     for axis, values, chosen in sizes:
         for size in neighbours(values, chosen) if axis not in limits.degrees else ():

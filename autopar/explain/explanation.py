@@ -20,7 +20,7 @@ class WhatIf:
     words: str
     rows: int
     same_plan_seconds: float | None
-    seconds: float | None
+    seconds: float | None = None
     plan: str = ""
     problem: str = ""
 

@@ -80,18 +80,23 @@ class _Questions:
     def what_if(self, best: Candidate, condition: Condition) -> WhatIf | None:
         """The explained plan, and the best one, under a changed condition."""
         same = _same_plan_seconds(best, condition)
-        rows, resource, words = condition.request.global_batch_size, condition.resource, condition.words
+        asked = WhatIf(
+            resource=condition.resource,
+            words=condition.words,
+            rows=condition.request.global_batch_size,
+            same_plan_seconds=same,
+        )
         if time.monotonic() > self.limit:
-            self.not_tried.append(words)
-            return None if same is None else WhatIf(resource, words, rows, same, None, problem="not planned anew")
+            self.not_tried.append(condition.words)
+            return None if same is None else replace(asked, problem="not planned anew")
         solved_layers = (
             self.solved_layers if condition.has_same_prices else self.solved_layers.priced_for(condition.request)
         )
         try:
             plan = search_plans(condition.request, solved_layers, POLISH_ONLY).best.plan
         except AutoparError as error:
-            return WhatIf(resource, words, rows, same, None, problem=error.constraint)
-        return WhatIf(resource, words, rows, same, plan.prediction.step_seconds, full_words(plan))
+            return replace(asked, problem=error.constraint)
+        return replace(asked, seconds=plan.prediction.step_seconds, plan=full_words(plan))
 
     def alternative(self, plan: Plan, decision: Decision) -> Alternative | None:
         """The best plan with one decision made differently; None where no plan has it."""

@@ -10,10 +10,8 @@ from rich.text import Text
 from autopar.explain.explanation import Explanation, WhatIf
 from autopar.explain.verdict import TIE
 from autopar.report.plan_words import full_words, recompute_modes, zero_stage
-from autopar.report.tables import plain_text, table_of
+from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.units import bytes_text, count_text, seconds_text
-
-WIDTH = 110
 
 
 def render_explanation(explanation: Explanation, width: int = WIDTH) -> str:

@@ -62,7 +62,7 @@ def write_output(path: str | Path, text: str, force: bool = False) -> Path:
         if _is_device(path):
             path.write_text(text, encoding="utf-8")
         else:
-            _replace(path.resolve(), _marked(text))
+            replace_file(path.resolve(), _marked(text))
     except OSError as error:
         raise OutputError("the output cannot be written", values=f"{path}: {_reason(error)}") from None
     return path
@@ -91,7 +91,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file, unmarked, such that who reads it meanwhile sees all of it or nothing. Folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}_")
     try:

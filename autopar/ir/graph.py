@@ -295,6 +295,16 @@ def unread(graph: Graph) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
+def layer_borders(graph: Graph) -> Iterator[tuple[tuple[str, Ref], tuple[str, Ref]]]:
+    """The two names, each with its scope, of every tensor at a layer's border: inside, and outside or in the next."""
+    for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
+        layer, scope = run.layer, run.layer.name
+        formals = [(scope, Ref(name)) for name, _ in layer.inputs]
+        yield from ((formal, ("", arg)) for formal, arg in zip(formals, run.args, strict=True))
+        yield from (((scope, ref), ("", Ref(run.name, index))) for index, ref in enumerate(layer.outputs))
+        yield from ((formals[position], (scope, layer.outputs[output])) for position, output in run.carried)
+
+
 def ancestors(graph: Graph, ref: Ref) -> set[str]:
     """Names of everything at the top level that `ref` is computed from, itself included."""
     inputs = {piece.name: piece.inputs for piece in graph.body}

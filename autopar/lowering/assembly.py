@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import InternalError
-from autopar.ir.plan_data import Pipeline
+from autopar.ir.plan_data import Pipeline, PlanData
 from autopar.ir.stage_mesh import first_ranks
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
@@ -28,14 +29,14 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
     """What code is generated from: the candidate's decisions lowered, and rewritten by the passes in order."""
     program = _checked(_lowered(candidate))
     for rewrite in (follows_training, *passes):
-        program = _checked(program.map(rewrite) if isinstance(program, PipelineProgram) else rewrite(program))
+        program = _checked(program.map(rewrite))
     return program
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
     """The program, if it does not contradict itself (codegen/verify.py); raises InternalError if it does."""
     try:
-        for each in [s.program for s in program.stages] if isinstance(program, PipelineProgram) else [program]:
+        for each in program.programs:
             check_types(each)
     except EmissionError as error:
         raise _internal(str(error)) from error
@@ -52,15 +53,18 @@ def _internal(values: str) -> InternalError:
 
 def _lowered(candidate: Candidate) -> Program | PipelineProgram:
     plan, pipeline = candidate.plan, candidate.plan.pipeline
-    home = home_of(pipeline)
-    keeps_shards, compression = pipeline.offload == "parameters", plan.compression.names
     common = (candidate.graph, candidate.operators, plan, candidate.assignment)
     if pipeline.num_pipeline_ranks == 1:
         modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
-        program = lower(*common, recompute=modes, offload=held, offload_optimizer=home)
-        return replace(program, offload_parameters=keeps_shards, compression=compression)
-    staged = lower_stages(*common, staging(pipeline, plan.num_micro_batches), offload_optimizer=home)
-    return staged.map(lambda stage: replace(stage, offload_parameters=keeps_shards, compression=compression))
+        return _stored_as(plan, lower(*common, recompute=modes, offload=held))
+    return lower_stages(*common, staging(pipeline, plan.num_micro_batches)).map(partial(_stored_as, plan))
+
+
+def _stored_as(plan: PlanData, program: Program) -> Program:
+    """The program, told what the plan says of where its state lives and how it travels."""
+    home, keeps_shards = home_of(plan.pipeline), plan.pipeline.offload == "parameters"
+    compression = plan.compression.names
+    return replace(program, offload_optimizer=home, offload_parameters=keeps_shards, compression=compression)
 
 
 def _split(modes: Modes) -> tuple[Modes, Modes]:
@@ -117,8 +121,7 @@ def source_of(program: Program | PipelineProgram) -> str:
 
 def _operator_of(program: Program | PipelineProgram, text: str) -> str:
     """Which operator of which module became `text`, as a clause; nothing where it is no call's."""
-    programs = [s.program for s in program.stages] if isinstance(program, PipelineProgram) else [program]
-    for cls in (cls for part in programs for cls in (*part.layers, part.root)):
+    for cls in (cls for part in program.programs for cls in (*part.layers, part.root)):
         for call in (statement for statement in cls.body if isinstance(statement, Call)):
             if text and (text == call.target or text in _written(call)):
                 return f" ({call.target} of {cls.name}{'.' * bool(call.section)}{call.section})"

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
-from autopar.ir.graph import Graph, LayerRun, Ref, base_name, derived
+from autopar.ir.graph import Graph, Ref, base_name, derived, layer_borders
 from autopar.options.strategies import rule_or_blank, scopes_of
 from codegen.runtime.names import argument
 
@@ -81,9 +81,10 @@ def _joined(graph: Graph) -> _Classes:
                         classes.join(place, loops[0])
                     elif factors:
                         composed.append((place, tuple(rule.sizes[f] for f in factors), loops))
-    for piece in graph.body:
-        if isinstance(piece, LayerRun):
-            _join_layers(classes, piece)
+    metas = {scope.name: scope.metas for scope in scopes_of(graph)}
+    for (layer, inner), (outside, outer) in layer_borders(graph):
+        for number in range(len(metas[layer][inner].shape)):
+            classes.join((layer, inner, number), (outside, outer, number))
     is_open = True
     while is_open:
         known: dict[Hashable, tuple[Hashable, ...]] = {}
@@ -92,19 +93,6 @@ def _joined(graph: Graph) -> _Classes:
             for one, other in zip(known.setdefault((classes.find(place), sizes), loops), loops, strict=True):
                 is_open |= classes.join(one, other)
     return classes
-
-
-def _join_layers(classes: _Classes, run: LayerRun) -> None:
-    """What goes in and out of layers is what they name it, in the first layer as in the last."""
-    layer, outputs = run.layer, run.layer.outputs
-    pairs = [(Ref(f), "", arg, len(m.shape)) for (f, m), arg in zip(layer.inputs, run.args, strict=True)]
-    pairs += [(ref, "", Ref(run.name, i), len(run.outputs[i].shape)) for i, ref in enumerate(outputs)]
-    for position, output in run.carried:
-        formal, meta = layer.inputs[position]
-        pairs.append((Ref(formal), layer.name, outputs[output], len(meta.shape)))
-    for inner, scope, other, rank in pairs:
-        for dim in range(rank):
-            classes.join((layer.name, inner, dim), (scope, other, dim))
 
 
 def _roles(graph: Graph, classes: _Classes) -> dict[Hashable, str]:

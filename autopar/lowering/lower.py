@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.ir.chain import chain, home_of_unread
-from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, ancestors, base_name
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
@@ -31,8 +31,6 @@ class Planned(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def cluster(self) -> str: ...
-    @property
     def precision(self) -> str: ...
     @property
     def global_batch_size(self) -> int: ...
@@ -44,7 +42,7 @@ class Planned(Protocol):
 class Staging:
     """How a program is cut and run as a pipeline.
 
-    boundaries: first unit of each stage (`stages.units_of`). pipeline_ranks: where each stage runs. schedule: one line
+    boundaries: first unit of each stage. pipeline_ranks: where each stage runs. schedule: one line
     of actions per pipeline rank. recompute, offload: for each stage, how its layers recompute ("none", "selective",
     "full") and whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules.
     meshes, first_ranks: of every pipeline rank, where they differ from the plan's mesh and from the order of pipeline
@@ -68,19 +66,16 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What is equal for all stages. unread: what no call reads; keeper: the stage that holds it. placements: how a
-    sent tensor lies where it is made, by (stage, name). dims: roles of dims, of the whole graph."""
+    """What is equal for all stages. graph: whole. keeper: the stage that holds what no call reads. placements: how a
+    sent tensor lies where it is made, by (stage, name)."""
 
+    graph: Graph
     operators: Mapping[tuple[str, str], Operator]
     plan: Planned
     assignment: Assignment
-    vocabulary: int
     defers_weights: bool = False
-    offload_optimizer: str = ""
-    unread: Mapping[str, Spec] = field(default_factory=dict)
     keeper: int = 0
     placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
-    dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
 
 
 def lower(
@@ -91,19 +86,9 @@ def lower(
     *,
     recompute: Modes | None = None,
     offload: Modes | None = None,
-    offload_optimizer: str = "",
 ) -> Program:
     """The program of a plan without pipelines."""
-    vocabulary = smallest_vocabulary(graph)
-    context = _Context(
-        operators=operators,
-        plan=plan,
-        assignment=assignment,
-        vocabulary=vocabulary,
-        offload_optimizer=offload_optimizer,
-        unread=unread_specs(graph),
-        dims=dim_roles(graph),
-    )
+    context = _Context(graph=graph, operators=operators, plan=plan, assignment=assignment)
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
     program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
@@ -116,20 +101,15 @@ def lower_stages(
     plan: Planned,
     assignment: Assignment,
     staging: Staging,
-    *,
-    offload_optimizer: str = "",
 ) -> PipelineProgram:
     """The programs of a pipeline's stages. `assignment` is of the whole graph on the plan's axes, which all pipeline
     ranks have."""
     context = _Context(
+        graph=graph,
         operators=operators,
         plan=plan,
         assignment=assignment,
-        vocabulary=smallest_vocabulary(graph),
         defers_weights=staging.defers_weights,
-        offload_optimizer=offload_optimizer,
-        unread=unread_specs(graph),
-        dims=dim_roles(graph),
         keeper=bisect.bisect(staging.boundaries, chain(graph).index(home_of_unread(graph))) - 1,
     )
     stages = stage_graphs(graph, staging.boundaries)
@@ -186,13 +166,12 @@ def _lower_stage(
     counting, summing = (Lowering(shared, root.scope, root.calls_per_layer, layouts=root.layouts) for _ in range(2))
     count_statements, counts = counting.count_targets(root.losses)
     sum_statements, sums = summing.sums(known) if known else ([], ())
-    unread_here = context.unread if number == context.keeper else {}
+    unread_here = unread_specs(context.graph) if number == context.keeper else {}
     awaited = without_waiting(statements) if stage.has_loss else statements
     return Program(
         name=graph.name,
         axes=mesh.axes,
         axis_sizes=mesh.sizes,
-        cluster=plan.cluster,
         precision=plan.precision,
         global_batch_size=plan.global_batch_size,
         num_micro_batches=plan.num_micro_batches,
@@ -202,16 +181,14 @@ def _lower_stage(
         runs=tuple(root.layer_runs),
         count_targets=tuple(count_statements),
         target_counts=counts,
-        vocabulary=context.vocabulary,
-        notes=graph.notes,
+        vocabulary=smallest_vocabulary(context.graph),
         receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
         sends={n: border_of(shared, root.scope.metas[r], boundary_placements(root.lies[r])) for r, n in stage.sends},
         recompute=recompute,
         offload=offload,
-        offload_optimizer=context.offload_optimizer,
         whole_sums=tuple(sum_statements),
         sums=sums,
-        dims=context.dims,
+        dims=dim_roles(context.graph),
     )
 
 
@@ -356,6 +333,7 @@ def _carried(graph: Graph, name: str) -> dict[int, int]:
     return {output: position for position, output in run.carried}
 
 
+@derived
 def smallest_vocabulary(graph: Graph) -> int:
     """What integer inputs must stay below: rows of tables that they index, and classes that they name."""
     inputs = {item.name for item in graph.inputs}

@@ -7,7 +7,8 @@ its operator's name without torch's numbering where that is free.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name
@@ -68,7 +69,7 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
     for name in entering:
         names[Ref(name)] = _unique(name if scope.layer else argument(name), taken)
     pieces = scope.nodes if scope.layer else graph.body
-    uses = _uses(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
+    uses = uses_of(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
     followed = _followed(pieces, uses)
     nodes = [piece for piece in pieces if isinstance(piece, Node)]
     roles, wishes = _roles(nodes, entering, followed, uses), _module_wishes(scope.nodes, followed)
@@ -90,11 +91,9 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
     return names
 
 
-def _uses(pieces: Sequence[Node | LayerRun], results: tuple[Ref, ...]) -> dict[Ref, int]:
-    uses: dict[Ref, int] = {}
-    for ref in (*(ref for piece in pieces for ref in piece.inputs), *results):
-        uses[ref] = uses.get(ref, 0) + 1
-    return uses
+def uses_of(pieces: Sequence[Node | LayerRun], results: tuple[Ref, ...]) -> dict[Ref, int]:
+    """How often the pieces read each tensor, and the results have it."""
+    return Counter((*(ref for piece in pieces for ref in piece.inputs), *results))
 
 
 def _going_on(run: LayerRun, entering: Sequence[str], uses: dict[Ref, int]) -> dict[int, str]:
@@ -143,8 +142,7 @@ def _roles(
 
 
 def _plain(node: Node) -> str:
-    stem = node.name.rstrip("0123456789").rstrip("_") or node.name
-    return stem
+    return node.name.rstrip("0123456789").rstrip("_") or node.name
 
 
 def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict[str, str]:
@@ -176,8 +174,14 @@ def _unique(wish: str, taken: set[str]) -> str:
         base = f"n{base}"
     elif not is_plain_name(base) or base.startswith("__"):
         base = f"{base.lstrip('_')}_"
-    name, count = base, 2
-    while name in taken:
-        name, count = f"{base}_{count}", count + 1
+    name = free_name(base, taken)
     taken.add(name)
+    return name
+
+
+def free_name(wish: str, taken: Collection[str]) -> str:
+    """The wish, or with the first number that makes it a name that is not taken."""
+    name, count = wish, 2
+    while name in taken:
+        name, count = f"{wish}_{count}", count + 1
     return name

@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
 from autopar.lowering.lowerings import lower_call
-from autopar.lowering.names import readable_names
+from autopar.lowering.names import free_name, readable_names, uses_of
 from autopar.options.assignment import Assignment
 from autopar.options.reshard import Step, steps
 from autopar.options.strategies import Operator, Scope
@@ -80,13 +80,8 @@ class Lowering:
             ref = Ref(name)
             if (scope.name, ref) in assignment.tensors:
                 self.define(ref, assignment.tensors[scope.name, ref])
-        uses: dict[Ref, int] = {}
-        for piece in scope.nodes if scope.layer else graph.body:
-            for ref in piece.inputs:
-                uses[ref] = uses.get(ref, 0) + 1
-        for ref in scope.layer.outputs if scope.layer else self.shared.results:
-            uses[ref] = uses.get(ref, 0) + 1
-        self.uses = uses
+        pieces, results = (scope.nodes, scope.layer.outputs) if scope.layer else (graph.body, self.shared.results)
+        self.uses = uses_of(pieces, results)
         self.taken = set(self.names.values())
 
     def define(self, ref: Ref, placements: Placements) -> Var:
@@ -155,8 +150,7 @@ class Lowering:
 
     def multiply(self, variable: Var, scale: Fraction, section: str) -> Var:
         """A new variable of `scale` times the value, whose placement does not matter."""
-        words = re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
-        result = self.fresh_name(f"{words[-1]}_scaled")
+        result = self.fresh_name(f"{_words_of(variable)[-1]}_scaled")
         op, number = ("div", scale.denominator) if scale.numerator == 1 else ("mul", scale.numerator)
         exact = 1 in (scale.numerator, scale.denominator)
         argument = number if exact else float(scale)
@@ -210,11 +204,7 @@ class Lowering:
         variable = self.at_hand[ref, current]
         is_given = variable.is_stored or ref in self.known
         keeps_name = not is_given and (not rename or self.uses.get(ref, 0) == 1)
-        if keeps_name:
-            target = variable.name
-        else:
-            words = re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
-            target = self._fresh("_".join(words[-2:]), wanted)
+        target = variable.name if keeps_name else self._fresh("_".join(_words_of(variable)[-2:]), wanted)
         for step in path:
             statement = self._reshard(step, variable, target, meta)
             self.pending.append(statement)
@@ -232,9 +222,7 @@ class Lowering:
 
     def fresh_name(self, wish: str) -> str:
         """A name that nothing has yet."""
-        name, count = wish, 2
-        while name in self.taken:
-            name, count = f"{wish}_{count}", count + 1
+        name = free_name(wish, self.taken)
         self.taken.add(name)
         return name
 
@@ -320,6 +308,11 @@ def without_waiting(statements: list[Statement]) -> list[Statement]:
     if isinstance(last, Reshard) and last.method in ("all_reduce", "sum_over") and not last.kwargs:
         return [*statements[:-1], replace(last, kwargs=(("wait", False),))]
     return statements
+
+
+def _words_of(variable: Var) -> list[str]:
+    """The names in a variable's path."""
+    return re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
 
 
 def placement_pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:

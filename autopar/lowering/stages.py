@@ -1,7 +1,4 @@
-"""A model as a chain of units, and the graphs of pipeline stages cut from it.
-
-The chain is the model in execution order: the top-level calls before the first layer, each layer, the calls between
-runs of layers, the calls after the last one. A stage is a run of consecutive units.
+"""The graphs of pipeline stages, which are runs of consecutive units of the model's chain (ir/chain.py).
 
 What a stage needs and does not compute comes from one of two places:
 
@@ -13,33 +10,19 @@ What a stage needs and does not compute comes from one of two places:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 from autopar.errors import PlanError
+from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
 from autopar.ir.placement import Placements, R
-from autopar.lowering.names import RESERVED, readable_names
+from autopar.lowering.names import RESERVED, free_name, readable_names
 from autopar.options.strategies import scopes_of
 
 Cut = tuple[int, ...]
 """The index of each stage's first unit: (0, 3, 5) are three stages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One unit of the chain.
-
-    kind: a layer class' name, or "" for top-level calls. calls: names of those calls. run, index: the layer is
-    `run.instances[index]` of the LayerRun of that name; path: that instance's path.
-    """
-
-    kind: str
-    calls: tuple[str, ...] = ()
-    run: str = ""
-    index: int = 0
-    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +47,6 @@ class StageGraph:
     def results(self) -> tuple[Ref, ...]:
         """What the stage's forward returns."""
         return (self.graph.loss,) if self.has_loss else tuple(ref for ref, _ in self.sends)
-
-
-def units_of(graph: Graph) -> tuple[Unit, ...]:
-    """The chain. Where nothing is between two runs there is no unit. Repeated calls are in no unit's `calls`."""
-    repeated = repeated_calls(graph)
-    units: list[Unit] = []
-    for is_run, pieces in groupby(graph.body, key=lambda piece: isinstance(piece, LayerRun)):
-        if not is_run:
-            units.append(Unit("", tuple(piece.name for piece in pieces if piece.name not in repeated)))
-            continue
-        for run in (piece for piece in pieces if isinstance(piece, LayerRun)):
-            units += [
-                Unit(kind=run.layer.name, calls=(), run=run.name, index=i, path=path)
-                for i, path in enumerate(run.instances)
-            ]
-    return tuple(units)
 
 
 def stage_graphs(graph: Graph, boundaries: Cut) -> tuple[StageGraph, ...]:
@@ -152,21 +119,19 @@ class _Division:
 
 def _divide(graph: Graph, boundaries: Cut) -> _Division:
     """A run's last part keeps its name, which what follows refers to; earlier parts get names of their own."""
-    units = units_of(graph)
+    units, top, repeats = chain(graph), segments(graph), repeated_calls(graph)
     check_cut(boundaries, len(units))
-    stage_of_call: dict[str, int] = {}
-    stages_of_run: dict[str, list[int]] = {}
-    for index, unit in enumerate(units):
-        stage = sum(start <= index for start in boundaries) - 1
-        stage_of_call |= dict.fromkeys(unit.calls, stage)
-        stages_of_run.setdefault(unit.run, []).append(stage)
+    stages = [bisect.bisect(boundaries, index) - 1 for index in range(len(units))]
     taken = _names(graph)
     placed: list[tuple[int, Node | LayerRun]] = []
+    index = 0  # of the unit after the last piece's
     for piece in graph.body:
         if isinstance(piece, LayerRun):
-            placed += _cut_run(piece, stages_of_run[piece.name], taken)
+            first, index = index, index + len(piece.instances)
+            placed += _cut_run(piece, stages[first:index], taken)
         else:
-            placed.append((stage_of_call.get(piece.name, -1), piece))
+            index = units.index(top[piece.name]) + 1
+            placed.append((-1 if piece.name in repeats else stages[index - 1], piece))
     repeated = {piece.name: piece for stage, piece in placed if stage < 0}
     made_in = {piece.name: stage for stage, piece in placed if stage >= 0}
     idle = set(range(len(boundaries))) - set(made_in.values())
@@ -181,7 +146,7 @@ def _cut_run(run: LayerRun, stages: list[int], taken: set[str]) -> list[tuple[in
     args, start = list(run.args), 0
     for stage in sorted(set(stages)):
         stop = start + stages.count(stage)
-        name = run.name if stop == len(stages) else _fresh(f"{run.name}_to_{stop}", taken)
+        name = run.name if stop == len(stages) else free_name(f"{run.name}_to_{stop}", taken)
         taken.add(name)
         parts.append((stage, replace(run, name=name, instances=run.instances[start:stop], args=tuple(args))))
         for position, output in run.carried:
@@ -265,7 +230,7 @@ def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, st
         if ref in readers:
             mine = division.made_in[ref.node], readers[ref]
             clashing = {name for name, stage, others in given if _clashes(mine, (stage, others))}
-            names[ref] = _fresh(wishes[ref], taken | clashing)
+            names[ref] = free_name(wishes[ref], taken | clashing)
             given.append((names[ref], *mine))
     return names
 
@@ -283,10 +248,3 @@ def _clashes(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> bool:
 def _names(graph: Graph) -> set[str]:
     """Names that refs of the top level have."""
     return {piece.name for piece in graph.body} | {i.name for i in graph.inputs} | {p.name for p in graph.parameters}
-
-
-def _fresh(wish: str, taken: Collection[str]) -> str:
-    name, count = wish, 2
-    while name in taken:
-        name, count = f"{wish}_{count}", count + 1
-    return name

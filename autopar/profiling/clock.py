@@ -1,7 +1,8 @@
 """The timing primitives: everything that differs between a CPU that processes share and a GPU of one's own.
 
 Both clocks time a `kernel` (one process' device, while every other process is as busy) and a `stretch` of many calls
-that all processes make together (collectives, copies).
+that all processes make together (collectives, copies), for about as many seconds as they are given. Every rank calls
+the same methods in the same order; every rank gets the same seconds of a stretch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,21 +39,6 @@ class Timing:
     seconds: float
     num_calls: int
     share: float = 1.0
-
-
-class Clock(Protocol):
-    """Every rank calls the same methods in the same order; every rank gets the same seconds of a stretch."""
-
-    def kernel(self, call: Call) -> Timing: ...
-
-    def stretch(self, call: Call, seconds: float) -> Timing:
-        """Times as many calls in a row as take about `seconds`."""
-
-    def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
-        """Times a collective as a step has it. is_started: the call only starts it, and work goes on."""
-
-    def wait(self) -> None:
-        """Waits until the device has done all that it was asked to."""
 
 
 class CpuClock:
@@ -106,6 +92,7 @@ class CpuClock:
         return Timing(undisturbed / count, count, min(1.0, undisturbed / used.wall_seconds))
 
     def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
+        """Times a collective as a step has it. is_started: the call only starts it, and work goes on."""
         work = _work()
         num_works = repetitions(work, CPU_WORK_SECONDS, self.wait)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 import time
 import warnings
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import ClusterError
+from autopar.files.outputs import replace_file
 from autopar.files.scratch import temporary_folder
 from autopar.profiling.gpus import detect_gpus, from_launcher, require_one
 from autopar.profiling.machine import available_cores, cpu_model, host_memory_bytes
@@ -88,7 +88,7 @@ def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
             stacklevel=4,
         )
     with contextlib.suppress(OSError):
-        _write(path, found.to_toml())
+        replace_file(path, found.to_toml())
     return found.cluster
 
 
@@ -110,12 +110,3 @@ def _kept(path: Path) -> Cluster | None:
         if BUSY not in cluster.device.source or time.time() - path.stat().st_mtime < BUSY_CACHE_SECONDS:
             return cluster
     return None
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file such that who reads it meanwhile sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
-    os.replace(temporary, path)

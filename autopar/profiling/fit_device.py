@@ -35,12 +35,10 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Dev
     """
     launch = launch_seconds(measured, base)
     by_kind = {kind: _large(measured.kernels, kind, launch) for kind in ("matmul", "memory", "attention")}
-    first = "fp32" if base is None else _first_dtype(by_kind["matmul"])
+    first = "fp32" if base is None else statistics.mode(kernel.work.dtype for kernel in by_kind["matmul"])
     plain = [k for k in by_kind["matmul"] if k.work.dtype == first]
     device = base or _of_cpu(measured, plain, by_kind["memory"], memory_bytes)
-    device = replace(
-        device, memory_bytes=memory_bytes, kernel_launch_seconds=launch, source=source, **_rates(measured, device)
-    )
+    device = replace(device, memory_bytes=memory_bytes, kernel_launch_seconds=launch, source=source, **_rates(measured))
     device = _fit_memory(device, by_kind["memory"])
     tiles = TILES if base is None else (device.matmul_tile,)
     # Where processors are modelled, what a matmul loses besides tiles and waves is the writing of its output.
@@ -130,12 +128,7 @@ def _large(kernels: Sequence[KernelTime], kind: str, launch: float) -> list[Kern
     return [k for k in own if k.seconds > 2 * launch] or [max(own, key=lambda kernel: kernel.seconds)]
 
 
-def _first_dtype(kernels: Sequence[KernelTime]) -> str:
-    """The dtype that most kernels were measured in."""
-    return statistics.mode(kernel.work.dtype for kernel in kernels)
-
-
-def _rates(measured: Measurements, device: Device) -> dict[str, Any]:
+def _rates(measured: Measurements) -> dict[str, Any]:
     """Copies in the slower of both directions, and file traffic likewise."""
     rates = dict(measured.rates)
     for one, other in (("copy to device", "copy to host"), ("disk read", "disk write")):

@@ -47,7 +47,7 @@ def fit_link(cluster: Cluster, place: Place, times: Sequence[CollectiveTime], so
         raise ValueError("a link cannot be fitted without measured collectives")
     usual: Link = getattr(cluster, place)
     if nccl.drives(usual):
-        return _placed(cluster, place, _fit_all_kinds(cluster, place, replace(usual, source=source), times))
+        return placed(cluster, place, _fit_all_kinds(cluster, place, replace(usual, source=source), times))
     rate = max(collective.wire_bytes(t.kind, t.num_bytes, t.group_size) / t.seconds for t in times)
     smallest = min(time.seconds for time in times)
     link = Link("gloo-measured", bytes_per_second=rate, latency_seconds=smallest / 2, source=source)
@@ -56,7 +56,7 @@ def fit_link(cluster: Cluster, place: Place, times: Sequence[CollectiveTime], so
         link = _fit_all_kinds(cluster, place, link, times)
         for kind in dict.fromkeys(time.kind for time in times):
             link = _fit_kind(cluster, place, link, kind, [time for time in times if time.kind == kind])
-    return _placed(cluster, place, link)
+    return placed(cluster, place, link)
 
 
 def hidden_share(overlaps: Sequence[CollectiveTime], times: Sequence[CollectiveTime]) -> float:
@@ -67,8 +67,8 @@ def hidden_share(overlaps: Sequence[CollectiveTime], times: Sequence[CollectiveT
     return min(max(statistics.median(shares), 0.0), MOST_HIDDEN) if shares else 0.0
 
 
-def _placed(cluster: Cluster, place: Place, link: Link) -> Cluster:
-    """A node of its own has the link in both places: none leads out of it."""
+def placed(cluster: Cluster, place: Place, link: Link) -> Cluster:
+    """The cluster with a link there. A node of its own has it in both places: none leads out of it."""
     if place == "intra_node" and cluster.num_nodes == 1:
         return replace(cluster, intra_node=link, inter_node=link)
     return replace(cluster, intra_node=link) if place == "intra_node" else replace(cluster, inter_node=link)
@@ -94,7 +94,7 @@ def _fit_all_kinds(cluster: Cluster, place: Place, link: Link, times: Sequence[C
     def error(parameters: Parameters) -> float:
         if parameters["hops"] > 1.0:
             return math.inf
-        return _error(times, _placed(cluster, place, fitted(parameters)))
+        return _error(times, placed(cluster, place, fitted(parameters)))
 
     fixed = link.latency_seconds + link.startup_seconds
     start = {"rate": link.achievable_bytes_per_second, "fixed": fixed, "hops": link.latency_seconds / fixed}
@@ -112,7 +112,7 @@ def _fit_kind(cluster: Cluster, place: Place, link: Link, kind: Kind, times: Seq
         )
 
     def error(factors: Parameters) -> float:
-        return _error(times, _placed(cluster, place, fitted(factors)))
+        return _error(times, placed(cluster, place, fitted(factors)))
 
     start = {"latency": link.latency_factors.get(kind, 1.0), "rate": link.rate_factors.get(kind, 1.0)}
     return fitted(descend(error, start))

@@ -68,13 +68,9 @@ def adamw(elements: int, device: torch.device) -> Call:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True).step
 
 
-def _overhead(name: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
-    """A transformer block on tensors so small that only overhead is left."""
+def _block(name: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
+    """A transformer block with its backward, unless it is called otherwise; of tiny tensors, nothing but overhead."""
     return blocks.call(sizes, name != "block forward", device)
-
-
-def _block(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
-    return blocks.call(sizes, True, device)
 
 
 _MAKERS: Mapping[str, Callable[[str, Mapping[str, Any], torch.device], Call]] = {
@@ -82,6 +78,6 @@ _MAKERS: Mapping[str, Callable[[str, Mapping[str, Any], torch.device], Call]] = 
     "memory": _memory,
     "attention": _attention,
     "optimizer": _optimizer,
-    "overhead": _overhead,
+    "overhead": _block,
     "block": _block,
 }

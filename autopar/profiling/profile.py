@@ -1,7 +1,7 @@
 """`autopar profile`: measures this machine and writes it down as a cluster that plans are made for.
 
 profile.toml      the cluster, as --cluster reads it, with its provenance
-profile.jsonl     every sample; an interrupted run goes on from there, and `refit` fits anew
+profile.jsonl     every sample; an interrupted run goes on from there
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.errors import ClusterError, OutputError
 from autopar.files.outputs import require_writable, write_output
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
-from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share
+from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share, placed
 from autopar.profiling.gpus import detect_gpus
 from autopar.profiling.processes import LIMIT_SECONDS, OutOfTime, run_processes
 from autopar.profiling.samples import Measurements, Provenance, Samples
@@ -147,14 +147,6 @@ def measure_locally(
     return samples
 
 
-def refit(raw: str | Path, like: Cluster | None = None) -> Profile:
-    """The profile of samples that were measured before, perhaps elsewhere. Raises ClusterError."""
-    samples = Samples.read(Path(raw))
-    if samples is None:
-        raise ClusterError("there are no samples to fit", values=str(raw), alternatives="a file that profile wrote")
-    return fitted(samples, like)
-
-
 def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
     """The cluster that the samples describe. base: nominal figures, for GPUs."""
     try:
@@ -170,13 +162,17 @@ def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
         # A name of its own, since NCCL is not what drives the network here.
         network = replace(catalog.link("ethernet-10g"), name="gloo-network")
         links = catalog.link("loopback"), network if origin.num_nodes > 1 else catalog.link("loopback")
-    cluster = Cluster(device, origin.num_nodes, origin.devices_per_node, *links)
+    cluster = Cluster(
+        device=device,
+        num_nodes=origin.num_nodes,
+        devices_per_node=origin.devices_per_node,
+        intra_node=links[0],
+        inter_node=links[1],
+    )
     cluster = fit_links(cluster, measured.collectives, source)
     if measured.overlaps:
         share = float(f"{hidden_share(measured.overlaps, measured.collectives):.3g}")
-        inside = replace(cluster.intra_node, hidden_share=share)
-        between = inside if origin.num_nodes == 1 else cluster.inter_node
-        cluster = replace(cluster, intra_node=inside, inter_node=between)
+        cluster = placed(cluster, "intra_node", replace(cluster.intra_node, hidden_share=share))
     return Profile(cluster, measured, origin)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.profiling.cases import ROUNDS, Case, Level, Topology, cases
-from autopar.profiling.clock import Clock, CpuClock, CudaClock, Timing, gathered, hostname
+from autopar.profiling.clock import CpuClock, CudaClock, Timing, gathered, hostname
 from autopar.profiling.collectives import Groups, collective, make_groups
 from autopar.profiling.kernels import kernel
 from autopar.profiling.machine import available_cores, device_name, driver_version, memory_bytes
@@ -36,8 +36,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def main(argument: str, process_bytes: int) -> None:
-    """Does the task (JSON) that `processes.py` wrote: rank, size, parent, folder, out, level, num_local,
-    on_gpu."""
+    """Does the task (JSON) that `processes.py` wrote: rank, size, parent, folder, out, level, on_gpu."""
     task = json.loads(argument)
     end_with_parent(task["parent"])
     torch.set_num_threads(1)
@@ -118,7 +117,7 @@ class Runner:
 
     def __init__(self, topology: Topology, level: Level, device: torch.device, folder: Path) -> None:
         self.device, self.folder, self.seconds = device, folder, STRETCH_SECONDS[level]
-        self.clock: Clock
+        self.clock: CpuClock | CudaClock
         if device.type == "cuda":
             self.clock = CudaClock(device)
         else:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.costs.layer_costs import HIDDEN, SYNCHRONISATION
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
 
-HIDDEN = "hidden communication"
-SYNCHRONISATION = "gradient and parameter synchronisation"
 REASONS = 3
 ROUND_OFF = 1e-9
 """Share of a step below which two times are equal."""

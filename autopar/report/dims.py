@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, LayerRun, Ref, base_name
+from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
-from autopar.options.strategies import Operator, Scope, scopes_of
+from autopar.options.strategies import Operator
 from autopar.rules.rule import Rule, find_factor
 
 Key = tuple[str, Ref, Placement]
@@ -37,21 +37,18 @@ class DimNames:
 
 def name_dims(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> DimNames:
     """Names of all shards that the operators' rules connect with a dim of known meaning."""
-    scopes = scopes_of(graph)
     names: dict[Key, str] = {}
     # One meaning after the other, so that the first and surest takes a dim that two could claim.
     for kind in ("batch", "heads", "sequence", "vocabulary", "width"):
-        seeds = {key: name for key, name in _seeds(kind, graph, operators, scopes) if key not in names}
-        names |= {**_spread(graph, scopes, operators, seeds, names), **names}
+        seeds = {key: name for key, name in _seeds(kind, graph, operators) if key not in names}
+        names |= {**_spread(graph, operators, seeds, names), **names}
     return DimNames(names, dict(_features(operators)))
 
 
-def _seeds(
-    kind: str, graph: Graph, operators: Mapping[tuple[str, str], Operator], scopes: tuple[Scope, ...]
-) -> Iterator[tuple[Key, str]]:
+def _seeds(kind: str, graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:
     if kind == "batch":
         yield from ((("", Ref(i.name), S(i.batch_dim)), "batch") for i in graph.inputs if i.batch_dim is not None)
-    from_batch = _computed_from_batch(graph, scopes)
+    batch = {i.name for i in graph.inputs}
     tables = {
         op.inputs[0].shape[0]
         for op in operators.values()
@@ -68,25 +65,16 @@ def _seeds(
             yield (scope, refs[0], S(classes)), word
         if name == "embedding":
             if kind == "vocabulary":
-                yield (scope, refs[0], S(0)), "vocabulary" if (scope, refs[1]) in from_batch else "positions"
+                is_given = not scope and bool(ancestors(graph, refs[1]) & batch)
+                yield (scope, refs[0], S(0)), "vocabulary" if is_given else "positions"
             if kind == "sequence" and len(operator.inputs[1].shape) == 2:
                 yield (scope, refs[1], S(1)), "sequence"
             if kind == "width":
                 yield (scope, refs[0], S(1)), "width"
 
 
-def _computed_from_batch(graph: Graph, scopes: tuple[Scope, ...]) -> set[tuple[str, Ref]]:
-    """Integer tensors of the top level that the batch's inputs lead to."""
-    found = {("", Ref(i.name)) for i in graph.inputs}
-    for node in scopes[0].nodes:
-        if any(("", ref) in found for ref in node.inputs):
-            found |= {("", Ref(node.name, i)) for i in range(len(node.outputs))}
-    return found
-
-
 def _spread(
     graph: Graph,
-    scopes: tuple[Scope, ...],
     operators: Mapping[tuple[str, str], Operator],
     seeds: Mapping[Key, str],
     taken: Mapping[Key, str],
@@ -96,7 +84,10 @@ def _spread(
     for (scope, name), operator in operators.items():
         for ref in (*operator.node.inputs, *(Ref(name, i) for i in range(len(operator.node.outputs)))):
             touching.setdefault((scope, ref), []).append(operator)
-    borders = _borders(graph, scopes)
+    borders: dict[tuple[str, Ref], list[tuple[str, Ref]]] = {}
+    for inner, outer in layer_borders(graph):
+        borders.setdefault(inner, []).append(outer)
+        borders.setdefault(outer, []).append(inner)
     found = dict(seeds)
     open_keys = list(seeds)
     while open_keys:
@@ -136,23 +127,6 @@ def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], shard: Placement) -
             return factor, sections
         before *= rule.sizes[factor]
     return None
-
-
-def _borders(graph: Graph, scopes: tuple[Scope, ...]) -> dict[tuple[str, Ref], list[tuple[str, Ref]]]:
-    """Tensors that are the same across a layer's border, and from one layer to the next."""
-    found: dict[tuple[str, Ref], list[tuple[str, Ref]]] = {}
-    for piece in graph.body:
-        if not isinstance(piece, LayerRun):
-            continue
-        layer, scope = piece.layer, piece.layer.name
-        formals = [(scope, Ref(name)) for name, _ in layer.inputs]
-        pairs = [(formal, ("", arg)) for formal, arg in zip(formals, piece.args, strict=True)]
-        pairs += [((scope, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(layer.outputs)]
-        pairs += [(formals[position], (scope, layer.outputs[output])) for position, output in piece.carried]
-        for one, other in pairs:
-            found.setdefault(one, []).append(other)
-            found.setdefault(other, []).append(one)
-    return found
 
 
 def _features(operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:

@@ -21,13 +21,12 @@ from autopar.report.dims import DimNames, name_dims
 from autopar.report.pipeline import pipeline_panels
 from autopar.report.plan_words import plan_words
 from autopar.report.sharding import activation_rows, parameter_rows
-from autopar.report.tables import plain_text, table_of
+from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
 from autopar.units import bytes_text, count_text, seconds_text
 from codegen.program import ModuleClass, PipelineProgram, Program
 from codegen.runtime.optimizers import parameters_of
 
-WIDTH = 110
 BAR_WIDTH = 30
 
 
@@ -144,10 +143,9 @@ def _scope_title(scope: Scope) -> str:
 
 def _modules(program: Program | PipelineProgram, scope: Scope) -> list[ModuleClass]:
     """The generated classes of a scope: one per layer class, and for the top level one per stage."""
-    programs = [program] if isinstance(program, Program) else [stage.program for stage in program.stages]
     if scope.layer:
-        return [m for p in programs for m in p.layers if m.name == scope.name][:1]
-    return [p.root for p in programs]
+        return [m for p in program.programs for m in p.layers if m.name == scope.name][:1]
+    return [p.root for p in program.programs]
 
 
 def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> RenderableType:

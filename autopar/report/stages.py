@@ -36,7 +36,15 @@ def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[Stage
     held = simulated.timeline.in_flight
     for index, (stage, cost) in enumerate(zip(stages, simulated.stages, strict=True)):
         words, modes = units_words(graph, stage), recompute_words(stage)
-        yield StageRow(index, simulated.home[index], words, modes, cost.forward, cost.backward, held[index])
+        yield StageRow(
+            stage=index,
+            pipeline_rank=simulated.home[index],
+            units=words,
+            recompute=modes,
+            forward=cost.forward,
+            backward=cost.backward,
+            in_flight=held[index],
+        )
 
 
 def units_words(graph: Graph, stage: StagePlan) -> str:

@@ -9,6 +9,9 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+WIDTH = 110
+"""Columns of what is printed, unless a terminal is narrower."""
+
 
 def table_of(title: str, *columns: tuple[str, int] | tuple[str, int, str]) -> Table:
     """columns: (header, width, "right" for numbers); width 0 takes what is left."""

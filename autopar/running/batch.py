@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,7 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
 
     Raises DataError for a batch that the program was not made for.
     """
-    any_stage = program.any if isinstance(program, PipelineProgram) else program
-    num_micro_batches = any_stage.num_micro_batches
+    any_stage, num_micro_batches = program.any, program.any.num_micro_batches
     wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
     try:
         check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
@@ -59,12 +58,7 @@ def with_inputs_of(program: Program | PipelineProgram, batch: Mapping[str, Any])
                 values=f"{name} is a {type(value).__name__}",
                 alternatives="tensors under names of their own; numbers, text, None, and lists and dicts of those",
             )
-    return mapped(program, lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed))
-
-
-def mapped(program: Program | PipelineProgram, function: Callable[[Program], Program]) -> Program | PipelineProgram:
-    """The program, or each stage's, replaced."""
-    return program.map(function) if isinstance(program, PipelineProgram) else function(program)
+    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed))
 
 
 def _is_plain(value: Any) -> bool:

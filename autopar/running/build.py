@@ -73,7 +73,7 @@ def build_step(
 def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:
     """The given one; the default's fused form where the program has kernels."""
     given = compiled.optimizer
-    if not (isinstance(given, DefaultAdamW) and compiled.any_stage.has_fused_update):
+    if not (isinstance(given, DefaultAdamW) and compiled.program.any.has_fused_update):
         return given
     fused = importlib.import_module(f"{package.__name__}.runtime.fused_adamw").FusedAdamW
     return functools.partial(fused, lr=given.lr, weight_decay=given.weight_decay)

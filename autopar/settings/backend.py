@@ -38,17 +38,13 @@ def check_layers_compile(backend: str, recompute: str | None) -> None:
 
 def with_backend(program: Program | PipelineProgram, backend: str) -> Program | PipelineProgram:
     """The program for that backend. Raises ConstraintError where inductor would have no layer to compile."""
-    if backend == "inductor":
-        stages = [stage.program for stage in program.stages] if isinstance(program, PipelineProgram) else [program]
-        if not any(_compiles(stage) for stage in stages):
-            raise ConstraintError(
-                "backend='inductor' compiles layers, and this program has none that it could",
-                values=f"{program.name}: no repeated layers, or all of them recompute selectively",
-                alternatives=["recompute=none, offload or full", *EAGER],
-            )
-    if isinstance(program, PipelineProgram):
-        return program.map(lambda stage: replace(stage, backend=backend))
-    return replace(program, backend=backend)
+    if backend == "inductor" and not any(map(_compiles, program.programs)):
+        raise ConstraintError(
+            "backend='inductor' compiles layers, and this program has none that it could",
+            values=f"{program.name}: no repeated layers, or all of them recompute selectively",
+            alternatives=["recompute=none, offload or full", *EAGER],
+        )
+    return program.map(lambda stage: replace(stage, backend=backend))
 
 
 def _compiles(stage: Program) -> bool:
@@ -57,17 +53,12 @@ def _compiles(stage: Program) -> bool:
     return any(mode != "selective" for layer in stage.layer_names for mode in modes.get(layer, ["none"]))
 
 
-def backend_of(program: Program | PipelineProgram) -> str:
-    """The backend of a program."""
-    return (program.any if isinstance(program, PipelineProgram) else program).backend
-
-
 def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> None:
     """Raises ConstraintError if this machine cannot run the program: its backend, or its products in fp8."""
     on_gpu = torch.cuda.is_available() and not is_cpu(cluster.groups[0])
     device = torch.device("cuda" if on_gpu else "cpu")
     require_fp8(program, device)
-    if backend_of(program) != "inductor":
+    if program.any.backend != "inductor":
         return
     reason = why_unavailable(device)
     if reason:
@@ -76,4 +67,4 @@ def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> 
 
 def patience_seconds(program: Program | PipelineProgram) -> float:
     """How long ranks must wait for one another at least: for one that compiles, long."""
-    return COMPILE_SECONDS if backend_of(program) == "inductor" else 0.0
+    return COMPILE_SECONDS if program.any.backend == "inductor" else 0.0

@@ -25,14 +25,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import ConstraintError
-from autopar.files.text_files import shown
+from autopar.files.text_files import near, shown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import AXIS_NAMES, DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
 from autopar.rules.attention import EXCHANGES
-from autopar.settings.arguments import whole
+from autopar.settings.arguments import whole, word
 from cost_models.schedule import SCHEDULES
 
 _AXES = ("pp", "ddp", "dp", "tp")
@@ -84,12 +84,8 @@ class Constraints:
         known = (*_AXES, *_SCALARS, *_PATTERNS)
         for key in given:
             if key not in known:
-                close = difflib.get_close_matches(str(key), known, 1)
                 later = " (this axis is not searched yet)" if key in AXIS_NAMES else ""
-                raise ConstraintError(
-                    f"unknown constraint {key!r}{later}",
-                    alternatives=([f"did you mean {close[0]!r}?"] if close else []) + [f"one of {', '.join(known)}"],
-                )
+                raise ConstraintError(f"unknown constraint {key!r}{later}", alternatives=near(key, known))
         degrees = {axis: whole(axis, given[axis], 1) for axis in _AXES if axis in given}
         zero = whole("zero", given["zero"], 0) if "zero" in given else None
         if zero is not None and zero > 3:
@@ -97,23 +93,22 @@ class Constraints:
         micro = whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
         memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
         chunks = whole("chunks", given["chunks"], 1) if "chunks" in given else None
-        words = {name: _word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None}
+        chosen: dict[str, Any] = {
+            name: word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None
+        }
         offload = given.get("offload")
         if offload is not None and not (isinstance(offload, str) and is_offload(offload)):
             legal = (*OFFLOADS, "nvme:/a/folder")
             raise ConstraintError("offload is unknown", values=shown(offload), alternatives=", ".join(legal))
-        patterns = {name: _patterns(name, given.get(name)) for name in _PATTERNS}
+        chosen |= {name: _patterns(name, given.get(name)) for name in _PATTERNS}
         found = cls(
-            degrees,
-            zero,
-            micro,
-            memory,
-            words.get("schedule"),
-            chunks,
-            words.get("recompute"),
-            "" if offload == "none" else offload,
-            words.get("context"),
-            *(patterns[name] for name in _PATTERNS),
+            degrees=degrees,
+            zero=zero,
+            micro_batches=micro,
+            memory_bytes=memory,
+            chunks=chunks,
+            offload="" if offload == "none" else offload,
+            **chosen,
         )
         found._check_together()
         return found
@@ -265,12 +260,6 @@ def parse_bytes(value: Any) -> int:
             "memory is a number of bytes above 0", values=shown(value), alternatives='such as "20GiB" or 21474836480'
         )
     return int(number * _UNITS[unit])
-
-
-def _word(name: str, value: Any, legal: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in legal:
-        raise ConstraintError(f"{name} is not one that autopar has", values=shown(value), alternatives=", ".join(legal))
-    return value
 
 
 def _patterns(key: str, given: Any) -> tuple[Pattern, ...]:

@@ -48,7 +48,7 @@ def check_fp8(cluster: AnyCluster, precision: str) -> None:
 
 def require_fp8(program: Program | PipelineProgram, device: torch.device) -> None:
     """Raises ConstraintError if the program is in fp8 and the device cannot run it."""
-    if not (program.any if isinstance(program, PipelineProgram) else program).fp8:
+    if not program.any.fp8:
         return
     from codegen.runtime.fp8 import why_unavailable  # heavy: triton comes with it
 

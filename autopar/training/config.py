@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, get_args
 
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
-from autopar.files.text_files import read_mapping
+from autopar.files.text_files import near, read_mapping
 from autopar.settings.arguments import check_numbers, word
 from autopar.settings.compile_options import PlanOptions
 from codegen.runtime.guard import NonFinite
@@ -85,11 +84,7 @@ class TrainerConfig(PlanOptions):
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
-                close = difflib.get_close_matches(str(name), known, 1)
-                hint = [f"did you mean {close[0]!r}?"] if close else []
-                raise ConstraintError(
-                    f"{source} has an unknown field {name!r}", alternatives=[*hint, "one of " + ", ".join(known)]
-                )
+                raise ConstraintError(f"{source} has an unknown field {name!r}", alternatives=near(name, known))
         return cls(**fields)
 
     @classmethod

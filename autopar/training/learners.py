@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,35 +24,13 @@ from codegen.runtime.optimizers import call, settings_of
 from codegen.runtime.reference import SameDropout
 
 
-class Learner(Protocol):
-    """What the loop drives."""
-
-    @property
-    def num_samples(self) -> int:
-        """Rows trained on so far, over all ranks."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done so far."""
-
-    @property
-    def num_skipped(self) -> int:
-        """Steps without an update."""
-
-    def check(self) -> None:
-        """Raises CheckpointError, after a step, if the optimiser's state could not be saved."""
-
-    def __call__(self, batch: Batch, /) -> float:
-        """Train one step on a whole global batch; the global mean loss. Raises FloatingPointError to stop."""
-
-    def save(self, directory: Path) -> None:
-        """Raises FloatingPointError where a parameter is inf or nan."""
-
-    def load(self, directory: Path) -> None: ...
-
-
 class RankLearner:
-    """This rank's `step` of a generated program."""
+    """This rank's `step` of a generated program, which the loop drives.
+
+    A call trains one step on a whole global batch and returns the global mean loss; it raises FloatingPointError to
+    stop, as `save` does where a parameter is inf or nan. num_samples, num_steps: so far, the rows over all ranks.
+    num_skipped: steps without an update. check: raises CheckpointError, after a step, for state that cannot be saved.
+    """
 
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
         self.program = program
@@ -95,7 +73,7 @@ class RankLearner:
 
 @dataclass
 class PlainLearner:
-    """The user's model trained eagerly."""
+    """The user's model trained eagerly, driven as a RankLearner is."""
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor] | None

@@ -30,7 +30,7 @@ from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints
 from autopar.training.config import Batch, Batches, TrainerConfig, TrainResult
-from autopar.training.learners import Learner, PlainLearner, RankLearner
+from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import named_batch, num_rows, peeking, untouched
 from autopar.training.progress import TrainingProgress
 from codegen.runtime.processes import after_the_first, join
@@ -189,7 +189,7 @@ def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterat
 
 
 def _loop(
-    learner: Learner,
+    learner: RankLearner | PlainLearner,
     config: TrainerConfig,
     batches: Batches,
     batch_size: int,

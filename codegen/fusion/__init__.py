@@ -21,13 +21,15 @@ which spares the mask and its making, then the norm's after it, which spares one
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Final
 
 from codegen.fusion import activations, losses, norms, residual, rotary
 from codegen.fusion.match import Match, matches
-from codegen.fusion.rewrite import fused
+from codegen.fusion.rewrite import chosen, replaced
 from codegen.fusion.template import Pattern
-from codegen.program import Program
+from codegen.program import ModuleClass, Program
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
     *residual.PATTERNS,
@@ -37,9 +39,20 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     *losses.PATTERNS,
 )
 
+DATA_AXES: Final = frozenset({"ddp", "dp"})
+"""Axes whose ranks share the rows of a micro-batch."""
+
 __all__ = ["PATTERNS", "Match", "Pattern", "fuse", "matches"]
 
 
 def fuse(program: Program) -> Program:
-    """The program with every run of calls that a pattern matches replaced, in all classes."""
-    return fused(program, PATTERNS)
+    """The program with every run of calls that a pattern matches replaced, in all classes; where two patterns' matches
+    share calls, the earlier pattern's."""
+    sizes = zip(program.axes, program.axis_sizes, strict=True)
+    num_data_ranks = math.prod(size for axis, size in sizes if axis in DATA_AXES)
+
+    def fused(cls: ModuleClass) -> ModuleClass:
+        found = chosen(matches(PATTERNS, cls.body, cls.outputs), num_data_ranks)
+        return replace(cls, body=replaced(cls.body, found))
+
+    return replace(program, layers=tuple(map(fused, program.layers)), root=fused(program.root))

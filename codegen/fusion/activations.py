@@ -6,7 +6,7 @@ import math
 from typing import Any, Final
 
 from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Template, fused
-from codegen.program import Call, Program
+from codegen.program import Call
 
 FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
@@ -51,7 +51,7 @@ def _gelu_fits(bound: Bindings) -> bool:
     return bound["x"].type.dtype in FLOATS
 
 
-def _build_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _build_gelu(bound: Bindings, last: Call) -> tuple[Call, ...]:
     """GELU as torch's own call, which is one kernel, forward and backward."""
     return (fused("aten.gelu.default", bound, ("x",), last, _approximate(bound)),)
 
@@ -62,7 +62,7 @@ def _bias_gelu_fits(bound: Bindings) -> bool:
     return len(x.shape) > 1 and x.dtype in FLOATS and (bias.shape, bias.dtype) == (x.shape[-1:], x.dtype)
 
 
-def _build_bias_gelu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _build_bias_gelu(bound: Bindings, last: Call) -> tuple[Call, ...]:
     return (fused("kernels.bias_gelu", bound, ("x", "bias"), last, _approximate(bound)),)
 
 
@@ -77,7 +77,7 @@ def _gated_fits(bound: Bindings) -> bool:
     return bound["gate"].type.is_alike(bound["up"].type)
 
 
-def _build_geglu(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _build_geglu(bound: Bindings, last: Call) -> tuple[Call, ...]:
     return (fused("kernels.geglu", bound, ("gate", "up"), last, _approximate(bound)),)
 
 
@@ -92,7 +92,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         leaves=("gate", "up"),
         template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
         fits=_gated_fits,
-        build=lambda bound, last, program: (fused("kernels.swiglu", bound, ("gate", "up"), last),),
+        build=lambda bound, last: (fused("kernels.swiglu", bound, ("gate", "up"), last),),
     ),
     Pattern(
         name="GeGLU",

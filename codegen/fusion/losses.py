@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from codegen.expressions import expression, literal
 from codegen.fusion.template import Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
-from codegen.program import Call, Program, Raw, TensorType, Var
+from codegen.program import Call, Raw, TensorType, Var
 
 ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ACCUMULATOR_BYTES: Final = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}
@@ -39,7 +39,7 @@ def _cross_entropy_fits(bound: Bindings) -> bool:
     return widens and target.dtype == "int64" and logits.dtype in ("float32", "bfloat16", "float16")
 
 
-def _cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
     """Losses per token, their sum, and the division by the count of targets on all ranks."""
     logits: Var = bound["logits"].value
     before: tuple[Call, ...] = ()
@@ -106,7 +106,7 @@ def _linear_cross_entropy_fits(bound: Bindings) -> bool:
     return same and widens and slices_rows and is_rows and target.dtype == "int64"
 
 
-def _linear_cross_entropy(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _linear_cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
     """One call on rows of tokens, which divides by the count of targets on all ranks."""
     x: Var = bound["x"].value
     rows: Var | Raw = x

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Result, Template, Value, fused, is_dtype
-from codegen.program import Call, Program
+from codegen.program import Call
 
 SUM: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("residual")), name="sum")
 
@@ -79,10 +79,10 @@ def _agrees(fits: Callable[[Bindings], bool]) -> Callable[[Bindings], bool]:
     return lambda bound: bound["x"].type.is_alike(bound["residual"].type) and fits(bound)
 
 
-def _norm(target: str, names: tuple[str, ...]) -> Callable[[Bindings, Call, Program], tuple[Call, ...]]:
+def _norm(target: str, names: tuple[str, ...]) -> Callable[[Bindings, Call], tuple[Call, ...]]:
     """A call on `names`; "bias" is None where there is none, and a sum is a second result."""
 
-    def build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+    def build(bound: Bindings, last: Call) -> tuple[Call, ...]:
         call = fused(target, bound, tuple(name for name in names if name in bound), last)
         tensors = (bound[name].value if name in bound else None for name in names)
         sums = bound["sum"].value.results if "sum" in bound else ()

@@ -7,7 +7,7 @@ from typing import Final
 
 from codegen.expressions import literal
 from codegen.fusion.template import Bindings, Leaf, Op, Pattern, Value, fused
-from codegen.program import Call, Program, Raw
+from codegen.program import Call, Raw
 
 PLACE: Final = ("call", "layout", "batched")
 """What says which mask a dropout draws, and which part of it."""
@@ -19,7 +19,7 @@ def _fits(bound: Bindings) -> bool:
     return bound["x"].type.is_alike(bound["residual"].type) and isinstance(p, float) and 0.0 < p < 1.0
 
 
-def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _build(bound: Bindings, last: Call) -> tuple[Call, ...]:
     place = ", ".join(f"{key}={literal(bound[key].value)}" for key in PLACE if key in bound)
     call = fused("kernels.dropout_add", bound, ("x", "residual", "p"), last)
     return (replace(call, args=(*call.args, Raw(f"**self.dropout_mask({place})"))),)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from codegen.fusion.template import Bindings, Is, Leaf, Op, Pattern, Result, Template, Value, fused
-from codegen.program import Call, Program, Raw
+from codegen.program import Call, Raw
 
 
 def _part(x: Template, start: Template, stop: Template) -> Op:
@@ -68,7 +68,7 @@ def rotates(bound: Bindings) -> bool:
 _DIMS: Final = ("dim", "cat_dim", "angle_dim")
 
 
-def _build(bound: Bindings, last: Call, program: Program) -> tuple[Call, ...]:
+def _build(bound: Bindings, last: Call) -> tuple[Call, ...]:
     interleaved = "angle_dim" in bound
     options: dict[str, Any] = {"interleaved": True} if interleaved else {}
     options |= {"heads_dim": 2} if bound["heads_dim"].value == 2 else {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from codegen.program import Call, Program, TensorType
+from codegen.program import Call, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class Pattern:
     target: the kernel. leaves: what it makes its last result of, in its order; a match may lack the last. template: the
     last call. beside: calls that stand before it and do not lead to it. results: which of the others have results of
     the kernel; those may be read outside, after the last call. fits: whether it is for these shapes and dtypes. build:
-    (bindings, the pattern's last call, the program) -> the calls that take its place, of which the last makes the same
-    results; one that nobody reads is UNREAD there. pays: whether it is worth it, where so many ranks share the rows of
+    (bindings, the pattern's last call) -> the calls that take its place, of which the last makes the same results; one
+    that nobody reads is UNREAD there. pays: whether it is worth it, where so many ranks share the rows of
     a micro-batch; if not, another pattern may have some of the calls.
     """
 
@@ -107,7 +107,7 @@ class Pattern:
     leaves: tuple[str, ...]
     template: Op
     fits: Callable[[Bindings], bool]
-    build: Callable[[Bindings, Call, Program], tuple[Call, ...]]
+    build: Callable[[Bindings, Call], tuple[Call, ...]]
     pays: Callable[[Bindings, int], bool] = _always
     beside: tuple[Op, ...] = ()
     results: tuple[Result, ...] = ()

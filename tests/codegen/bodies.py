@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from codegen import kernels
-from codegen.expressions import KERNELS, expression
-from codegen.fusion import fuse
+from codegen.expressions import expression, kernel_name
+from codegen.fusion import PATTERNS, fuse
 from codegen.program import Call, ModuleClass, Program, TensorType, Var
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout_module import DropoutModule
@@ -59,7 +59,7 @@ class Body:
 
     def program(self, *outputs: str, num_micro_batches: int = 1) -> Program:
         cls = ModuleClass("M", "", {}, {}, (var("x"),), tuple(self.statements), variables(*(outputs or ("y",))))
-        return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, num_micro_batches, {}, (), cls, ())
+        return Program("M", ("dp", "tp"), (1, 2), "fp32", 8, num_micro_batches, {}, (), cls, ())
 
 
 def execute(statements: list, values: dict) -> dict:
@@ -67,7 +67,8 @@ def execute(statements: list, values: dict) -> dict:
     module = DropoutModule(SimpleNamespace(device=torch.device("cpu")))
     scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy, "LAYOUT": Layout(SHAPES["x"])}
     scope |= {"self_same_dropout": module.same_dropout, "self_dropout_mask": module.dropout_mask}
-    scope |= {written: getattr(kernels, kernel) for kernel, written in KERNELS.items()}
+    used = {pattern.target.removeprefix("kernels.") for pattern in PATTERNS if pattern.target.startswith("kernels.")}
+    scope |= {kernel_name(kernel): getattr(kernels, kernel) for kernel in used}
     scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
     for statement in statements:
         results = ", ".join(result.name or "_" for result in statement.results)

@@ -45,7 +45,7 @@ def program(*body: object, outputs: tuple[str, ...] = ("y",)) -> Program:
         name.removeprefix("self."): Spec(shape, "float32") for name, shape in SHAPES.items() if name.startswith("self.")
     }
     cls = ModuleClass("M", "", stored, {}, variables("x", "h", "rows"), tuple(body), variables(*outputs))  # type: ignore[arg-type]
-    return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, 1, {}, (), cls, ())
+    return Program("M", ("dp", "tp"), (1, 2), "fp32", 8, 1, {}, (), cls, ())
 
 
 def test_a_gather_goes_to_where_its_first_layer_stood() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.errors import InternalError
 from autopar.lowering.assembly import source_of
-from codegen.check import check_file
+from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.program import Call, Raw
 from codegen.schemas import EmissionError
@@ -38,7 +38,7 @@ class Model(Module):
 
 
 def checked(*lines: str) -> None:
-    check_file("model.py", HEAD + "".join(f"        {line}\n" for line in (*lines, "return x")))
+    check_files({"model.py": HEAD + "".join(f"        {line}\n" for line in (*lines, "return x"))})
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_long_lines_without_brackets_stay_python(names):
     text = emit_model(replace(program, root=replace(program.root, body=(index, total))))
     refused = pytest.raises(EmissionError, match="not defined") if right.name[0] == "l" else contextlib.nullcontext()
     with refused:
-        check_file("model.py", text)
+        check_files({"model.py": text})
 
 
 @torch.library.custom_op("autopar_tests::scaled_square", mutates_args=())

@@ -42,6 +42,6 @@ def test_what_fits_and_what_cannot_stay() -> None:
 
 def test_docstrings_keep_their_words() -> None:
     doc = " ".join(["model.layers.0"] * 20)
-    lines = documented(doc, "    ")
+    lines = documented(doc)
     assert max(map(len, lines)) <= COLUMNS
     assert ast.literal_eval("\n".join(lines).strip()).split() == doc.split()

@@ -32,9 +32,10 @@ from codegen.emit import emit_model
 from codegen.folder_modules import imported_modules
 from codegen.main import emit_main
 from codegen.pipeline_source import emit_pipeline
-from codegen.program import PipelineProgram, meshes_text
+from codegen.program import PipelineProgram
 from codegen.program_source import emit_program
 from codegen.runtime.reference import SameDropout
+from codegen.text import meshes_text
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import tensors_of
 
@@ -190,8 +191,9 @@ def test_recompute_and_offload_of_a_program_without_stages() -> None:
     modes = {"GPT2Block": (("full", 3), ("none", 1))}
     program = lower(
         best.graph, best.operators, best.plan, best.assignment, recompute=modes,
-        offload={"GPT2Block": (("host", 4),)}, offload_optimizer="host",
+        offload={"GPT2Block": (("host", 4),)},
     )  # fmt: skip
+    program = replace(program, offload_optimizer="host")
     text = emit_model(program)
     assert '    RECOMPUTE = {\n        GPT2Block: ("full",) * 3 + ("none",),\n    }\n' in text
     assert "    OFFLOAD = {\n        GPT2Block: (True,) * 4,\n    }\n" in text

@@ -38,7 +38,7 @@ def lines(*body: Call, outputs: tuple[str, ...] = ("y",)) -> list[str]:
     }
     layer = ModuleClass("Layer", "", stored, {}, (_var("x"),), body, tuple(map(_var, outputs)))
     root = ModuleClass("M", "", {}, {}, (_var("x"),), (), (_var("x"),))
-    (found,) = in_fp8(Program("M", ("dp",), (1,), "", "fp32", 4, 1, {}, (layer,), root, ())).layers
+    (found,) = in_fp8(Program("M", ("dp",), (1,), "fp32", 4, 1, {}, (layer,), root, ())).layers
     calls = [statement for statement in found.body if isinstance(statement, Call)]
     return [f"{', '.join(result.name for result in call.results)} = {expression(call)}" for call in calls]
 

@@ -30,7 +30,7 @@ def program(*body: object, outputs: tuple[str, ...] = ("y",)) -> Program:
         name.removeprefix("self."): Spec(shape, "float32") for name, shape in SHAPES.items() if name.startswith("self.")
     }
     cls = ModuleClass("M", "", stored, {}, variables("x", "flat"), tuple(body), variables(*outputs))  # type: ignore[arg-type]
-    return Program("M", ("dp", "tp"), (1, 2), "", "fp32", 8, 1, {}, (), cls, ())
+    return Program("M", ("dp", "tp"), (1, 2), "fp32", 8, 1, {}, (), cls, ())
 
 
 def add(result: str, a: str, b: str) -> Call:

@@ -98,7 +98,7 @@ def test_under_any_decisions_nothing_is_taken_off_that_the_program_does_not_over
     name: str, mesh: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, num_joined = setting(name, mesh), 0
-    plan = SimpleNamespace(mesh=it.pricer.mesh, cluster="", precision="fp32", global_batch_size=8, num_micro_batches=1)
+    plan = SimpleNamespace(mesh=it.pricer.mesh, precision="fp32", global_batch_size=8, num_micro_batches=1)
     for seed in range(1, 7):
         _, assignment = it.assignment(seed)
         found = discounted(it.graph, it.operators, it.pricer, assignment, monkeypatch)

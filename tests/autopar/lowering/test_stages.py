@@ -21,7 +21,6 @@ from autopar.lowering.stages import (
     repeated_calls,
     stage_graphs,
     tied_parameters,
-    units_of,
 )
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import run_graph, tensors_of
@@ -107,7 +106,7 @@ def run_stages(stages: tuple[StageGraph, ...], tensors: dict[str, Tensor], batch
 
 
 def random_cuts(graph: Graph, count: int) -> list[tuple[int, ...]]:
-    length, chance = len(units_of(graph)), random.Random(0)
+    length, chance = len(chain(graph)), random.Random(0)
     cuts = [(0,), tuple(range(length))]
     cuts += [(0, *sorted(chance.sample(range(1, length), chance.randint(1, min(4, length - 1))))) for _ in range(count)]
     return cuts
@@ -154,19 +153,6 @@ def test_every_call_and_layer_is_in_one_stage_and_names_are_unique(name: str) ->
             assert len(set(names)) == len(names)
 
 
-def test_units_of_gpt2() -> None:
-    blocks = units_of(graph_of("gpt2"))
-    assert [b.kind for b in blocks] == ["", *["GPT2Block"] * 4, ""]
-    assert blocks[0].calls == ("embedding", "embedding_1", "add_1")
-    assert (blocks[3].run, blocks[3].index, blocks[3].path) == ("transformer_h", 2, "transformer.h.2")
-
-
-@pytest.mark.parametrize("name", [*LAYERED, "mlp"])
-def test_the_planner_counts_the_same_units(name: str) -> None:
-    graph = graph_of(name)
-    assert ["" if kind.startswith("top ") else kind for kind in chain(graph)] == [b.kind for b in units_of(graph)]
-
-
 def test_tables_between_runs_are_no_stage() -> None:
     class TwoTables(nn.Module):
         def __init__(self) -> None:
@@ -185,8 +171,7 @@ def test_tables_between_runs_are_no_stage() -> None:
 
     model, x = TwoTables(), torch.rand(4, 8)
     graph = trace(model, (x,))
-    blocks = units_of(graph)
-    assert (len(blocks), blocks[4].calls) == (len(chain(graph)), ())
+    assert chain(graph) == ("top 0", *("Block",) * 3, "top 1", *("Block",) * 3, "top 2")
     with pytest.raises(PlanError, match="nothing to compute"):
         stage_graphs(graph, (0, 4, 5))
     for cut in ((0, 4), (0, 5), (0, 2, 6)):
@@ -196,7 +181,7 @@ def test_tables_between_runs_are_no_stage() -> None:
 
 def test_mlp_is_one_block() -> None:
     graph = graph_of("mlp")
-    assert [b.kind for b in units_of(graph)] == [""]
+    assert chain(graph) == ("top 0",)
     assert stage_graphs(graph, (0,))[0].graph.body == graph.body
     with pytest.raises(PlanError, match="block"):
         stage_graphs(graph, (0, 1))
@@ -230,8 +215,8 @@ def test_gpt2_ties_its_embedding_and_reads_labels_at_the_end() -> None:
 @pytest.mark.slow
 def test_t5_sends_position_bias_and_encoder_output_to_all_who_use_them() -> None:
     graph = graph_of("t5")
-    kinds = [b.kind for b in units_of(graph)]
-    assert kinds == ["", "T5Block", "T5Block", "T5Block", "", "T5Block2", "T5Block2", ""]
+    kinds = ("T5Block",) * 3, ("T5Block2",) * 2
+    assert chain(graph) == ("top 0", *kinds[0], "top 1", *kinds[1], "top 2")
     stages = stage_graphs(graph, (0, 2, 4, 5, 6))
     bias, encoded, second_bias = "relative_attention_bias", "final_layer_norm", "relative_attention_bias_2"
     received = [dict(s.received) for s in stages]
@@ -245,7 +230,7 @@ def test_t5_sends_position_bias_and_encoder_output_to_all_who_use_them() -> None
 
 def test_one_name_never_means_two_tensors() -> None:
     """Skips: the first linear's result is read by stages after others have sent theirs."""
-    stages = stage_graphs(graph_of("skips"), tuple(range(len(units_of(graph_of("skips"))))))
+    stages = stage_graphs(graph_of("skips"), tuple(range(len(chain(graph_of("skips"))))))
     origin: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
         for _, name in stage.sends:

@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from autopar.cluster import ClusterSpec
-from autopar.errors import ClusterError
 from autopar.profiling.cases import ROUNDS, Topology, cases
-from autopar.profiling.profile import profile, raw_path, refit
+from autopar.profiling.profile import fitted, profile, raw_path
 from autopar.profiling.samples import Samples
 from cost_models.machine import Cluster
 
@@ -62,7 +61,8 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_measures_nothing(tmp_path
     assert len(samples.samples) == len(samples.done)
     profile(1, out=out, level="brief", console=QUIET)
     assert raw.read_bytes() == again
-    assert refit(raw).cluster == Cluster.from_toml(out)
+    kept = Samples.read(raw)
+    assert kept is not None and fitted(kept).cluster == Cluster.from_toml(out)
 
 
 TORCHRUN = """
@@ -100,8 +100,3 @@ def test_torchrun_over_two_nodes_fits_both_links(tmp_path: Path) -> None:
     assert (cluster.num_nodes, cluster.devices_per_node) == (2, 1)
     assert cluster.inter_node.name == "gloo-measured" and "2 node(s)" in cluster.inter_node.source
     assert cluster.intra_node.name == "loopback"
-
-
-def test_refit_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="no samples"):
-        refit(tmp_path / "absent.jsonl")

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiled import CompiledProgram
+from autopar.costs.layer_costs import HIDDEN
 from autopar.costs.updates import training_of
 from autopar.integrations.loading import load_model
 from autopar.ir.graph import Ref
 from autopar.ir.placement import S
 from autopar.options.strategies import scopes_of
-from autopar.report.costs import HIDDEN, runner_ups, time_rows
+from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import name_dims
 from autopar.report.sharding import parameter_rows
 from autopar.report.traffic import parameter_traffic, reshard_rows

@@ -61,7 +61,7 @@ def test_the_programs_own_script(kernels: str) -> None:
 def test_hosts_update_with_torch() -> None:
     compiled = mlp(kernels="on", constraints={"dp": 2, "offload": "optimizer"})
     assert "torch.optim.AdamW" in emit_main(compiled.program)
-    assert not compiled.any_stage.has_fused_update
+    assert not compiled.program.any.has_fused_update
 
 
 def test_the_default_is_torchs_with_rate_and_decay() -> None:
