@@ -99,16 +99,12 @@ __all__ = [
     "Tied",
     "all_forward_all_backward",
     "in_flight_table",
-    "lower_bound",
     "one_forward_one_backward",
     "solve_pipeline",
 ]
 
 GAP = 1e-9
 """Relative difference of objectives that is not explored further."""
-
-MAX_ROUNDS = 20
-"""Rounds of tightening in ``lower_bound``."""
 
 BELOW = 1.0 - 1e-11
 """Factor that makes a threshold exclude a time that it equals."""
@@ -168,24 +164,6 @@ def _no_solution(problem: PipelineProblem, library: Library, cutoff: float, diag
 
 class NothingBelowCutoffError(ValueError):
     """Every pipeline costs at least the cutoff."""
-
-
-def lower_bound(problem: PipelineProblem) -> float:
-    """Seconds that no pipeline of the problem beats; inf when it is proven that none fits.
-
-    The stages' knapsacks are relaxed to fractions (any mix of points, mixed transients at their least), and the three
-    parts of the objective are bounded apart: the least bottleneck, the least fill and the least largest step time, each
-    by the dynamic program over the cuts. Costs a few dynamic programs.
-    """
-    library: Library = {}
-    least = float("inf")
-    for allowed in _placements(problem):
-        for p in _numbers_of_stages(problem):
-            chain = Chain(problem, p, allowed, library)
-            steady, step = _tightened(chain, 1), _tightened(chain, 2)
-            if np.isfinite(steady) and np.isfinite(step):
-                least = min(least, _tightened(chain, 0) + (problem.num_micro_batches - 1) * steady + step)
-    return least
 
 
 def _placements(problem: PipelineProblem) -> Iterator[Mask]:
@@ -266,24 +244,6 @@ def _relaxed_fill(chain: Chain, limits: tuple[float, float]) -> float:
     """A lower bound of the least fill."""
     tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
     return chain.solve(tables, bottleneck=False)[0]
-
-
-def _tightened(chain: Chain, row: int) -> float:
-    """A lower bound of the fill (row 0) or the largest steady or step time, near that of the stages' relaxations."""
-    limits = _ceilings(chain)
-    value = -float("inf")
-    for _ in range(MAX_ROUNDS):
-        if row:
-            tables = {kind: cost.least_time(row) for kind, cost in chain.costs.items()}
-        else:
-            tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
-        new, cuts = chain.solve(tables, bottleneck=row > 0)
-        if not cuts or new <= value + 1e-6 * abs(value):
-            return max(new, value)
-        value = new
-        for cut in cuts:
-            chain.costs[cut.kind].tighten(cut.f, cut.shape, row, limits)
-    return value
 
 
 def _least_fill(

@@ -28,7 +28,7 @@ import numpy as np
 from search.pipeline_problem import PipelineProblem, Point, Submesh
 from search.problem import Array
 from search.stage_knapsack import SLACK, Found, cheapest
-from search.stage_lp import FEASIBILITY_TOLERANCE, Indices, bound, relax
+from search.stage_lp import FEASIBILITY_TOLERANCE, Indices, bound
 from search.stage_multisets import MAX_WAYS, combine, multisets, num_ways, totals
 from search.stage_shapes import shapes_of
 
@@ -253,28 +253,6 @@ class StageCosts:
                 self._offer(f, shape, weights, 0.0, 0.0)
             best = min(best, found.cost + extra)
         return best
-
-    def tighten(self, f: int, shape: int, row: int, limits: tuple[float, float]) -> None:
-        """Add the multipliers of a stage's relaxation that bound its fill (row 0), steady or step time (1, 2).
-
-        Transients at their least and families apart are relaxed too.
-        """
-        present = tuple(int(c) for c in np.flatnonzero(self.counts[shape]))
-        least = float(self.transient[shape])
-        menu = self._menu(f, present, (None,) * len(present), float("inf"))
-        if menu is None:
-            return
-        rows = menu.figures[1:4]
-        room = self.submesh.largest_allowed - float(self.extra_bytes[shape]) - least
-        most = np.array([room, limits[0] - self.busy[shape], limits[1] - self.extra_step[shape]])
-        use = np.array([True, row == 0, row == 0]) & (most >= 0)
-        multipliers = np.zeros(4)
-        cost = menu.figures[(0, 2, 3)[row]]
-        sizes = self.counts[shape][list(present)]
-        multipliers[1:][use], feasible = relax(cost, rows[use], most[use], menu.starts, sizes)
-        if feasible:
-            multipliers[row if row == 0 else row + 1] = 1.0
-        self._offer(f, shape, multipliers, *limits)
 
     def _entry(self, menu: Menu, found: Found, shape: int) -> Entry:
         assert found.counts is not None

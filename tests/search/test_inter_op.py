@@ -20,7 +20,7 @@ from search.inter_op import (
     Submesh,
     Tied,
 )
-from tests.search import exhaustive_pipeline, pipeline_problems
+from tests.search import exhaustive_pipeline, pipeline_bound, pipeline_problems
 
 
 def solve_or_error(solver, problem: PipelineProblem) -> PipelineSolution | PipelineInfeasibleError:
@@ -34,7 +34,7 @@ def assert_agree(problem: PipelineProblem) -> None:
     """Equal objectives or equal shortfalls; a valid pipeline; a bound below the optimum."""
     expected = solve_or_error(exhaustive_pipeline.solve, problem)
     found = solve_or_error(inter_op.solve_pipeline, problem)
-    bound = inter_op.lower_bound(problem)
+    bound = pipeline_bound.lower_bound(problem)
     if isinstance(expected, PipelineInfeasibleError):
         assert isinstance(found, PipelineInfeasibleError)
         assert found.smallest_excess == pytest.approx(expected.smallest_excess, nan_ok=True)

@@ -9,7 +9,7 @@ import pytest
 
 from search import inter_op
 from search.inter_op import PipelineInfeasibleError, PipelineProblem, Point, Submesh
-from tests.search import pipeline_problems
+from tests.search import pipeline_bound, pipeline_problems
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(96, 7), (96, 6), (126, 64), (5, 5), (1, 1)])
@@ -27,7 +27,7 @@ def test_uneven_cuts_have_the_closed_form(layers: int, stages: int) -> None:
     most = -(-layers // stages)
     assert found.objective == pytest.approx(3.0 * layers + 31 * 3.0 * most + 0.25 * most, rel=1e-12)
     assert len(found.stages) == stages
-    bound = inter_op.lower_bound(problem)
+    bound = pipeline_bound.lower_bound(problem)
     assert bound <= found.objective * (1 + 1e-12) and bound >= 0.8 * found.objective
 
 
@@ -90,7 +90,7 @@ def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
     except PipelineInfeasibleError:
         found = np.inf
     assert found == pytest.approx(best, rel=1e-9)
-    assert inter_op.lower_bound(problem) <= best * (1 + 1e-9)
+    assert pipeline_bound.lower_bound(problem) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("num_stages", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
@@ -99,7 +99,7 @@ def test_full_size_is_near_the_bound(num_stages: int) -> None:
     for correlated, share in itertools.product((True, False), (0.1, 0.4, 0.8)):
         problem = pipeline_problems.transformer(1, num_stages=num_stages, memory_share=share, correlated=correlated)
         found = inter_op.solve_pipeline(problem)
-        bound = inter_op.lower_bound(problem)
+        bound = pipeline_bound.lower_bound(problem)
         assert bound <= found.objective * (1 + 1e-9)
         # With two layers per stage a fraction of a layer is far from whole ones.
         assert found.objective <= bound * (1.12 if num_stages == 64 else 1.05)
