@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.inter_op import PipelineProblem, _ceilings, _numbers_of_stages, _placements
-from search.stage_chain import Chain, Library
+from search.inter_op import PipelineProblem, _ceilings, _numbers_of_stages
+from search.stage_chain import Chain
 from search.stage_costs import StageCosts
 from search.stage_lp import relax
 
@@ -19,14 +19,12 @@ def lower_bound(problem: PipelineProblem) -> float:
     parts of the objective are bounded apart: the least bottleneck, the least fill and the least largest step time, each
     by the dynamic program over the cuts.
     """
-    library: Library = {}
     least = float("inf")
-    for allowed in _placements(problem):
-        for p in _numbers_of_stages(problem):
-            chain = Chain(problem, p, allowed, library)
-            steady, step = _tightened(chain, 1), _tightened(chain, 2)
-            if np.isfinite(steady) and np.isfinite(step):
-                least = min(least, _tightened(chain, 0) + (problem.num_micro_batches - 1) * steady + step)
+    for p in _numbers_of_stages(problem):
+        chain = Chain(problem, p)
+        steady, step = _tightened(chain, 1), _tightened(chain, 2)
+        if np.isfinite(steady) and np.isfinite(step):
+            least = min(least, _tightened(chain, 0) + (problem.num_micro_batches - 1) * steady + step)
     return least
 
 
@@ -51,13 +49,11 @@ def _tightened(chain: Chain, row: int) -> float:
 def _tighten(cost: StageCosts, f: int, shape: int, row: int, limits: tuple[float, float]) -> None:
     """Add the multipliers of a stage's relaxation that bound its fill (row 0), steady or step time (1, 2).
 
-    Transients at their least and families apart are relaxed too.
+    Transients at their least are relaxed too.
     """
     present = tuple(int(c) for c in np.flatnonzero(cost.counts[shape]))
     least = float(cost.transient[shape])
-    menu = cost._menu(f, present, (None,) * len(present), float("inf"))
-    if menu is None:
-        return
+    menu = cost._menu(f, present, float("inf"))
     rows = menu.figures[1:4]
     room = cost.submesh.largest_allowed - float(cost.extra_bytes[shape]) - least
     most = np.array([room, limits[0] - cost.busy[shape], limits[1] - cost.extra_step[shape]])

@@ -49,7 +49,7 @@ def test_it_is_the_smallest(name: str, cluster: str, pins: dict[str, Any]) -> No
 def test_cuts_of_one_time_are_asked_to_save_ever_more() -> None:
     """A cut of 50 + y bytes is counted as 100 + y / 10. To save just what the last one lacked takes a tenth off y, so
     that eight rounds would end at 74 bytes."""
-    points = tuple(Point(str(k), 1.0, 1.0, 1 + 1e-9 * k, 1.0, 1.0, 100.0 - k, 0.0, 0.0) for k in range(60))
+    points = tuple(Point(str(k), 1 + 1e-9 * k, 1.0, 1.0, 100.0 - k, 0.0, 0.0) for k in range(60))
 
     def problem(limits: Mapping[str, float]) -> PipelineProblem:
         submesh = Submesh("all", "devices", 1, limits["all"])
