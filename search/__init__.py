@@ -10,7 +10,6 @@ from search.problem import (
     InfeasibleError,
     Problem,
     Solution,
-    TimeLimitError,
     Variable,
     evaluate,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "InfeasibleError",
     "Problem",
     "Solution",
-    "TimeLimitError",
     "Variable",
     "evaluate",
 ]

@@ -6,7 +6,6 @@ import numpy as np
 
 from search import integer_program
 from search.core import Core
-from search.deadline import TimeLimitReachedError
 from search.elimination import plan_elimination
 from search.lagrangian import Dual, drop_above, maximise
 from search.reductions import EmptyDomainError, drop_dead_ends, reduce_core
@@ -27,10 +26,9 @@ def solve_budgeted(search: Search, core: Core) -> None:
     the optimum, not on how good the best choice known is. Cores that elimination has no memory for go to the solver
     as they are.
     """
-    core = reduce_core(core, search.check)
+    core = reduce_core(core)
     if plan_elimination(core.sizes, core.pairs()).is_affordable:
-        start = (0.0,) * len(search.limits)
-        dual = maximise(core, search.limits, start, search.planes, search.offer, search.learn, search.check)
+        dual = maximise(core, search.limits, search.planes, search.offer, search.learn)
         for power in FRACTION_POWERS:
             if dual is None or search.bound >= search.cutoff:
                 break
@@ -41,32 +39,22 @@ def solve_budgeted(search: Search, core: Core) -> None:
             search.learn(threshold)
     else:
         search_program(search, core, search.cutoff)
-    search.learn(search.best)
 
 
 def search_program(search: Search, core: Core, ceiling: float) -> None:
     """Offer the best choice of ``core`` that costs less than ``ceiling``, found as an integer program.
 
     What the solver takes to be within a budget by its tolerances, and is not, is excluded and searched anew.
-
-    Raises:
-        TimeLimitReachedError: after the best choice found by then was offered.
     """
     excluded: list[tuple[int, ...]] = []
     while True:
-        search.check()
-        answer = integer_program.solve(
-            core, search.limits, cutoff=ceiling, excluded=excluded, seconds=search.check.seconds_left
-        )
-        search.num_programs += 1
-        if answer.assignment is not None:
-            search.consider(core.original(answer.assignment))
-        if not answer.is_complete:
-            search.learn(min(answer.bound, ceiling))
-            raise TimeLimitReachedError
-        if answer.assignment is None or np.isfinite(search.objective(core.original(answer.assignment))):
+        found = integer_program.solve(core, search.limits, cutoff=ceiling, excluded=excluded)
+        if found is None:
             return
-        excluded.append(answer.assignment)
+        search.consider(core.original(found))
+        if np.isfinite(search.objective(core.original(found))):
+            return
+        excluded.append(found)
 
 
 def _next_threshold(search: Search, dual: Dual, power: int) -> float:

@@ -19,7 +19,6 @@ Shape legend: C columns, K budgets.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,19 +38,6 @@ HIGHS_OPTIONS = {"int_options": {"threads": 1}, "string_options": {"parallel": "
 
 
 ONE = np.ones(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The best choice found (None without one), a proven lower bound, and whether the search is complete.
-
-    No choice below the cutoff costs less than the bound; none is better than ``assignment`` if the search is complete.
-    The solver's tolerances apply: the choice may exceed a budget by a billionth of its room.
-    """
-
-    assignment: tuple[int, ...] | None
-    bound: float
-    is_complete: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,24 +82,24 @@ def solve(
     *,
     cutoff: float,
     excluded: Sequence[tuple[int, ...]],
-    seconds: float,
-) -> Answer:
-    """The cheapest choice of a core within its budgets.
+) -> tuple[int, ...] | None:
+    """The cheapest choice of a core within its budgets, None if none costs less than the cutoff.
+
+    The solver's tolerances apply: the choice may exceed a budget by a billionth of its room.
 
     Args:
         core: has no variable without options, and no option of infinite cost.
         limits: per budget, in bytes.
         cutoff: assignments that do not cost less are of no interest, and may be missed.
         excluded: assignments that must not be found.
-        seconds: after which the best choice known is returned; ``inf`` is never.
 
     Raises:
-        RuntimeError: the solver gave up for another reason than time.
+        RuntimeError: the solver gave up.
     """
     columns = _columns(core)
     room = np.array([cutoff, *limits]) - columns.base
     if (room < 0.0).any():
-        return Answer(None, np.inf, True)
+        return None
     rows = _Rows()
     _choose_one(rows, columns, len(core.sizes))
     _tie_pairs(rows, columns, core)
@@ -122,18 +108,11 @@ def solve(
     span = min(room[0], sum(float(columns.costs_C[place].max()) for place in columns.places)) or 1.0
     fits_C = (columns.costs_C <= room[0]) & (columns.usages_KC <= room[1:, None]).all(axis=0)
     costs_C = np.where(fits_C, columns.costs_C, 0.0) * (COST_SPAN / span)
-    values_C, bound, is_complete = _run_highs(
-        rows,
-        costs_C,
-        fits_C=fits_C,
-        num_whole=sum(core.sizes),
-        cutoff=float(room[0]) * (COST_SPAN / span),
-        seconds=seconds,
-    )
-    assignment: tuple[int, ...] | None = None
-    if values_C is not None:
-        assignment = tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
-    return Answer(assignment, float(columns.base[0]) + bound * (span / COST_SPAN), is_complete)
+    cutoff = float(room[0]) * (COST_SPAN / span)
+    values_C = _run_highs(rows, costs_C, fits_C=fits_C, num_whole=sum(core.sizes), cutoff=cutoff)
+    if values_C is None:
+        return None
+    return tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
 
 
 def _columns(core: Core) -> _Columns:
@@ -192,10 +171,8 @@ def _exclude(rows: _Rows, columns: _Columns, excluded: Sequence[tuple[int, ...]]
         rows.put(row, np.array([place[choice] for place, choice in zip(columns.places, assignment, strict=False)]), ONE)
 
 
-def _run_highs(
-    rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, cutoff: float, seconds: float
-) -> tuple[Array | None, float, bool]:
-    """Values of the columns (None without any), the bound proven, and whether nothing better is left.
+def _run_highs(rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, cutoff: float) -> Array | None:
+    """Values of the columns; None without any.
 
     The first ``num_whole`` columns are 0 or 1, the others at least 0. What costs more than the cutoff is not searched.
     """
@@ -223,14 +200,10 @@ def _run_highs(
     # MathOpt's own cutoff_limit is not for HiGHS, whose branch and bound begins with this option as its upper limit.
     options = highs_pb2.HighsOptionsProto(**HIGHS_OPTIONS, double_options={"objective_bound": cutoff})
     parameters = mathopt.SolveParameters(relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0, highs=options)
-    if np.isfinite(seconds):
-        parameters.time_limit = datetime.timedelta(seconds=max(seconds, 0.0))
     result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)
     reason, reasons = result.termination.reason, mathopt.TerminationReason
     if reason in (reasons.INFEASIBLE, reasons.INFEASIBLE_OR_UNBOUNDED):
-        return None, np.inf, True
-    if reason not in (reasons.OPTIMAL, reasons.FEASIBLE, reasons.NO_SOLUTION_FOUND):
+        return None
+    if reason != reasons.OPTIMAL:
         raise RuntimeError(f"HiGHS gave up: {result.termination}")
-    found = result.variable_values() if result.has_primal_feasible_solution() else None
-    values_C = None if found is None else np.array(list(found.values()))
-    return values_C, result.termination.objective_bounds.dual_bound, reason == reasons.OPTIMAL
+    return np.array(list(result.variable_values().values()))

@@ -28,7 +28,7 @@ relative 1e-9 for sums without catastrophic cancellation, and a budget holds to 
 
 Ties. Of equal options the lowest index stays; elimination decodes the last eliminated variable first and takes the
 lowest option; among assignments of equal cost the first found stays. There is no randomness, no thread and no hash
-order: equal problems give equal assignments (unless a time limit strikes).
+order: equal problems give equal assignments.
 """
 
 from __future__ import annotations
@@ -40,71 +40,45 @@ import numpy as np
 
 from search.budgeted import search_program, solve_budgeted
 from search.core import Core, build_core
-from search.deadline import Deadline, TimeLimitReachedError
 from search.elimination import decode, eliminate, plan_elimination
 from search.lagrangian import Plane
-from search.problem import InfeasibleError, Problem, Solution, TimeLimitError, evaluate
+from search.problem import InfeasibleError, Problem, Solution, evaluate
 from search.reductions import EmptyDomainError, reduce_core
 from search.state import Search
 
 
-def solve(problem: Problem, *, time_limit_seconds: float | None = None) -> Solution:
+def solve(problem: Problem) -> Solution:
     """The cheapest choice within all budgets.
-
-    Args:
-        problem: what to solve.
-        time_limit_seconds: None means until proven. When it strikes, the best choice known is returned with its true
-            ``lower_bound`` and "time limit" in ``method``.
 
     Raises:
         InfeasibleError: no choice is allowed; says which budget fails and by how much, or which variable has no option.
-        TimeLimitError: the limit struck before any allowed choice was known.
     """
     full = build_core(problem)
     active = [k for k, budget in enumerate(problem.budgets) if np.isfinite(budget.limit)]
     core, removed = Core(full.costs, tuple(full.usages[k] for k in active), full.options).shifted()
     limits = tuple(problem.budgets[k].largest_allowed - part for k, part in zip(active, removed, strict=True))
-    search = Search(partial(_cost_if_fits, problem), limits, Deadline.after(time_limit_seconds))
-    method = "elimination"
-    try:
-        _ignore_budgets(problem, full, active, search)
-        if search.assignment is None:
-            method = "lagrangian and integer program"
-            _find_least_usages(problem, full, active, search)
-            solve_budgeted(search, core)
-    except TimeLimitReachedError:
-        method = "incumbent at time limit"
-        if search.assignment is None:
-            raise TimeLimitError("the time limit passed before any allowed choice was known") from None
+    search = Search(partial(_cost_if_fits, problem), limits)
+    _ignore_budgets(problem, full, active, search)
+    if search.assignment is None:
+        _find_least_usages(problem, full, active, search)
+        solve_budgeted(search, core)
     if search.assignment is None:
         raise InfeasibleError.jointly([problem.budgets[k] for k in active])
-    objective, usage = evaluate(problem, search.assignment)
-    statistics = {"num_planes": float(len(search.planes)), "num_programs": float(search.num_programs)}
-    return Solution(
-        assignment=search.assignment,
-        objective=objective,
-        usage=usage,
-        method=method,
-        lower_bound=search.bound,
-        statistics=statistics,
-    )
+    return Solution(search.assignment, *evaluate(problem, search.assignment))
 
 
 def _ignore_budgets(problem: Problem, full: Core, active: Sequence[int], search: Search) -> None:
     """Step 2: offer the optimum without budgets, and learn its bound and plane."""
-    free = Search(lambda assignment: evaluate(problem, assignment)[0], (), search.check)
+    free = Search(lambda assignment: evaluate(problem, assignment)[0], ())
     try:
         _minimise(free, full.alone(full.costs))
     except EmptyDomainError as error:
         raise InfeasibleError.forbidden([problem.variables[error.variable].name]) from None
-    finally:
-        search.learn(free.bound)
-        if free.assignment is not None:
-            search.consider(free.assignment)
-            search.planes.append(_plane(problem, free.assignment, active))
     if free.assignment is None:
         ends = {end for edge in problem.edges if np.isinf(edge.costs).any() for end in (edge.a, edge.b)}
         raise InfeasibleError.forbidden([problem.variables[v].name for v in sorted(ends)])
+    search.consider(free.assignment)
+    search.planes.append(_plane(problem, free.assignment, active))
     search.learn(free.best)
 
 
@@ -115,7 +89,7 @@ def _find_least_usages(problem: Problem, full: Core, active: Sequence[int], sear
         InfeasibleError: that is more than its limit.
     """
     for k in active:
-        least = Search(partial(_usage_if_allowed, problem, k), (), search.check)
+        least = Search(partial(_usage_if_allowed, problem, k), ())
         _minimise(least, full.alone(full.usage_only(k)))
         assert least.assignment is not None, "there was an allowed choice without budgets"
         if not problem.budgets[k].allows(least.best):
@@ -130,12 +104,12 @@ def _minimise(search: Search, core: Core) -> None:
     Raises:
         EmptyDomainError: infinite costs leave a variable without options.
     """
-    core = reduce_core(core, search.check)
+    core = reduce_core(core)
     plan = plan_elimination(core.sizes, core.pairs())
     if not plan.is_affordable:
         search_program(search, core, np.inf)
         return
-    forward = eliminate(core.costs, plan, search.check)
+    forward = eliminate(core.costs, plan)
     if np.isfinite(forward.value):
         search.offer(core, decode(forward))
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from search.core import Core
 from search.elimination import (
-    Check,
     Elimination,
     completions,
     decode,
@@ -57,29 +56,25 @@ class Dual:
 def maximise(
     core: Core,
     limits: Sequence[float],
-    start: Sequence[float],
     planes: list[Plane],
     offer: Callable[[Core, tuple[int, ...]], float],
     learn: Callable[[float], None],
-    check: Check,
 ) -> Dual | None:
     """Maximise L; None when the bound reaches the cutoff.
 
     Args:
         core: at least one budget.
         limits: per budget.
-        start: multipliers to try first.
         planes: planes known already; those found are appended.
         offer: is given each assignment found and returns the cutoff: assignments that do not cost less are of no
         interest.
         learn: is told each new lower bound.
-        check: may raise to stop.
     """
     plan = plan_elimination(core.sizes, core.pairs())
-    multipliers, best_value = tuple(start), -np.inf
+    multipliers, best_value = (0.0,) * len(limits), -np.inf
     best: tuple[tuple[float, ...], Elimination] | None = None
     for _ in range(MAX_ITERATIONS):
-        forward = eliminate(core.weighted(multipliers), plan, check)
+        forward = eliminate(core.weighted(multipliers), plan)
         assignment = decode(forward)
         cutoff = offer(core, assignment)
         value = forward.value - float(np.dot(multipliers, limits))
@@ -101,7 +96,7 @@ def maximise(
         del forward  # Two sets of messages at once are enough.
     assert best is not None
     multipliers, forward = best
-    margins = marginals(forward, completions(forward, check), check)
+    margins = marginals(forward, completions(forward))
     return Dual(core, multipliers, best_value, margins)
 
 

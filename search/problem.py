@@ -5,7 +5,7 @@ Shape legend: n options of a variable, K budgets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,17 +154,11 @@ class Solution:
         assignment: one option index per variable.
         objective: seconds, as ``evaluate`` gives them for ``assignment``.
         usage: bytes per budget, as ``evaluate`` gives them.
-        method: how it was found; contains "time limit" when optimality is not proven.
-        lower_bound: no solution costs less (up to rounding); equals ``objective`` when proven optimal.
-        statistics: counts and sizes of the solver's work, by name.
     """
 
     assignment: tuple[int, ...]
     objective: float
     usage: tuple[float, ...]
-    method: str
-    lower_bound: float
-    statistics: Mapping[str, float]
 
 
 class InfeasibleError(ValueError):
@@ -216,10 +210,6 @@ class InfeasibleError(ValueError):
         """The error for infinite costs that leave no choice; ``names`` are the variables it was noticed at."""
         listed = ", ".join(repr(name) for name in names)
         return cls(f"infinite costs forbid every choice; no allowed combination of options remains at {listed}")
-
-
-class TimeLimitError(RuntimeError):
-    """The time limit passed before any allowed choice was known."""
 
 
 def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, tuple[float, ...]]:

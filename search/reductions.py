@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from search.core import Core, Mask, Pairwise
-from search.elimination import Check
 from search.problem import Array
 
 MAX_DOMINANCE_ROUNDS = 3
@@ -36,7 +35,7 @@ class EmptyDomainError(Exception):
         self.variable = variable
 
 
-def reduce_core(core: Core, check: Check) -> Core:
+def reduce_core(core: Core) -> Core:
     """The core without dead ends and without dominated options.
 
     Raises:
@@ -46,7 +45,7 @@ def reduce_core(core: Core, check: Check) -> Core:
     neighbours = _neighbours(core)
     open_ = set(range(len(core.sizes)))
     for _ in range(MAX_DOMINANCE_ROUNDS):
-        smaller, changed = _drop_dominated(core, neighbours, open_, check)
+        smaller, changed = _drop_dominated(core, neighbours, open_)
         smaller, before = drop_dead_ends(smaller), smaller.sizes
         changed |= {v for v, (new, old) in enumerate(zip(smaller.sizes, before, strict=True)) if new < old}
         if smaller.sizes == core.sizes:
@@ -82,9 +81,7 @@ def drop_dead_ends(core: Core) -> Core:
     return core.keep(masks)
 
 
-def _drop_dominated(
-    core: Core, neighbours: Sequence[Sequence[int]], open_: set[int], check: Check
-) -> tuple[Core, set[int]]:
+def _drop_dominated(core: Core, neighbours: Sequence[Sequence[int]], open_: set[int]) -> tuple[Core, set[int]]:
     """One round of the dominance rule, and the variables that lost options. Each variable is judged with its
     neighbours' current options.
 
@@ -102,7 +99,6 @@ def _drop_dominated(
             if not masks[v].all():
                 changed.add(v)
                 open_.update(neighbours[v])
-            check()
     return core.keep(masks), changed
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from search.core import Core
-from search.deadline import Deadline
 from search.lagrangian import Plane
 
 RELATIVE_CUTOFF = 1e-12
@@ -22,19 +21,16 @@ class Search:
     Args:
         objective: maps an assignment (original option indices) to their objective, ``inf`` if they break a budget.
         limits: limit per budget of the core.
-        check: raises ``TimeLimitReachedError`` when time is up.
 
     ``bound`` is the best lower bound proven so far, and ``planes`` are those of ``lagrangian``.
     """
 
     objective: Callable[[tuple[int, ...]], float]
     limits: tuple[float, ...]
-    check: Deadline
     planes: list[Plane] = field(default_factory=list)
     best: float = np.inf
     assignment: tuple[int, ...] | None = None
     bound: float = -np.inf
-    num_programs: int = 0
 
     @property
     def cutoff(self) -> float:

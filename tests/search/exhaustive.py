@@ -43,8 +43,7 @@ def solve(problem: Problem) -> Solution:
     if best_index < 0:
         raise _infeasible(problem, sizes, least, any_allowed)
     assignment = _assignments(best_index, sizes)
-    objective, used = evaluate(problem, assignment)
-    return Solution(assignment, objective, used, "exhaustive", objective, {"combinations": float(total)})
+    return Solution(assignment, *evaluate(problem, assignment))
 
 
 def _options(index: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:

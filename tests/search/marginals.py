@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from search import Problem
 from search.core import build_core
-from search.deadline import Deadline
 from search.elimination import completions, eliminate, marginals, plan_elimination
 from search.problem import Array
 
@@ -14,6 +13,6 @@ def min_marginals(problem: Problem) -> tuple[Array, ...]:
 
     ``inf`` where infinite costs leave no choice with that option.
     """
-    core, check = build_core(problem), Deadline.after(None)
-    forward = eliminate(core.costs, plan_elimination(core.costs.sizes, sorted(core.costs.edges)), check)
-    return marginals(forward, completions(forward, check), check)
+    core = build_core(problem)
+    forward = eliminate(core.costs, plan_elimination(core.costs.sizes, sorted(core.costs.edges)))
+    return marginals(forward, completions(forward))

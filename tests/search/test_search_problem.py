@@ -1,11 +1,11 @@
-"""Validation, error messages, hand-checked answers, time limits."""
+"""Validation, error messages, hand-checked answers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from search import Budget, Edge, InfeasibleError, Problem, TimeLimitError, Variable, evaluate, intra_op
+from search import Budget, Edge, InfeasibleError, Problem, Variable, evaluate, intra_op
 from tests.search import exhaustive
 
 NO_USAGE = np.zeros((0, 2))
@@ -118,8 +118,3 @@ def test_exhaustive_refuses_large_problems() -> None:
     variables = tuple(Variable(f"v{i}", np.zeros(10), np.zeros((0, 10))) for i in range(7))
     with pytest.raises(ValueError, match="refuses 10000000 combinations"):
         exhaustive.solve(Problem(variables))
-
-
-def test_a_time_limit_without_incumbent_raises() -> None:
-    with pytest.raises(TimeLimitError):
-        intra_op.solve(Problem(two()), time_limit_seconds=-1.0)
