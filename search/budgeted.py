@@ -1,4 +1,4 @@
-"""The cheapest choice within the budgets: Lagrangian bound, exact fixing, and an integer program of what remains."""
+"""The cheapest choice within the budget: Lagrangian bound, exact fixing, and an integer program of what remains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEW_COLUMNS = 4_000
 
 
 def solve_budgeted(search: Search, core: Core) -> None:
-    """The optimum of ``core`` within ``search.limits`` goes into ``search``, unless a better choice is there already.
+    """The optimum of ``core`` within ``search.limit`` goes into ``search``, unless a better choice is there already.
 
     Thresholds rise from just above the Lagrangian bound: options that no choice below the threshold can contain are
     dropped, and if a choice below it turns up, it is the optimum. So the work depends on the distance from the bound to
@@ -28,7 +28,7 @@ def solve_budgeted(search: Search, core: Core) -> None:
     """
     core = reduce_core(core)
     if plan_elimination(core.sizes, core.pairs()).is_affordable:
-        dual = maximise(core, search.limits, search.planes, search.offer, search.learn)
+        dual = maximise(core, search.limit, search.planes, search.offer, search.learn)
         for power in FRACTION_POWERS:
             if dual is None or search.bound >= search.cutoff:
                 break
@@ -44,11 +44,11 @@ def solve_budgeted(search: Search, core: Core) -> None:
 def search_program(search: Search, core: Core, ceiling: float) -> None:
     """Offer the best choice of ``core`` that costs less than ``ceiling``, found as an integer program.
 
-    What the solver takes to be within a budget by its tolerances, and is not, is excluded and searched anew.
+    What the solver takes to be within the budget by its tolerances, and is not, is excluded and searched anew.
     """
     excluded: list[tuple[int, ...]] = []
     while True:
-        found = integer_program.solve(core, search.limits, cutoff=ceiling, excluded=excluded)
+        found = integer_program.solve(core, search.limit, cutoff=ceiling, excluded=excluded)
         if found is None:
             return
         search.consider(core.original(found))
@@ -84,7 +84,7 @@ def _largest(core: Core) -> float:
 
 def _below(search: Search, dual: Dual, threshold: float) -> Core | None:
     """The options that a choice below a cost threshold may have, without dead ends; None if a variable has none."""
-    core = drop_above(dual, threshold + float(np.dot(dual.multipliers, search.limits)))
+    core = drop_above(dual, threshold + dual.multiplier * search.limit)
     if core is None:
         return None
     try:

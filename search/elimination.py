@@ -33,7 +33,7 @@ TARGET_BLOCK_CELLS = 1 << 14
 passes over a block stay in a core's second-level cache. Measured: 1.5 ns per cell, against 2 at 1 << 10."""
 
 MAX_MESSAGE_CELLS = 3e7
-"""240 MB of messages; a search under budgets holds up to three such sets (costs, completions, marginals)."""
+"""240 MB of messages; a search under a budget holds up to three such sets (costs, completions, marginals)."""
 
 MAX_TOTAL_CELLS = 3e9
 """Some five seconds for one elimination."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from search.problem import USAGE_TOLERANCE, InfeasibleError
+from search.problem import InfeasibleError, largest_allowed
 
 _NEVER_NEGATIVE = (
     "steady_seconds",
@@ -70,7 +70,7 @@ class Submesh:
     @property
     def largest_allowed(self) -> float:
         """The memory plus the rounding slack ``USAGE_TOLERANCE``, in bytes."""
-        return self.memory_bytes + USAGE_TOLERANCE * abs(self.memory_bytes)
+        return largest_allowed(self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,5 @@ class PipelineInfeasibleError(InfeasibleError):
         super().__init__(
             f"no pipeline fits into memory: in the best of them units {worst.first} to {worst.last} need "
             f"{worst.needed_bytes:.12g} bytes on submesh {worst.submesh!r}, which has {worst.memory_bytes:.12g}, "
-            f"{self.smallest_excess:.6g} too few",
-            budget=f"memory of {worst.submesh}",
-            limit=worst.memory_bytes,
-            smallest_usage=worst.needed_bytes,
+            f"{self.smallest_excess:.6g} too few"
         )

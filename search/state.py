@@ -19,14 +19,14 @@ class Search:
     """The state of one search.
 
     Args:
-        objective: maps an assignment (original option indices) to their objective, ``inf`` if they break a budget.
-        limits: limit per budget of the core.
+        objective: maps an assignment (original option indices) to their objective, ``inf`` over budget.
+        limit: of the core's budget.
 
     ``bound`` is the best lower bound proven so far, and ``planes`` are those of ``lagrangian``.
     """
 
     objective: Callable[[tuple[int, ...]], float]
-    limits: tuple[float, ...]
+    limit: float = np.inf
     planes: list[Plane] = field(default_factory=list)
     best: float = np.inf
     assignment: tuple[int, ...] | None = None

@@ -9,7 +9,7 @@ from search.problem import Array
 
 
 def min_marginals(problem: Problem) -> tuple[Array, ...]:
-    """For each variable, [n]: the least objective in seconds with that option fixed, ignoring budgets.
+    """For each variable, [n]: the least objective in seconds with that option fixed, ignoring the budget.
 
     ``inf`` where infinite costs leave no choice with that option.
     """

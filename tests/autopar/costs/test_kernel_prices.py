@@ -71,7 +71,7 @@ def fused_setting(
     graph = graph_of(name, BATCH, width) if options is None else dropping(name, width, options)
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), 1)
-    return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints, None))
+    return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints))
 
 
 def operator_of(it: Setting, op: str, scope: str) -> Operator:
@@ -172,7 +172,7 @@ def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     it = fused_setting(name, mesh).without_overlap()
     chosen, assignment = it.assignment(seed)
-    seconds, (num_bytes,) = evaluate(it.search_space.problem, chosen)
+    seconds, num_bytes = evaluate(it.search_space.problem, chosen)
     seconds -= shared_reshard_seconds(it, assignment)
     emitted = one_stage_costs(it.graph, it.operators, it.pricer, assignment).simulated().prediction.step_seconds
     assert emitted >= seconds * (1 - 1e-9)

@@ -40,7 +40,7 @@ def test_seconds_and_bytes_add_up_to_the_searchs(
         assert emitted == pytest.approx(seconds, rel=1e-9)
     it = it.without_overlap()
     chosen, assignment = it.assignment(seed)
-    seconds, (num_bytes,) = evaluate(it.search_space.problem, chosen)
+    seconds, num_bytes = evaluate(it.search_space.problem, chosen)
     seconds -= shared_reshard_seconds(it, assignment)
     emitted = one_stage_costs(it.graph, it.operators, it.pricer, assignment).simulated().prediction.step_seconds
     assert emitted >= seconds * (1 - 1e-9)
