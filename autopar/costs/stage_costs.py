@@ -150,7 +150,7 @@ def simulated(
         stages = [_in_actions(stage, host.action_seconds, defers) for stage in stages]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
     home = placement(schedule, pp, chunks)
-    timeline = simulate(lines, times, transfers, tuple(transfers) or None, Shape(num_micro_batches, home))
+    timeline = simulate(lines, times, transfers, Shape(num_micro_batches, home))
     tables = [_of_rank(stages, home, rank, num_micro_batches, tied) for rank in range(pp)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
     busiest = max(range(pp), key=lambda rank: exposed[rank])
