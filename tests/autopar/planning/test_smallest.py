@@ -10,7 +10,6 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.planning.memory_fit import Fitting, found_in_rounds
 from autopar.planning.planner import search_plans
-from cost_models.memory import workspace_bytes
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Point, Submesh
 from tests.autopar.requests import request_for
 
@@ -34,7 +33,7 @@ def slow(*values: Any) -> Any:
     ],
 )
 def test_it_is_the_smallest(name: str, cluster: str, pins: dict[str, Any]) -> None:
-    workspace = int(workspace_bytes(request_for(name, cluster).cluster.device))
+    workspace = request_for(name, cluster).cluster.device.reserved_bytes
     with pytest.raises(InfeasibleError, match="smallest that was found to do") as caught:
         search_plans(request_for(name, cluster, memory=workspace + 1, **pins))
     needed = caught.value.needed_bytes
