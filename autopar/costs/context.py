@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.ir.graph import is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
 from cost_models import collective
@@ -134,7 +135,7 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
         joints[option.axes[axis].label].lowering,
         axis,
         size,
-        len(operator.node.args) > 5 and bool(operator.node.args[5]),
+        is_causal(operator.node),
         max(heads, 1),
         queries,
         keys,

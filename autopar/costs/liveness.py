@@ -16,7 +16,7 @@ from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.strategies import Scope, num_local
 
@@ -279,7 +279,7 @@ class Walk:
         local = num_local(node.outputs[0], ran.option.outputs[0], self.pricer.mesh)
         extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local)
         width = node.outputs[0].dtype.itemsize
-        return extra * width / (2 * width + 1) * self.scale if len(node.args) > 4 and node.args[4] else 0.0
+        return extra * width / (2 * width + 1) * self.scale if has_dropout(node) else 0.0
 
     def _chunk(self, ran: Ran) -> float:
         """Cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""
