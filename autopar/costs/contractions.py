@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
@@ -84,8 +84,10 @@ class Contractions(Rates):
     ) -> tuple[float, float]:
         """Forward and backward of one kernel; shape: heads, queries, keys."""
         device = self.cluster.device
-        forward = compute.Work("attention", flops, num_bytes, dtype, shape, variant, causal=causal)
-        backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, variant, True, causal)
+        forward = compute.Work(
+            "attention", flops, num_bytes, dtype, shape=shape, variant=variant, backward=False, causal=causal
+        )
+        backward = replace(forward, flops=2.5 * flops, num_bytes=2 * num_bytes, backward=True)
         return compute.seconds(forward, device), compute.seconds(backward, device)
 
     def _matmul_seconds(
@@ -105,7 +107,7 @@ class Contractions(Rates):
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
         forward, wrt_input, wrt_weight = (
-            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape), device) for shape in shapes
+            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape=shape), device) for shape in shapes
         )
         return forward, wrt_input, wrt_weight
 

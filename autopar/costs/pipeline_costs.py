@@ -133,7 +133,14 @@ def pipeline_costs(ranks: Sequence[ChainCosts], pipeline: Pipeline, cluster: Any
     home = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks)
     of_stage = [ranks[rank] for rank in home]
     tied = _tied(of_stage, stages, pipeline.num_pipeline_ranks)
-    return PipelineCosts(pipeline, cluster, tuple(ranks), _stage_costs(of_stage, stages), home, tied)
+    return PipelineCosts(
+        pipeline=pipeline,
+        cluster=cluster,
+        ranks=tuple(ranks),
+        stages=_stage_costs(of_stage, stages),
+        home=home,
+        tied=tied,
+    )
 
 
 def _stage_costs(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan]) -> tuple[StageCost, ...]:
