@@ -16,6 +16,7 @@ from autopar.costs import evaluate
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training
+from autopar.costs.saved import saved_tensors
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, LayerRun, Ref
@@ -83,6 +84,19 @@ def setting(name: str, mesh: str, micro_batches: int = 1, width: int = 512) -> S
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), micro_batches)
     return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints))
+
+
+def searched_activation_bytes(it: Setting, assignment: Assignment) -> float:
+    """What calls keep for one micro-batch, as the search of sharding counts it: resharded copies are left out."""
+    top, total = {p.name for p in it.graph.parameters}, 0.0
+    for scope in scopes_of(it.graph):
+        own = top | {p.name for p in (scope.layer.parameters if scope.layer else ())}
+        kept = saved_tensors(scope.nodes, scope.metas, frozenset(own))
+        for node in scope.nodes:
+            key = scope.name, node.name
+            refs = kept.get(node.name, ())
+            total += scope.count * it.pricer.saved_bytes(it.operators[key], assignment.operators[key], refs)
+    return total
 
 
 def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:
