@@ -1,7 +1,7 @@
 """Numbers to seconds and bytes: what a device, a link and a collective cost. numpy at most; no torch, no graph.
 
 ``machine`` describes clusters (data with sources in ``machines/*.toml``), ``compute`` prices one kernel,
-``collective`` one collective operation on a group laid over the cluster, ``memory`` counts bytes per device.
+``collective`` one collective operation on a group laid over the cluster, ``memory`` has the bytes of a parameter.
 """
 
 from cost_models import collective, compute, memory

@@ -84,26 +84,6 @@ class Framework:
         return self.overlap < 0
 
 
-ARCHITECTURES = (
-    ("v100", "volta"),
-    ("rtx8000", "volta"),
-    ("h100", "hopper"),
-    ("h200", "hopper"),
-    ("l4", "ada"),
-    ("rtx4090", "ada"),
-    ("rtx6000-ada", "ada"),
-    ("a10", "ampere"),
-    ("a6000", "ampere"),
-    ("rtx3090", "ampere"),
-)
-"""The first whose beginning a device's name has tells the generation of its kernels."""
-
-
-def architecture(device_name: str) -> str:
-    """The generation of a device, "" if it is none of ARCHITECTURES."""
-    return next((name for start, name in ARCHITECTURES if device_name.startswith(start)), "")
-
-
 @cache
 def frameworks() -> Mapping[str, Framework]:
     """The built-in profiles by name."""

@@ -1,4 +1,4 @@
-"""The cheapest choice within the budgets: Lagrangian bound, exact fixing, and an integer program of what remains."""
+"""The cheapest choice within the budget: Lagrangian bound, exact fixing, and an integer program of what remains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 
 from search import integer_program
 from search.core import Core
-from search.deadline import TimeLimitReachedError
 from search.elimination import plan_elimination
 from search.lagrangian import Dual, drop_above, maximise
 from search.reductions import EmptyDomainError, drop_dead_ends, reduce_core
@@ -20,17 +19,16 @@ FEW_COLUMNS = 4_000
 
 
 def solve_budgeted(search: Search, core: Core) -> None:
-    """The optimum of ``core`` within ``search.limits`` goes into ``search``, unless a better choice is there already.
+    """The optimum of ``core`` within ``search.limit`` goes into ``search``, unless a better choice is there already.
 
     Thresholds rise from just above the Lagrangian bound: options that no choice below the threshold can contain are
     dropped, and if a choice below it turns up, it is the optimum. So the work depends on the distance from the bound to
     the optimum, not on how good the best choice known is. Cores that elimination has no memory for go to the solver
     as they are.
     """
-    core = reduce_core(core, search.check)
+    core = reduce_core(core)
     if plan_elimination(core.sizes, core.pairs()).is_affordable:
-        start = (0.0,) * len(search.limits)
-        dual = maximise(core, search.limits, start, search.planes, search.offer, search.learn, search.check)
+        dual = maximise(core, search.limit, search.planes, search.offer, search.learn)
         for power in FRACTION_POWERS:
             if dual is None or search.bound >= search.cutoff:
                 break
@@ -41,32 +39,22 @@ def solve_budgeted(search: Search, core: Core) -> None:
             search.learn(threshold)
     else:
         search_program(search, core, search.cutoff)
-    search.learn(search.best)
 
 
 def search_program(search: Search, core: Core, ceiling: float) -> None:
     """Offer the best choice of ``core`` that costs less than ``ceiling``, found as an integer program.
 
-    What the solver takes to be within a budget by its tolerances, and is not, is excluded and searched anew.
-
-    Raises:
-        TimeLimitReachedError: after the best choice found by then was offered.
+    What the solver takes to be within the budget by its tolerances, and is not, is excluded and searched anew.
     """
     excluded: list[tuple[int, ...]] = []
     while True:
-        search.check()
-        answer = integer_program.solve(
-            core, search.limits, cutoff=ceiling, excluded=excluded, seconds=search.check.seconds_left
-        )
-        search.num_programs += 1
-        if answer.assignment is not None:
-            search.consider(core.original(answer.assignment))
-        if not answer.is_complete:
-            search.learn(min(answer.bound, ceiling))
-            raise TimeLimitReachedError
-        if answer.assignment is None or np.isfinite(search.objective(core.original(answer.assignment))):
+        found = integer_program.solve(core, search.limit, cutoff=ceiling, excluded=excluded)
+        if found is None:
             return
-        excluded.append(answer.assignment)
+        search.consider(core.original(found))
+        if np.isfinite(search.objective(core.original(found))):
+            return
+        excluded.append(found)
 
 
 def _next_threshold(search: Search, dual: Dual, power: int) -> float:
@@ -96,7 +84,7 @@ def _largest(core: Core) -> float:
 
 def _below(search: Search, dual: Dual, threshold: float) -> Core | None:
     """The options that a choice below a cost threshold may have, without dead ends; None if a variable has none."""
-    core = drop_above(dual, threshold + float(np.dot(dual.multipliers, search.limits)))
+    core = drop_above(dual, threshold + dual.multiplier * search.limit)
     if core is None:
         return None
     try:

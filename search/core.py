@@ -47,13 +47,14 @@ class Pairwise:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Core:
-    """Costs and usages over the options that remain.
+    """Costs and usage over the options that remain.
 
-    ``options[v]`` maps a remaining option of variable v to its index in the original problem (ascending).
+    ``usage[v]`` is what each of variable v's takes from the budget; None without one. ``options[v]`` maps a remaining
+    option of variable v to its index in the original problem (ascending).
     """
 
     costs: Pairwise
-    usages: tuple[Pairwise, ...]
+    usage: tuple[Array, ...] | None
     options: tuple[Indices, ...]
 
     @property
@@ -62,85 +63,65 @@ class Core:
         return self.costs.sizes
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """All pairs that share a cost table or a usage table."""
-        keys = set(self.costs.edges)
-        for usage in self.usages:
-            keys.update(usage.edges)
-        return tuple(sorted(keys))
+        """All pairs that share a cost table."""
+        return tuple(sorted(self.costs.edges))
 
     def keep(self, masks: Sequence[Mask]) -> Core:
         """The core with only the options whose mask is true."""
         if all(mask.all() for mask in masks):
             return self
         kept = [np.flatnonzero(mask) for mask in masks]
-        usages = tuple(usage.restrict(kept) for usage in self.usages)
+        usage = None if self.usage is None else tuple(own[new] for own, new in zip(self.usage, kept, strict=True))
         options = tuple(old[new] for old, new in zip(self.options, kept, strict=True))
-        return Core(self.costs.restrict(kept), usages, options)
+        return Core(self.costs.restrict(kept), usage, options)
 
     def original(self, assignment: Iterable[int]) -> tuple[int, ...]:
         """Choices among the remaining options, as option indices of the original problem."""
         return tuple(int(kept[choice]) for kept, choice in zip(self.options, assignment, strict=True))
 
-    def weighted(self, multipliers: Sequence[float]) -> Pairwise:
-        """costs + sum_k multipliers[k] * usages[k]."""
-        unaries = list(self.costs.unaries)
-        edges = dict(self.costs.edges)
-        for factor, usage in zip(multipliers, self.usages, strict=True):
-            if factor == 0.0:
-                continue
-            unaries = [total + factor * part for total, part in zip(unaries, usage.unaries, strict=True)]
-            for pair, table in usage.edges.items():
-                edges[pair] = edges[pair] + factor * table if pair in edges else factor * table
-        return Pairwise(tuple(unaries), edges)
+    def weighted(self, multiplier: float) -> Pairwise:
+        """costs + multiplier * usage."""
+        if multiplier == 0.0 or self.usage is None:
+            return self.costs
+        unaries = (total + multiplier * part for total, part in zip(self.costs.unaries, self.usage, strict=True))
+        return Pairwise(tuple(unaries), self.costs.edges)
 
-    def usage_only(self, budget: int) -> Pairwise:
-        """The usage of one budget, infinite where the cost is."""
-        usage = self.usages[budget]
-        unaries = [
-            np.where(np.isinf(cost), np.inf, part) for cost, part in zip(self.costs.unaries, usage.unaries, strict=True)
-        ]
-        edges = dict(usage.edges)
-        for pair, table in self.costs.edges.items():
-            if np.isinf(table).any():
-                edges[pair] = np.where(np.isinf(table), np.inf, edges.get(pair, 0.0))
-        return Pairwise(tuple(unaries), edges)
-
-    def shifted(self) -> tuple[Core, tuple[float, ...]]:
-        """The core with each table's least usage subtracted, and what that takes from each budget.
-
-        Without it, multiplier times limit may dwarf the costs and cost digits.
-        """
-        usages: list[Pairwise] = []
-        removed: list[float] = []
-        for usage in self.usages:
-            unaries = tuple(unary - unary.min() for unary in usage.unaries)
-            edges = {pair: table - table.min() for pair, table in usage.edges.items()}
-            usages.append(Pairwise(unaries, edges))
-            removed.append(float(sum(table.min() for table in (*usage.unaries, *usage.edges.values()))))
-        return Core(self.costs, tuple(usages), self.options), tuple(removed)
-
-    def alone(self, function: Pairwise) -> Core:
-        """The core that minimises ``function`` instead of the cost, without budgets."""
-        return Core(function, (), self.options)
+    def without_budget(self) -> Core:
+        """The core that minimises the cost alone."""
+        return Core(self.costs, None, self.options)
 
 
 def build_core(problem: Problem) -> Core:
     """Merge parallel edges, turn self loops into unary costs, fold tables that depend on one end only."""
-    num_budgets = len(problem.budgets)
     unaries = [variable.costs.copy() for variable in problem.variables]
-    usages = [[variable.usage[k].copy() for variable in problem.variables] for k in range(num_budgets)]
     edges: dict[tuple[int, int], Array] = {}
-    edge_usages: list[dict[tuple[int, int], Array]] = [{} for _ in range(num_budgets)]
     for edge in problem.edges:
         _add(unaries, edges, edge.a, edge.b, edge.costs)
-        if edge.usage is not None:
-            for k in range(num_budgets):
-                _add(usages[k], edge_usages[k], edge.a, edge.b, edge.usage[k])
     return Core(
         _fold(unaries, edges),
-        tuple(_fold(unary, tables) for unary, tables in zip(usages, edge_usages, strict=True)),
+        tuple(variable.usage for variable in problem.variables),
         tuple(np.arange(variable.num_options, dtype=np.int64) for variable in problem.variables),
     )
+
+
+def usage_only(core: Core) -> Core:
+    """The core that minimises the usage, infinite where the cost is."""
+    assert core.usage is not None
+    pairs = zip(core.costs.unaries, core.usage, strict=True)
+    unaries = tuple(np.where(np.isinf(cost), np.inf, part) for cost, part in pairs)
+    barred = {pair: np.isinf(table) for pair, table in core.costs.edges.items()}
+    edges = {pair: np.where(bar, np.inf, 0.0) for pair, bar in barred.items() if bar.any()}
+    return Core(Pairwise(unaries, edges), None, core.options)
+
+
+def shifted(core: Core) -> tuple[Core, float]:
+    """The core with each variable's least usage subtracted, and what that takes from the budget.
+
+    Without it, multiplier times limit may dwarf the costs and cost digits.
+    """
+    assert core.usage is not None
+    removed = float(sum(own.min() for own in core.usage))
+    return Core(core.costs, tuple(own - own.min() for own in core.usage), core.options), removed
 
 
 def _add(unaries: list[Array], edges: dict[tuple[int, int], Array], a: int, b: int, table: Array) -> None:

@@ -18,7 +18,7 @@ for reasoning", Artificial Intelligence 113 (1999), sections 4 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,12 +33,10 @@ TARGET_BLOCK_CELLS = 1 << 14
 passes over a block stay in a core's second-level cache. Measured: 1.5 ns per cell, against 2 at 1 << 10."""
 
 MAX_MESSAGE_CELLS = 3e7
-"""240 MB of messages; a search under budgets holds up to three such sets (costs, completions, marginals)."""
+"""240 MB of messages; a search under a budget holds up to three such sets (costs, completions, marginals)."""
 
 MAX_TOTAL_CELLS = 3e9
 """Some five seconds for one elimination."""
-
-Check = Callable[[], None]
 
 
 class Factor(NamedTuple):
@@ -92,8 +90,8 @@ def plan_elimination(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> 
     return min(plans, key=lambda plan: plan.total_cells + plan.message_cells)
 
 
-def eliminate(function: Pairwise, plan: Plan, check: Check) -> Elimination:
-    """The forward pass. ``check`` is called once per block of work and may raise to stop it."""
+def eliminate(function: Pairwise, plan: Plan) -> Elimination:
+    """The forward pass."""
     count, sizes = len(plan.order), function.sizes
     position = {variable: index for index, variable in enumerate(plan.order)}
     buckets: list[list[Factor]] = [[Factor((v,), function.unaries[v])] for v in range(count)]
@@ -102,7 +100,7 @@ def eliminate(function: Pairwise, plan: Plan, check: Check) -> Elimination:
         buckets[first].append(Factor((first, second), function.table(first, second)))
     messages = [Factor((), np.zeros(()))] * count
     for variable in plan.order:
-        messages[variable] = project(buckets[variable], plan.separators[variable], sizes, check)
+        messages[variable] = project(buckets[variable], plan.separators[variable], sizes)
         if plan.parents[variable] >= 0:
             buckets[plan.parents[variable]].append(messages[variable])
     value = float(messages[plan.order[-1]].array) if count else 0.0
@@ -127,7 +125,7 @@ def decode(elimination: Elimination) -> tuple[int, ...]:
     return tuple(assignment)
 
 
-def completions(elimination: Elimination, check: Check) -> tuple[Factor, ...]:
+def completions(elimination: Elimination) -> tuple[Factor, ...]:
     """The backward pass: r_v of the module's docstring for each variable v, over the axes S_v."""
     plan = elimination.plan
     children = plan.children()
@@ -137,11 +135,11 @@ def completions(elimination: Elimination, check: Check) -> tuple[Factor, ...]:
         num_own = len(bucket) - len(children[variable])
         for index, child in enumerate(children[variable], start=num_own):
             others = [*bucket[:index], *bucket[index + 1 :], result[variable]]
-            result[child] = project(others, plan.separators[child], elimination.sizes, check)
+            result[child] = project(others, plan.separators[child], elimination.sizes)
     return tuple(result)
 
 
-def marginals(elimination: Elimination, rests: Sequence[Factor], check: Check) -> tuple[Array, ...]:
+def marginals(elimination: Elimination, rests: Sequence[Factor]) -> tuple[Array, ...]:
     """For each variable and option, the best objective with that option fixed (inf if there is none).
 
     Read off m_u + r_u for the smallest separator S_u that has the variable, or off its own bucket if none has.
@@ -155,11 +153,11 @@ def marginals(elimination: Elimination, rests: Sequence[Factor], check: Check) -
     for v, child in enumerate(smallest):
         factors = elimination.buckets[v] if child < 0 else (elimination.messages[child],)
         rest = rests[v] if child < 0 else rests[child]
-        found.append(project([*factors, rest], (v,), sizes, check).array)
+        found.append(project([*factors, rest], (v,), sizes).array)
     return tuple(found)
 
 
-def project(factors: Sequence[Factor], target: tuple[int, ...], sizes: Sequence[int], check: Check) -> Factor:
+def project(factors: Sequence[Factor], target: tuple[int, ...], sizes: Sequence[int]) -> Factor:
     """The minimum, over all variables outside ``target``, of the sum of ``factors``; the sum is never held whole."""
     eliminated = tuple(sorted({v for factor in factors for v in factor.scope} - set(target)))
     axes = eliminated + target
@@ -175,7 +173,6 @@ def project(factors: Sequence[Factor], target: tuple[int, ...], sizes: Sequence[
             for array in arrays[1:]:
                 total = total + _part(array, block)
             np.minimum(view, total.min(axis=eliminated_axes), out=view)
-        check()
     return Factor(target, out)
 
 

@@ -5,21 +5,20 @@ With z_vi = 1 where variable v takes option i, and y_ij the share that the pair 
     minimise    sum c_vi z_vi + sum c_ij y_ij
     subject to  sum_i z_vi = 1                                     for every variable v         (``_choose_one``)
                 sum_j y_ij = z_vi,  sum_i y_ij = z_wj              for every edge (v, w)        (``_tie_pairs``)
-                sum u_vik z_vi + sum u_ijk y_ij <= limit_k         for every budget k           (``_keep_within``)
+                sum u_vi z_vi <= limit                             of the budget, if any        (``_keep_within``)
                 sum_v z_v,x(v) <= number of variables - 1          for every excluded choice x  (``_exclude``)
                 z_vi 0 or 1,  y >= 0
 
 Where z is whole, the marginals leave one y per edge, that of the pair chosen. Pairs of infinite cost have no column;
-a column that no budget has room for, or that costs more than the cutoff by itself, has the upper bound 0. Costs and
-usages count from the least of their table, and are scaled so that the solver's absolute tolerances are small beside the
+a column that the budget has no room for, or that costs more than the cutoff by itself, has the upper bound 0. Costs and
+usage count from the least of their table, and are scaled so that the solver's absolute tolerances are small beside the
 differences of interest.
 
-Shape legend: C columns, K budgets.
+Shape legend: C columns.
 """
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +31,7 @@ COST_SPAN = 1e4
 """What the range of costs is scaled to. The solver tells objectives apart to 1e-6, hence to 1e-10 of the range."""
 
 USAGE_SPAN = 1e3
-"""What a budget's room is scaled to. The solver keeps rows to 1e-6, hence budgets to 1e-9 of their room."""
+"""What the budget's room is scaled to. The solver keeps rows to 1e-6, hence the budget to 1e-9 of its room."""
 
 HIGHS_OPTIONS = {"int_options": {"threads": 1}, "string_options": {"parallel": "off"}}
 """One thread: a process that is forked later would wait for threads that it does not have."""
@@ -41,29 +40,16 @@ HIGHS_OPTIONS = {"int_options": {"threads": 1}, "string_options": {"parallel": "
 ONE = np.ones(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The best choice found (None without one), a proven lower bound, and whether the search is complete.
-
-    No choice below the cutoff costs less than the bound; none is better than ``assignment`` if the search is complete.
-    The solver's tolerances apply: the choice may exceed a budget by a billionth of its room.
-    """
-
-    assignment: tuple[int, ...] | None
-    bound: float
-    is_complete: bool
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
     """All columns, table by table, counted from the least of their table.
 
-    ``places[t]`` are a table's columns, ``pairs[t]`` the options (i, j) of an edge's, and ``base`` [1 + K] what the
-    least of all tables cost and use together.
+    ``places[t]`` are a table's columns, ``pairs[t]`` the options (i, j) of an edge's, and ``base`` [2] what the least
+    of all tables cost and use together.
     """
 
     costs_C: Array
-    usages_KC: Array
+    usage_C: Array
     places: tuple[Indices, ...]
     pairs: tuple[tuple[Indices, Indices], ...]
     base: Array
@@ -92,70 +78,61 @@ class _Rows:
 
 def solve(
     core: Core,
-    limits: Sequence[float],
+    limit: float,
     *,
     cutoff: float,
     excluded: Sequence[tuple[int, ...]],
-    seconds: float,
-) -> Answer:
-    """The cheapest choice of a core within its budgets.
+) -> tuple[int, ...] | None:
+    """The cheapest choice of a core within its budget, None if none costs less than the cutoff.
+
+    The solver's tolerances apply: the choice may exceed the budget by a billionth of its room.
 
     Args:
         core: has no variable without options, and no option of infinite cost.
-        limits: per budget, in bytes.
+        limit: of the budget, in bytes.
         cutoff: assignments that do not cost less are of no interest, and may be missed.
         excluded: assignments that must not be found.
-        seconds: after which the best choice known is returned; ``inf`` is never.
 
     Raises:
-        RuntimeError: the solver gave up for another reason than time.
+        RuntimeError: the solver gave up.
     """
     columns = _columns(core)
-    room = np.array([cutoff, *limits]) - columns.base
+    room = np.array([cutoff, limit]) - columns.base
     if (room < 0.0).any():
-        return Answer(None, np.inf, True)
+        return None
     rows = _Rows()
     _choose_one(rows, columns, len(core.sizes))
     _tie_pairs(rows, columns, core)
-    _keep_within(rows, columns, room[1:])
+    if core.usage is not None:
+        _keep_within(rows, columns, float(room[1]))
     _exclude(rows, columns, excluded)
     span = min(room[0], sum(float(columns.costs_C[place].max()) for place in columns.places)) or 1.0
-    fits_C = (columns.costs_C <= room[0]) & (columns.usages_KC <= room[1:, None]).all(axis=0)
+    fits_C = (columns.costs_C <= room[0]) & (columns.usage_C <= room[1])
     costs_C = np.where(fits_C, columns.costs_C, 0.0) * (COST_SPAN / span)
-    values_C, bound, is_complete = _run_highs(
-        rows,
-        costs_C,
-        fits_C=fits_C,
-        num_whole=sum(core.sizes),
-        cutoff=float(room[0]) * (COST_SPAN / span),
-        seconds=seconds,
-    )
-    assignment: tuple[int, ...] | None = None
-    if values_C is not None:
-        assignment = tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
-    return Answer(assignment, float(columns.base[0]) + bound * (span / COST_SPAN), is_complete)
+    cutoff = float(room[0]) * (COST_SPAN / span)
+    values_C = _run_highs(rows, costs_C, fits_C=fits_C, num_whole=sum(core.sizes), cutoff=cutoff)
+    if values_C is None:
+        return None
+    return tuple(int(np.argmax(values_C[place])) for place in columns.places[: len(core.sizes)])
 
 
 def _columns(core: Core) -> _Columns:
     """A column per option and per pair of finite cost."""
-    costs = [np.asarray(unary) for unary in core.costs.unaries]
-    usages = [np.array([usage.unaries[v] for usage in core.usages]) for v in range(len(core.sizes))]
+    usages = core.usage or [np.zeros(size) for size in core.sizes]
+    tables = [np.stack(both) for both in zip(core.costs.unaries, usages, strict=True)]
     pairs: list[tuple[Indices, Indices]] = []
     for a, b in core.pairs():
-        blank = np.zeros((core.sizes[a], core.sizes[b]))
-        table = core.costs.edges.get((a, b), blank)
-        first, second = np.nonzero(np.isfinite(table))
+        costs = core.costs.edges[a, b]
+        first, second = np.nonzero(np.isfinite(costs))
         pairs.append((first, second))
-        costs.append(table[first, second])
-        usages.append(np.array([usage.edges.get((a, b), blank)[first, second] for usage in core.usages]))
-    both = [np.vstack([cost[None], usage.reshape(-1, len(cost))]) for cost, usage in zip(costs, usages, strict=True)]
-    lows = [table.min(axis=1, keepdims=True) for table in both]
-    shifted = np.hstack([table - low for table, low in zip(both, lows, strict=True)])
-    ends = np.cumsum([len(cost) for cost in costs])
-    places = tuple(np.arange(end - len(cost), end) for end, cost in zip(ends, costs, strict=True))
+        tables.append(np.stack([costs[first, second], np.zeros(len(first))]))
+    lows = [table.min(axis=1, keepdims=True) for table in tables]
+    shifted = np.hstack([table - low for table, low in zip(tables, lows, strict=True)])
+    ends = np.cumsum([table.shape[1] for table in tables])
+    places = tuple(np.arange(end - table.shape[1], end) for end, table in zip(ends, tables, strict=True))
     return _Columns(
         costs_C=shifted[0],
-        usages_KC=shifted[1:],
+        usage_C=shifted[1],
         places=places,
         pairs=tuple(pairs),
         base=np.sum(lows, axis=0)[:, 0],
@@ -178,11 +155,10 @@ def _tie_pairs(rows: _Rows, columns: _Columns, core: Core) -> None:
             rows.put(own[option], place, ONE)
 
 
-def _keep_within(rows: _Rows, columns: _Columns, rooms: Array) -> None:
-    """Usages keep within each budget's room; what exceeds it alone has the upper bound 0 and needs no cell."""
-    for usage_C, room in zip(columns.usages_KC, rooms, strict=True):
-        used = np.flatnonzero((usage_C > 0.0) & (usage_C <= room))
-        rows.put(rows.add(1, -np.inf, USAGE_SPAN), used, usage_C[used] * (USAGE_SPAN / (room or 1.0)))
+def _keep_within(rows: _Rows, columns: _Columns, room: float) -> None:
+    """The usage keeps within the budget's room; what exceeds it alone has the upper bound 0 and needs no cell."""
+    used = np.flatnonzero((columns.usage_C > 0.0) & (columns.usage_C <= room))
+    rows.put(rows.add(1, -np.inf, USAGE_SPAN), used, columns.usage_C[used] * (USAGE_SPAN / (room or 1.0)))
 
 
 def _exclude(rows: _Rows, columns: _Columns, excluded: Sequence[tuple[int, ...]]) -> None:
@@ -192,10 +168,8 @@ def _exclude(rows: _Rows, columns: _Columns, excluded: Sequence[tuple[int, ...]]
         rows.put(row, np.array([place[choice] for place, choice in zip(columns.places, assignment, strict=False)]), ONE)
 
 
-def _run_highs(
-    rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, cutoff: float, seconds: float
-) -> tuple[Array | None, float, bool]:
-    """Values of the columns (None without any), the bound proven, and whether nothing better is left.
+def _run_highs(rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, cutoff: float) -> Array | None:
+    """Values of the columns; None without any.
 
     The first ``num_whole`` columns are 0 or 1, the others at least 0. What costs more than the cutoff is not searched.
     """
@@ -223,14 +197,10 @@ def _run_highs(
     # MathOpt's own cutoff_limit is not for HiGHS, whose branch and bound begins with this option as its upper limit.
     options = highs_pb2.HighsOptionsProto(**HIGHS_OPTIONS, double_options={"objective_bound": cutoff})
     parameters = mathopt.SolveParameters(relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0, highs=options)
-    if np.isfinite(seconds):
-        parameters.time_limit = datetime.timedelta(seconds=max(seconds, 0.0))
     result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)
     reason, reasons = result.termination.reason, mathopt.TerminationReason
     if reason in (reasons.INFEASIBLE, reasons.INFEASIBLE_OR_UNBOUNDED):
-        return None, np.inf, True
-    if reason not in (reasons.OPTIMAL, reasons.FEASIBLE, reasons.NO_SOLUTION_FOUND):
+        return None
+    if reason != reasons.OPTIMAL:
         raise RuntimeError(f"HiGHS gave up: {result.termination}")
-    found = result.variable_values() if result.has_primal_feasible_solution() else None
-    values_C = None if found is None else np.array(list(found.values()))
-    return values_C, result.termination.objective_bounds.dual_bound, reason == reasons.OPTIMAL
+    return np.array(list(result.variable_values().values()))

@@ -12,9 +12,7 @@ on submesh h_s and takes x_s,c,j units of class c with point j. With m micro-bat
     subject to, for every stage,
         sum_j x_s,c,j = number of its units of class c,    x whole
         sum x (fixed_j + F(p, s) micro_j + D(p, s) deferred_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
-        points of one class from one family, if asked
-    and sum_s devices(h_s) = devices of the group (or <=), tied units in one stage or, if asked, on submeshes of one
-    name.
+        and sum_s devices(h_s) = devices of every group.
 
 F(p, s) is the number of micro-batches in flight, min(m, p - s) for 1F1B, and D(p, s) the number of those whose weight
 gradients wait, for which a schedule that splits backwards keeps other tensors. One crossing of a boundary takes
@@ -33,9 +31,7 @@ halved. T0 starts from the least bottleneck any pipeline has (``_least_bottlenec
   (``_least_fill``).
 - A stage alone is a knapsack with counts per class and point, solved exactly (``stage_knapsack``). Equal layers are
   counted, and a stage is known by what it is made of, not by where it lies.
-- Each tied parameter is tried with each submesh name that both of its units may have (``_placements``), each number of
-stages by
-  itself; all of them share the best pipeline known.
+- Each number of stages is tried by itself; all of them share the best pipeline known.
 
 Sources, and where this differs:
 
@@ -61,12 +57,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from search.core import Mask
 from search.pipeline_lean import infeasible
 from search.pipeline_problem import (
     InFlight,
@@ -79,11 +74,10 @@ from search.pipeline_problem import (
     Submesh,
     Tied,
     all_forward_all_backward,
-    in_flight_table,
     one_forward_one_backward,
 )
 from search.problem import Array
-from search.stage_chain import Chain, Cut, Kind, Library
+from search.stage_chain import Chain, Cut, Kind
 from search.stage_costs import Entry
 
 __all__ = [
@@ -98,17 +92,12 @@ __all__ = [
     "Submesh",
     "Tied",
     "all_forward_all_backward",
-    "in_flight_table",
-    "lower_bound",
     "one_forward_one_backward",
     "solve_pipeline",
 ]
 
 GAP = 1e-9
 """Relative difference of objectives that is not explored further."""
-
-MAX_ROUNDS = 20
-"""Rounds of tightening in ``lower_bound``."""
 
 BELOW = 1.0 - 1e-11
 """Factor that makes a threshold exclude a time that it equals."""
@@ -120,109 +109,46 @@ class _Best:
 
     objective: float
     solution: PipelineSolution | None = None
-    slack: float = GAP
 
     def excludes(self, bound: float) -> bool:
         """Whether nothing with this lower bound needs to be looked at."""
-        return bound >= self.objective - self.slack * abs(self.objective)
+        return bound >= self.objective - GAP * abs(self.objective)
 
 
-def solve_pipeline(
-    problem: PipelineProblem, *, cutoff: float = float("inf"), gap: float = GAP, diagnose: bool = True
-) -> PipelineSolution:
+def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf")) -> PipelineSolution:
     """The pipeline with the least objective.
 
     Args:
         problem: what to solve.
         cutoff: seconds; only a pipeline below it is wanted. A known objective of another problem saves most of the
             time.
-        gap: relative distance from the optimum at which to stop; the default means optimal.
-        diagnose: whether to tell what does not fit from what is too slow, which takes as long as a solution.
 
     Raises:
         PipelineInfeasibleError: no pipeline fits.
-        NothingBelowCutoffError: pipelines may fit, but none below the cutoff; without `diagnose` and with a cutoff,
-            also where none fits.
+        NothingBelowCutoffError: there is a cutoff and no pipeline below it. Whether any fits is not looked at, which
+            would take as long as a solution.
     """
-    library: Library = {}
-    best = _Best(cutoff, slack=max(gap, GAP))
-    for allowed in _placements(problem):
-        for p in _numbers_of_stages(problem):
-            _explore(Chain(problem, p, allowed, library), best)
+    best, chains = _Best(cutoff), [Chain(problem, p) for p in _numbers_of_stages(problem)]
+    for chain in chains:
+        _explore(chain, best)
     if best.solution is not None:
         return best.solution
+    if cutoff < float("inf"):
+        raise NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
     # No name for the error here: it holds this frame, and a frame that holds it too keeps all tables until a garbage
     # collection, which few but large objects do not call for.
-    raise _no_solution(problem, library, cutoff, diagnose)
-
-
-def _no_solution(problem: PipelineProblem, library: Library, cutoff: float, diagnose: bool) -> Exception:
-    """Why `solve_pipeline` has none."""
-    if diagnose or cutoff == float("inf"):
-        pairs = itertools.product(_placements(problem), _numbers_of_stages(problem))
-        error = infeasible(Chain(problem, p, allowed, library) for allowed, p in pairs)
-        if error is not None:
-            return error
-    return NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
+    raise infeasible(chains)
 
 
 class NothingBelowCutoffError(ValueError):
     """Every pipeline costs at least the cutoff."""
 
 
-def lower_bound(problem: PipelineProblem) -> float:
-    """Seconds that no pipeline of the problem beats; inf when it is proven that none fits.
-
-    The stages' knapsacks are relaxed to fractions (any mix of points, mixed transients at their least), and the three
-    parts of the objective are bounded apart: the least bottleneck, the least fill and the least largest step time, each
-    by the dynamic program over the cuts. Costs a few dynamic programs.
-    """
-    library: Library = {}
-    least = float("inf")
-    for allowed in _placements(problem):
-        for p in _numbers_of_stages(problem):
-            chain = Chain(problem, p, allowed, library)
-            steady, step = _tightened(chain, 1), _tightened(chain, 2)
-            if np.isfinite(steady) and np.isfinite(step):
-                least = min(least, _tightened(chain, 0) + (problem.num_micro_batches - 1) * steady + step)
-    return least
-
-
-def _placements(problem: PipelineProblem) -> Iterator[Mask]:
-    """[H, N] which submeshes may hold which unit: for every choice of one submesh per set of tied units."""
-    parent = list(range(len(problem.units)))
-
-    def root(unit: int) -> int:
-        return unit if parent[unit] == unit else root(parent[unit])
-
-    tied = [pair for pair in problem.tied if pair.alike]
-    for pair in tied:
-        parent[root(pair.first)] = root(pair.second)
-    sets: dict[int, set[int]] = {}
-    for pair in tied:
-        sets.setdefault(root(pair.first), set()).update((pair.first, pair.second))
-    free = np.array(
-        [[bool(problem.points.get((kind, s.name))) for kind in problem.units] for s in problem.submeshes],
-        dtype=np.bool_,
-    ).reshape(len(problem.submeshes), len(problem.units))
-    for choice in itertools.product(range(len(problem.submeshes)), repeat=len(sets)):
-        allowed = free.copy()
-        for h, units in zip(choice, sets.values(), strict=True):
-            others = np.arange(len(problem.submeshes)) != h
-            allowed[np.ix_(others, sorted(units))] = False
-        if allowed.any(axis=0).all():
-            yield allowed
-
-
 def _numbers_of_stages(problem: PipelineProblem) -> tuple[int, ...]:
     """The allowed numbers of stages that can use the devices as asked, going by the total of all groups."""
     sizes = [submesh.num_devices for submesh in problem.submeshes]
     total = sum(problem.groups.values())
-    return tuple(
-        p
-        for p in problem.allowed_num_stages()
-        if sizes and p * min(sizes) <= total and (not problem.use_all or p * max(sizes) >= total)
-    )
+    return tuple(p for p in problem.allowed_num_stages() if sizes and p * min(sizes) <= total <= p * max(sizes))
 
 
 def _ceilings(chain: Chain) -> tuple[float, float]:
@@ -266,24 +192,6 @@ def _relaxed_fill(chain: Chain, limits: tuple[float, float]) -> float:
     """A lower bound of the least fill."""
     tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
     return chain.solve(tables, bottleneck=False)[0]
-
-
-def _tightened(chain: Chain, row: int) -> float:
-    """A lower bound of the fill (row 0) or the largest steady or step time, near that of the stages' relaxations."""
-    limits = _ceilings(chain)
-    value = -float("inf")
-    for _ in range(MAX_ROUNDS):
-        if row:
-            tables = {kind: cost.least_time(row) for kind, cost in chain.costs.items()}
-        else:
-            tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
-        new, cuts = chain.solve(tables, bottleneck=row > 0)
-        if not cuts or new <= value + 1e-6 * abs(value):
-            return max(new, value)
-        value = new
-        for cut in cuts:
-            chain.costs[cut.kind].tighten(cut.f, cut.shape, row, limits)
-    return value
 
 
 def _least_fill(

@@ -1,10 +1,10 @@
-"""The Lagrangian relaxation of the budgets: a lower bound, and assignments near the optimum.
+"""The Lagrangian relaxation of the budget: a lower bound, and assignments near the optimum.
 
-    L(l) = min over assignments of [cost + sum_k l_k (usage_k - limit_k)],   l >= 0
+    L(l) = min over assignments of [cost + l (usage - limit)],   l >= 0
 
 is a lower bound for every l. It is concave and piecewise linear; each evaluation (one elimination) yields a choice and
 with it a plane above L. Kelley's cutting-plane method (J. Kelley, SIAM J. 8 (1960)) maximises the minimum of the
-planes, a linear program in K + 1 variables, until it meets L.
+planes, a linear program in two variables, until it meets L.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from search.core import Core
 from search.elimination import (
-    Check,
     Elimination,
     completions,
     decode,
@@ -32,67 +31,63 @@ GAP_FRACTION = 0.01
 """Stop once the bound can rise by no more than this fraction of the distance to the best known choice."""
 
 BOX = 1e4
-"""Upper limit of the scaled multipliers; at 1 they weigh a budget's whole excess like the whole range of costs."""
+"""Upper limit of the scaled multiplier; at 1 it weighs the budget's whole excess like the whole range of costs."""
 
 MIN_SLOPE = 1e-9
 """Scaled slopes below this are rounding; left in, they unsettle the linear solver."""
 
-Plane = tuple[float, tuple[float, ...]]
-"""A choice as the dual sees it: its cost and its usage minus limit per budget."""
+Plane = tuple[float, float]
+"""A choice as the dual sees it: its cost, and its usage minus the limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dual:
-    """The best multipliers found and the bound L there.
+    """The best multiplier found and the bound L there.
 
     ``margins[v][x]`` is the optimum of the Lagrangian (without its constant) with option x of v fixed.
     """
 
     core: Core
-    multipliers: tuple[float, ...]
+    multiplier: float
     value: float
     margins: tuple[Array, ...]
 
 
 def maximise(
     core: Core,
-    limits: Sequence[float],
-    start: Sequence[float],
+    limit: float,
     planes: list[Plane],
     offer: Callable[[Core, tuple[int, ...]], float],
     learn: Callable[[float], None],
-    check: Check,
 ) -> Dual | None:
     """Maximise L; None when the bound reaches the cutoff.
 
     Args:
-        core: at least one budget.
-        limits: per budget.
-        start: multipliers to try first.
+        core: with a budget.
+        limit: of the budget.
         planes: planes known already; those found are appended.
         offer: is given each assignment found and returns the cutoff: assignments that do not cost less are of no
         interest.
         learn: is told each new lower bound.
-        check: may raise to stop.
     """
     plan = plan_elimination(core.sizes, core.pairs())
-    multipliers, best_value = tuple(start), -np.inf
-    best: tuple[tuple[float, ...], Elimination] | None = None
+    multiplier, best_value = 0.0, -np.inf
+    best: tuple[float, Elimination] | None = None
     for _ in range(MAX_ITERATIONS):
-        forward = eliminate(core.weighted(multipliers), plan, check)
+        forward = eliminate(core.weighted(multiplier), plan)
         assignment = decode(forward)
         cutoff = offer(core, assignment)
-        value = forward.value - float(np.dot(multipliers, limits))
+        value = forward.value - multiplier * limit
         if best is None or value > best_value:
-            best_value, best = value, (multipliers, forward)
+            best_value, best = value, (multiplier, forward)
             learn(value)
         if best_value >= cutoff:
             return None
-        planes.append(plane(core, assignment, limits))
-        found = best_multipliers(planes, len(limits))
-        if found is None or found[0] == multipliers:
+        planes.append(plane(core, assignment, limit))
+        found = best_multiplier(planes)
+        if found is None or found[0] == multiplier:
             break
-        multipliers, ceiling = found
+        multiplier, ceiling = found
         settled = RELATIVE_TOLERANCE * abs(ceiling)
         if np.isfinite(cutoff):
             settled = max(settled, GAP_FRACTION * (cutoff - best_value))
@@ -100,9 +95,9 @@ def maximise(
             break
         del forward  # Two sets of messages at once are enough.
     assert best is not None
-    multipliers, forward = best
-    margins = marginals(forward, completions(forward, check), check)
-    return Dual(core, multipliers, best_value, margins)
+    multiplier, forward = best
+    margins = marginals(forward, completions(forward))
+    return Dual(core, multiplier, best_value, margins)
 
 
 def drop_above(dual: Dual, threshold: float) -> Core | None:
@@ -111,41 +106,36 @@ def drop_above(dual: Dual, threshold: float) -> Core | None:
     return dual.core.keep(masks) if all(mask.any() for mask in masks) else None
 
 
-def plane(core: Core, assignment: Sequence[int], limits: Sequence[float]) -> Plane:
+def plane(core: Core, assignment: Sequence[int], limit: float) -> Plane:
     """The plane of one choice."""
-    totals: list[float] = []
-    for function in (core.costs, *core.usages):
-        total = sum(float(unary[choice]) for unary, choice in zip(function.unaries, assignment, strict=True))
-        total += sum(float(table[assignment[a], assignment[b]]) for (a, b), table in function.edges.items())
-        totals.append(total)
-    return totals[0], tuple(used - limit for used, limit in zip(totals[1:], limits, strict=True))
+    assert core.usage is not None
+    cost = sum(float(unary[choice]) for unary, choice in zip(core.costs.unaries, assignment, strict=True))
+    cost += sum(float(table[assignment[a], assignment[b]]) for (a, b), table in core.costs.edges.items())
+    return cost, sum(float(own[choice]) for own, choice in zip(core.usage, assignment, strict=True)) - limit
 
 
-def best_multipliers(planes: Sequence[Plane], num_budgets: int) -> tuple[tuple[float, ...], float] | None:
-    """Multipliers that maximise the least plane, and that maximum; None if the linear solver gives up.
+def best_multiplier(planes: Sequence[Plane]) -> tuple[float, float] | None:
+    """The multiplier that maximises the least plane, and that maximum; None if the linear solver gives up.
 
     Costs and excesses are scaled so that the solver sees numbers near one.
     """
-    costs = np.array([plane[0] for plane in planes])
-    excess = np.array([plane[1] for plane in planes])
+    costs, excess = np.array(planes).T
     base, cost_scale = float(costs.min()), float(np.ptp(costs)) or 1.0
-    usage_scale = np.abs(excess).max(axis=0)
-    usage_scale[usage_scale == 0.0] = 1.0
-    slopes_SK = excess / usage_scale  # S planes, K budgets
-    slopes_SK[np.abs(slopes_SK) < MIN_SLOPE] = 0.0
+    usage_scale = float(np.abs(excess).max()) or 1.0
+    slopes = excess / usage_scale
+    slopes[np.abs(slopes) < MIN_SLOPE] = 0.0
     # Imported here: plans without a memory budget do without it, and so may machines that only run programs.
     from ortools.linear_solver import pywraplp
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
     height = solver.NumVar(-solver.infinity(), solver.infinity(), "height")
-    weights = [solver.NumVar(0.0, BOX, f"multiplier_{k}") for k in range(num_budgets)]
-    for cost, over in zip((costs - base) / cost_scale, slopes_SK, strict=True):
-        slopes = zip(over.tolist(), weights, strict=True)
-        solver.Add(height - sum(slope * weight for slope, weight in slopes) <= float(cost))
+    weight = solver.NumVar(0.0, BOX, "multiplier")
+    for cost, slope in zip((costs - base) / cost_scale, slopes.tolist(), strict=True):
+        solver.Add(height - slope * weight <= float(cost))
     solver.Maximize(height)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
-    scaled = np.array([max(0.0, weight.solution_value()) for weight in weights])
-    # Whatever the solver's tolerances did, these are valid multipliers, and the ceiling only decides when to stop.
-    ceiling = float(((costs - base) / cost_scale + slopes_SK @ scaled).min()) * cost_scale + base
-    return tuple(float(value) for value in scaled * cost_scale / usage_scale), ceiling
+    scaled = max(0.0, weight.solution_value())
+    # Whatever the solver's tolerances did, this is a valid multiplier, and the ceiling only decides when to stop.
+    ceiling = float(((costs - base) / cost_scale + slopes * scaled).min()) * cost_scale + base
+    return scaled * cost_scale / usage_scale, ceiling

@@ -12,8 +12,8 @@ from search.stage_chain import Chain
 from search.stage_costs import StageCosts
 
 
-def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError | None:
-    """The error that says what is missing, or None if some pipeline of the chains fits.
+def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError:
+    """The error that says what is missing where no pipeline of the chains fits.
 
     Steady and step times are not limited, so a pipeline fits if and only if its leanest points do: the least over
     pipelines of the largest excess over a stage's memory is a bottleneck path (``Chain.solve``), and exact.
@@ -38,16 +38,11 @@ def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError | None:
                 )
                 for cut in cuts
             )
-    if needs and all(need.needed_bytes <= need.memory_bytes * (1 + 1e-12) for need in needs):
-        return None
     return PipelineInfeasibleError(needs)
 
 
 def _least_bytes(cost: StageCosts) -> Array:
-    """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class.
-
-    The leanest point under a cap serves every unit of its class, so one family per class forbids nothing here.
-    """
+    """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class."""
     result = np.full((len(cost.held), len(cost.counts)), np.inf)
     transients = [np.array([p.transient_bytes for p in points]) for points in cost.points]
     own = [np.array([[p.fixed_bytes, p.micro_bytes, p.deferred_bytes] for p in points]) for points in cost.points]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from search.problem import USAGE_TOLERANCE, InfeasibleError
+from search.problem import InfeasibleError, largest_allowed
 
 _NEVER_NEGATIVE = (
     "steady_seconds",
@@ -24,14 +24,12 @@ class Point:
 
     Args:
         label: comes back in the solution; unique among the points of one class on one submesh.
-        forward_seconds, backward_seconds: of one micro-batch; the search reads neither, callers and reports do.
         fill_seconds: what the unit adds to the pipeline's fill and drain (f + b for 1F1B, f + i - w for ZB-H1).
         steady_seconds: time per micro-batch that the stage is busy with the unit.
         step_seconds: once per step: what is not hidden of the gradient synchronisation, the optimiser.
         fixed_bytes: weights, gradients, optimiser state.
         micro_bytes: per micro-batch in flight at the unit's stage.
         transient_bytes: only while the unit runs; a stage needs the largest of its units.
-        family: with ``PipelineProblem.one_family``, the units of one class in one stage share one family.
         deferred_bytes: per micro-batch whose weight gradients the unit's stage has deferred.
 
     Raises:
@@ -39,15 +37,12 @@ class Point:
     """
 
     label: str
-    forward_seconds: float
-    backward_seconds: float
     fill_seconds: float
     steady_seconds: float
     step_seconds: float
     fixed_bytes: float
     micro_bytes: float
     transient_bytes: float
-    family: str = ""
     deferred_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,7 +70,7 @@ class Submesh:
     @property
     def largest_allowed(self) -> float:
         """The memory plus the rounding slack ``USAGE_TOLERANCE``, in bytes."""
-        return self.memory_bytes + USAGE_TOLERANCE * abs(self.memory_bytes)
+        return largest_allowed(self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +78,13 @@ class Tied:
     """Two units that share a parameter.
 
     In different stages the stage of ``second`` holds ``fixed_bytes`` more, and both stages take ``step_seconds`` more
-    per step (the sum of the two gradients); with ``alike`` they must be on submeshes of one name.
+    per step (the sum of the two gradients).
     """
 
     first: int
     second: int
     fixed_bytes: float
     step_seconds: float
-    alike: bool = True
 
     def __post_init__(self) -> None:
         if self.first == self.second or min(self.fixed_bytes, self.step_seconds) < 0:
@@ -111,11 +105,6 @@ def all_forward_all_backward(num_micro_batches: int) -> InFlight:
     return lambda p, i: num_micro_batches
 
 
-def in_flight_table(table: Mapping[int, Sequence[float]]) -> InFlight:
-    """``table[p][i]``, for instance measured on a simulated schedule."""
-    return lambda p, i: table[p][i]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineProblem:
     """A chain of units to be cut into stages; ``inter_op`` has the objective and the constraints.
@@ -123,7 +112,7 @@ class PipelineProblem:
     Args:
         units: class name of each unit, in execution order.
         submeshes: what a stage may occupy; names are unique.
-        groups: devices that each group has.
+        groups: devices that each group has, all of which are used.
         points: ways to run a class on a submesh, by (class, submesh name); absent or empty: it cannot run there.
         in_flight: micro-batches in flight, by number of stages and stage.
         num_micro_batches: m >= 1, per step.
@@ -134,9 +123,6 @@ class PipelineProblem:
         transfer_is_exposed: whether transfers keep both neighbours busy.
         tied: parameters shared by two units.
         num_stages: allowed numbers of stages; None allows all.
-        max_stages: None means no further limit.
-        use_all: every device of every group must be used.
-        one_family: the units of one class in one stage take points of one family.
         num_deferred: micro-batches whose weight gradients wait, by number of stages and stage; None: none do.
 
     Raises:
@@ -154,9 +140,6 @@ class PipelineProblem:
     transfer_is_exposed: bool = False
     tied: tuple[Tied, ...] = ()
     num_stages: Collection[int] | None = None
-    max_stages: int | None = None
-    use_all: bool = True
-    one_family: bool = False
     num_deferred: InFlight | None = None
 
     def __post_init__(self) -> None:
@@ -195,8 +178,7 @@ class PipelineProblem:
 
     def allowed_num_stages(self) -> tuple[int, ...]:
         """The numbers of stages that the arguments allow, ascending; devices are not looked at."""
-        most = min(len(self.units), self.max_stages if self.max_stages is not None else len(self.units))
-        return tuple(p for p in range(1, most + 1) if self.num_stages is None or p in self.num_stages)
+        return tuple(p for p in range(1, len(self.units) + 1) if self.num_stages is None or p in self.num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +228,7 @@ class PipelineInfeasibleError(InfeasibleError):
             self.smallest_excess = float("nan")
             super().__init__(
                 "no cut into stages uses the devices as asked: check num_stages, the submesh sizes against the groups, "
-                "and that every class has points on some submesh (tied blocks: on one submesh name)"
+                "and that every class has points on some submesh"
             )
             return
         worst = max(needs, key=lambda need: need.needed_bytes - need.memory_bytes)
@@ -254,8 +236,5 @@ class PipelineInfeasibleError(InfeasibleError):
         super().__init__(
             f"no pipeline fits into memory: in the best of them units {worst.first} to {worst.last} need "
             f"{worst.needed_bytes:.12g} bytes on submesh {worst.submesh!r}, which has {worst.memory_bytes:.12g}, "
-            f"{self.smallest_excess:.6g} too few",
-            budget=f"memory of {worst.submesh}",
-            limit=worst.memory_bytes,
-            smallest_usage=worst.needed_bytes,
+            f"{self.smallest_excess:.6g} too few"
         )

@@ -1,11 +1,11 @@
 """The input and the output of the search: frozen arrays and ids, nothing of graphs or machines.
 
-Shape legend: n options of a variable, K budgets.
+Shape legend: n options of a variable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,12 @@ It is less than one byte for every limit below a terabyte.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variable:
-    """One thing to decide: its options with their costs and what they take from each budget.
+    """One thing to decide: its options with their costs and what they take from the budget.
 
     Args:
         name: used in messages only; need not be unique.
         costs: [n] seconds, n >= 1; ``inf`` forbids the option, negative values are allowed.
-        usage: [K, n] bytes, finite and >= 0: what the option takes from each budget.
+        usage: [n] bytes, finite and >= 0: what the option takes from the budget.
 
     Raises:
         ValueError: wrong number of axes, no options, NaN, ``-inf`` cost, negative or infinite usage.
@@ -57,75 +57,37 @@ class Edge:
         a: index of the first variable.
         b: index of the second; ``a == b`` is allowed and adds the diagonal to the variable's own costs.
         costs: [n_a, n_b] seconds; ``inf`` forbids the pair.
-        usage: [K, n_a, n_b] bytes, finite and >= 0; None means zero.
 
     Raises:
-        ValueError: wrong number of axes, NaN, ``-inf`` cost, negative or infinite usage.
+        ValueError: wrong number of axes, NaN or ``-inf`` cost.
     """
 
     a: int
     b: int
     costs: Array
-    usage: Array | None = None
 
     def __post_init__(self) -> None:
-        what = f"edge ({self.a}, {self.b})"
-        object.__setattr__(self, "costs", _costs(self.costs, 2, what))
-        if self.usage is not None:
-            object.__setattr__(self, "usage", _usage(self.usage, self.costs.shape, what))
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """An upper limit on the total usage, in the unit of the usage arrays (bytes).
-
-    Raises:
-        ValueError: the limit is NaN.
-    """
-
-    name: str
-    limit: float
-
-    def __post_init__(self) -> None:
-        if np.isnan(self.limit):
-            raise ValueError(f"budget {self.name!r}: the limit is NaN")
-
-    @property
-    def largest_allowed(self) -> float:
-        """The limit plus the rounding slack ``USAGE_TOLERANCE``."""
-        if np.isinf(self.limit):
-            return self.limit
-        return self.limit + USAGE_TOLERANCE * abs(self.limit)
-
-    def allows(self, usage: float) -> bool:
-        """Whether a total usage keeps within the limit."""
-        return bool(usage <= self.largest_allowed)
+        object.__setattr__(self, "costs", _costs(self.costs, 2, f"edge ({self.a}, {self.b})"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Variables, the edges between them, and the budgets all of them share.
+    """Variables, the edges between them, and the budget all of them share.
 
-    Several edges between one pair are allowed and add up.
+    Several edges between one pair are allowed and add up. limit: of the total usage, in bytes; ``inf`` is no budget.
 
     Raises:
-        ValueError: an edge names a variable that does not exist, or an array does not fit its variables or budgets.
+        ValueError: an edge names a variable that does not exist, an array does not fit its variables, or the limit is
+            NaN.
     """
 
     variables: tuple[Variable, ...]
     edges: tuple[Edge, ...] = ()
-    budgets: tuple[Budget, ...] = ()
+    limit: float = float("inf")
 
     def __post_init__(self) -> None:
-        for field in ("variables", "edges", "budgets"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
-        num_budgets = len(self.budgets)
-        for index, variable in enumerate(self.variables):
-            if variable.usage.shape[0] != num_budgets:
-                raise ValueError(
-                    f"variable {index} {variable.name!r}: usage has {variable.usage.shape[0]} rows, "
-                    f"the problem has {num_budgets} budgets"
-                )
+        if np.isnan(self.limit):
+            raise ValueError("the budget's limit is NaN")
         for index, edge in enumerate(self.edges):
             self._check_edge(index, edge)
 
@@ -139,11 +101,10 @@ class Problem:
                 f"edge {index} between {a.name!r} and {b.name!r}: costs have shape {edge.costs.shape}, "
                 f"the variables have {a.num_options} and {b.num_options} options"
             )
-        if edge.usage is not None and edge.usage.shape[0] != len(self.budgets):
-            raise ValueError(
-                f"edge {index} between {a.name!r} and {b.name!r}: usage has {edge.usage.shape[0]} rows, "
-                f"the problem has {len(self.budgets)} budgets"
-            )
+
+    def allows(self, usage: float) -> bool:
+        """Whether a total usage keeps within the limit."""
+        return bool(usage <= largest_allowed(self.limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,63 +114,33 @@ class Solution:
     Args:
         assignment: one option index per variable.
         objective: seconds, as ``evaluate`` gives them for ``assignment``.
-        usage: bytes per budget, as ``evaluate`` gives them.
-        method: how it was found; contains "time limit" when optimality is not proven.
-        lower_bound: no solution costs less (up to rounding); equals ``objective`` when proven optimal.
-        statistics: counts and sizes of the solver's work, by name.
+        usage: bytes, as ``evaluate`` gives them.
     """
 
     assignment: tuple[int, ...]
     objective: float
-    usage: tuple[float, ...]
-    method: str
-    lower_bound: float
-    statistics: Mapping[str, float]
+    usage: float
 
 
 class InfeasibleError(ValueError):
     """No choice satisfies the problem.
 
     Attributes:
-        budget: name of the budget that cannot be met by itself; None when infinite costs forbid every choice or
-            when only the combination of budgets fails.
-        limit: that budget's limit; NaN without a budget.
-        smallest_usage: the least usage of that budget alone over all allowed assignments; NaN without a budget.
-        assignment: the assignment that attains ``smallest_usage``; empty without a budget.
+        assignment: that of the least usage among all allowed ones; empty when infinite costs forbid every choice.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        budget: str | None = None,
-        limit: float = float("nan"),
-        smallest_usage: float = float("nan"),
-        assignment: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, message: str, assignment: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.budget = budget
-        self.limit = limit
-        self.smallest_usage = smallest_usage
         self.assignment = tuple(assignment)
 
     @classmethod
-    def over_budget(cls, budget: Budget, smallest_usage: float, assignment: Sequence[int]) -> InfeasibleError:
-        """The error for a budget that no choice meets, whatever the other budgets say."""
+    def over_budget(cls, limit: float, smallest_usage: float, assignment: Sequence[int]) -> InfeasibleError:
+        """The error for a budget that no choice meets."""
         return cls(
-            f"budget {budget.name!r} cannot be met: its limit is {budget.limit:.12g}, the smallest achievable usage "
-            f"is {smallest_usage:.12g}, {smallest_usage - budget.limit:.6g} too much",
-            budget=budget.name,
-            limit=budget.limit,
-            smallest_usage=smallest_usage,
-            assignment=assignment,
+            f"the budget cannot be met: its limit is {limit:.12g}, the smallest achievable usage is "
+            f"{smallest_usage:.12g}, {smallest_usage - limit:.6g} too much",
+            assignment,
         )
-
-    @classmethod
-    def jointly(cls, budgets: Sequence[Budget]) -> InfeasibleError:
-        """The error for budgets that can each be met, but not by one choice."""
-        names = ", ".join(f"{budget.name!r} (limit {budget.limit:.12g})" for budget in budgets)
-        return cls(f"each of the budgets {names} can be met alone, but no choice meets them jointly")
 
     @classmethod
     def forbidden(cls, names: Sequence[str]) -> InfeasibleError:
@@ -218,30 +149,28 @@ class InfeasibleError(ValueError):
         return cls(f"infinite costs forbid every choice; no allowed combination of options remains at {listed}")
 
 
-class TimeLimitError(RuntimeError):
-    """The time limit passed before any allowed choice was known."""
+def largest_allowed(limit: float) -> float:
+    """The limit plus the rounding slack ``USAGE_TOLERANCE``."""
+    return limit if np.isinf(limit) else limit + USAGE_TOLERANCE * abs(limit)
 
 
-def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-    """Cost in seconds and usage in bytes per budget of one choice, summed in the order of the problem.
+def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:
+    """Cost in seconds and usage in bytes of one choice, summed in the order of the problem.
 
     Raises:
         ValueError: wrong number of choices or an option that does not exist.
     """
     if len(assignment) != len(problem.variables):
         raise ValueError(f"{len(assignment)} choices for {len(problem.variables)} variables")
-    objective, usage = 0.0, np.zeros(len(problem.budgets))
+    objective = usage = 0.0
     for variable, option in zip(problem.variables, assignment, strict=True):
         if not 0 <= option < variable.num_options:
             raise ValueError(f"variable {variable.name!r} has {variable.num_options} options, no option {option}")
         objective += float(variable.costs[option])
-        usage += variable.usage[:, option]
+        usage += float(variable.usage[option])
     for edge in problem.edges:
-        pair = assignment[edge.a], assignment[edge.b]
-        objective += float(edge.costs[pair])
-        if edge.usage is not None:
-            usage += edge.usage[:, pair[0], pair[1]]
-    return objective, tuple(float(value) for value in usage)
+        objective += float(edge.costs[assignment[edge.a], assignment[edge.b]])
+    return objective, usage
 
 
 def _costs(values: npt.ArrayLike, num_axes: int, what: str) -> Array:
@@ -260,10 +189,8 @@ def _costs(values: npt.ArrayLike, num_axes: int, what: str) -> Array:
 def _usage(values: npt.ArrayLike, shape: tuple[int, ...], what: str) -> Array:
     """A read-only float64 copy of ``values``, checked against the shape of the costs."""
     array = np.array(values, dtype=np.float64)
-    if array.ndim != len(shape) + 1 or array.shape[1:] != shape:
-        raise ValueError(
-            f"{what}: usage must have shape [num_budgets, {', '.join(map(str, shape))}], not {array.shape}"
-        )
+    if array.shape != shape:
+        raise ValueError(f"{what}: usage must have shape {shape} as the costs, not {array.shape}")
     if not np.isfinite(array).all() or (array < 0).any():
         raise ValueError(f"{what}: usage must be finite and >= 0")
     array.setflags(write=False)

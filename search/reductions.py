@@ -8,7 +8,7 @@ Two rules, applied until neither drops anything (the second for a few rounds onl
 
       c_v(p) - c_v(q) + sum over edges (v, w) of max over x_w of [c(p, x_w) - c(q, x_w)] <= 0
 
-  and the same holds for the usage of every budget. Swapping q for p then never costs more and never uses more, whatever
+  and p uses no more of the budget. Swapping q for p then never costs more and never uses more, whatever
   the other variables do. Equal options keep the lowest index.
 """
 
@@ -20,8 +20,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from search.core import Core, Mask, Pairwise
-from search.elimination import Check
+from search.core import Core, Mask
 from search.problem import Array
 
 MAX_DOMINANCE_ROUNDS = 3
@@ -36,17 +35,17 @@ class EmptyDomainError(Exception):
         self.variable = variable
 
 
-def reduce_core(core: Core, check: Check) -> Core:
+def reduce_core(core: Core) -> Core:
     """The core without dead ends and without dominated options.
 
     Raises:
         EmptyDomainError: a variable has no option left.
     """
     core = drop_dead_ends(core)
-    neighbours = _neighbours(core)
+    neighbours = core.costs.neighbours()
     open_ = set(range(len(core.sizes)))
     for _ in range(MAX_DOMINANCE_ROUNDS):
-        smaller, changed = _drop_dominated(core, neighbours, open_, check)
+        smaller, changed = _drop_dominated(core, neighbours, open_)
         smaller, before = drop_dead_ends(smaller), smaller.sizes
         changed |= {v for v, (new, old) in enumerate(zip(smaller.sizes, before, strict=True)) if new < old}
         if smaller.sizes == core.sizes:
@@ -54,11 +53,6 @@ def reduce_core(core: Core, check: Check) -> Core:
         open_ |= {w for v in changed for w in neighbours[v]}
         core = smaller
     return core
-
-
-def _neighbours(core: Core) -> tuple[tuple[int, ...], ...]:
-    """For each variable, those that it shares a table of costs or usage with."""
-    return Pairwise(core.costs.unaries, {pair: np.empty((0, 0)) for pair in core.pairs()}).neighbours()
 
 
 def drop_dead_ends(core: Core) -> Core:
@@ -82,9 +76,7 @@ def drop_dead_ends(core: Core) -> Core:
     return core.keep(masks)
 
 
-def _drop_dominated(
-    core: Core, neighbours: Sequence[Sequence[int]], open_: set[int], check: Check
-) -> tuple[Core, set[int]]:
+def _drop_dominated(core: Core, neighbours: Sequence[Sequence[int]], open_: set[int]) -> tuple[Core, set[int]]:
     """One round of the dominance rule, and the variables that lost options. Each variable is judged with its
     neighbours' current options.
 
@@ -102,7 +94,6 @@ def _drop_dominated(
             if not masks[v].all():
                 changed.add(v)
                 open_.update(neighbours[v])
-            check()
     return core.keep(masks), changed
 
 
@@ -110,20 +101,17 @@ def _undominated(core: Core, v: int, neighbours: Sequence[int], masks: Sequence[
     """Which options of ``v`` remain, judged with the neighbours' options in ``masks``."""
     size = len(masks[v])
     keep: Mask = np.ones(size, dtype=np.bool_)
-    functions = (core.costs, *core.usages)
     partners = {w: np.flatnonzero(masks[w]) for w in neighbours}
     sampled = {w: kept[_places(len(kept))] for w, kept in partners.items()}
     likely: Mask = ~np.eye(size, dtype=np.bool_)
-    for function in functions:
-        # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
-        likely &= _excess_of_all(core, function, v, sampled) <= 0
-        if not likely.any():
-            return keep
+    if core.usage is not None:
+        likely &= core.usage[v][:, None] <= core.usage[v][None, :]
+    # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
+    likely &= _excess_of_all(core, v, sampled) <= 0
     first, second = np.nonzero(likely)
     proven = np.ones(first.shape, dtype=np.bool_)
     if any(len(kept) > NUM_SAMPLED_PARTNERS for kept in partners.values()):
-        for function in functions:
-            proven &= _excess(core, function, v, first, second, partners) <= 0
+        proven = _excess(core, v, first, second, partners) <= 0
     for p, q in zip(first[proven].tolist(), second[proven].tolist(), strict=True):
         if keep[p] and keep[q]:
             keep[q] = False
@@ -136,42 +124,34 @@ def _places(count: int) -> npt.NDArray[np.int64]:
     return np.linspace(0, count - 1, num=min(NUM_SAMPLED_PARTNERS, count)).astype(np.int64)
 
 
-def _excess_of_all(core: Core, function: Pairwise, v: int, partners: dict[int, npt.NDArray[np.int64]]) -> Array:
+def _excess_of_all(core: Core, v: int, partners: dict[int, npt.NDArray[np.int64]]) -> Array:
     """[n, n] the left side of the dominance rule for every pair (better, worse); NaN where it is undecided."""
-    unary = function.unaries[v]
+    unary = core.costs.unaries[v]
     total: Array = unary[:, None] - unary[None, :]
     with np.errstate(invalid="ignore"):
         for w, kept in partners.items():
-            pair = (v, w) if v < w else (w, v)
-            if pair not in function.edges:
-                continue
-            table = function.table(v, w)[:, kept]
+            table = core.costs.table(v, w)[:, kept]
             gaps = table[:, None, :] - table[None, :, :]
-            if pair in core.costs.edges:
-                # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
-                gaps[:, np.isinf(core.costs.table(v, w)[:, kept])] = -np.inf
+            # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
+            gaps[:, np.isinf(table)] = -np.inf
             total += gaps.max(axis=2)
     return total
 
 
 def _excess(
     core: Core,
-    function: Pairwise,
     v: int,
     better: npt.NDArray[np.int64],
     worse: npt.NDArray[np.int64],
     partners: dict[int, npt.NDArray[np.int64]],
 ) -> Array:
     """The left side of the dominance rule for each pair (better[i], worse[i]); NaN where it is undecided."""
-    total: Array = function.unaries[v][better] - function.unaries[v][worse]
+    unary = core.costs.unaries[v]
+    total: Array = unary[better] - unary[worse]
     with np.errstate(invalid="ignore"):
         for w, kept in partners.items():
-            pair = (v, w) if v < w else (w, v)
-            if pair not in function.edges:
-                continue
-            table = function.table(v, w)[:, kept]
+            table = core.costs.table(v, w)[:, kept]
             gaps = table[better] - table[worse]
-            if pair in core.costs.edges:
-                gaps[np.isinf(core.costs.table(v, w)[:, kept])[worse]] = -np.inf
+            gaps[np.isinf(table)[worse]] = -np.inf
             total += gaps.max(axis=1)
     return total

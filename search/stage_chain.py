@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.core import Mask
 from search.pipeline_problem import PipelineProblem
 from search.problem import Array
 from search.stage_costs import StageCosts
@@ -32,7 +31,6 @@ State = tuple[int, int]
 """Submesh numbers of the stage before (-1: none or irrelevant) and of the stage."""
 
 Tables = Mapping[Kind, Array]
-Library = dict[tuple[int, Kind], StageCosts]
 
 MOST_NUMBERS = 1 << 20
 """Numbers that one intermediate array may have."""
@@ -61,14 +59,9 @@ class Cut:
 
 
 class Chain:
-    """The pipelines of ``num_stages`` stages in which each unit keeps to its ``allowed`` submeshes.
+    """The pipelines of ``num_stages`` stages."""
 
-    Args:
-        allowed: [H, N] whether a submesh may hold a unit.
-        library: costs of the same problem's stages that other chains know; this chain adds its own.
-    """
-
-    def __init__(self, problem: PipelineProblem, num_stages: int, allowed: Mask, library: Library) -> None:
+    def __init__(self, problem: PipelineProblem, num_stages: int) -> None:
         self.problem, self.num_stages = problem, num_stages
         self.num_units = len(problem.units)
         self.longest = self.num_units - num_stages + 1
@@ -91,21 +84,14 @@ class Chain:
         self.costs: dict[Kind, StageCosts] = {}
         self.shapes: dict[Kind, Indices] = {}
         for kind in self._kinds():
-            cost = library.get((num_stages, kind))
-            if cost is None:
-                cost = StageCosts(
-                    problem=problem,
-                    submesh=problem.submeshes[kind[1]],
-                    busy=self._busy(kind),
-                    held=distinct,
-                    longest=self.longest,
-                )
-                library[num_stages, kind] = cost
-            self.costs[kind] = cost
-            outside = np.append(0, np.cumsum(~allowed[kind[1]]))
-            crossing = outside[self.end] > outside[: self.num_units, None]
-            forbidden = (cost.shape_of < 0) | (end > self.num_units) | crossing
-            self.shapes[kind] = np.where(forbidden, len(cost.counts), cost.shape_of)
+            cost = self.costs[kind] = StageCosts(
+                problem=problem,
+                submesh=problem.submeshes[kind[1]],
+                busy=self._busy(kind),
+                held=distinct,
+                longest=self.longest,
+            )
+            self.shapes[kind] = np.where(cost.shape_of < 0, len(cost.counts), cost.shape_of)
 
     def _moves(self) -> list[list[tuple[Indices, Indices]]]:
         """For each i and submesh: which entries of layers[i] use it for stage i, and the entries of layers[i + 1] that
@@ -131,8 +117,7 @@ class Chain:
         for _ in range(self.num_stages):
             new = {_add(used, more) for used in sums[-1] for more in set(self.devices)}
             sums.append({used for used in new if all(u <= t for u, t in zip(used, total, strict=True))})
-        if self.problem.use_all:
-            sums[-1] &= {total}
+        sums[-1] &= {total}
         kept = [set(sums[-1])]
         for i in range(self.num_stages - 1, -1, -1):
             pairs = itertools.product(kept[-1], self.devices)

@@ -19,7 +19,6 @@ of micro-batches (in flight, deferred), P multiplier vectors, E exact entries, N
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ import numpy as np
 from search.pipeline_problem import PipelineProblem, Point, Submesh
 from search.problem import Array
 from search.stage_knapsack import SLACK, Found, cheapest
-from search.stage_lp import FEASIBILITY_TOLERANCE, Indices, bound, relax
+from search.stage_lp import FEASIBILITY_TOLERANCE, Indices, bound
 from search.stage_multisets import MAX_WAYS, combine, multisets, num_ways, totals
 from search.stage_shapes import shapes_of
 
@@ -98,7 +97,7 @@ class StageCosts:
         self._fills: _Fills | None = None
         self._times: dict[int, tuple[Array, int]] = {}
         self._looked_at: set[tuple[int, float, float]] = set()
-        self._menus: dict[tuple[object, ...], Menu | None] = {}
+        self._menus: dict[tuple[int, tuple[int, ...], float], Menu] = {}
         for multipliers in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
             self.add_multipliers(np.array(multipliers, dtype=np.float64))
 
@@ -208,9 +207,7 @@ class StageCosts:
             if num_ways(sizes, [len(points) for points in self.points]) > MAX_WAYS:
                 self._ways[shape] = None
             else:
-                families = [tuple(point.family for point in points) for points in self.points]
-                parts = [multisets(sizes[c], families[c], self.problem.one_family) for c in present]
-                counts = combine(parts)
+                counts = combine([multisets(sizes[c], len(self.points[c])) for c in present])
                 found = totals(counts, np.concatenate([self._figures[c] for c in present]))
                 memory = found[3] + self.held @ found[4:6] + found[6] + self.extra_bytes[shape]
                 memory = np.where(memory <= self.submesh.largest_allowed, 0.0, np.inf)
@@ -254,28 +251,6 @@ class StageCosts:
             best = min(best, found.cost + extra)
         return best
 
-    def tighten(self, f: int, shape: int, row: int, limits: tuple[float, float]) -> None:
-        """Add the multipliers of a stage's relaxation that bound its fill (row 0), steady or step time (1, 2).
-
-        Transients at their least and families apart are relaxed too.
-        """
-        present = tuple(int(c) for c in np.flatnonzero(self.counts[shape]))
-        least = float(self.transient[shape])
-        menu = self._menu(f, present, (None,) * len(present), float("inf"))
-        if menu is None:
-            return
-        rows = menu.figures[1:4]
-        room = self.submesh.largest_allowed - float(self.extra_bytes[shape]) - least
-        most = np.array([room, limits[0] - self.busy[shape], limits[1] - self.extra_step[shape]])
-        use = np.array([True, row == 0, row == 0]) & (most >= 0)
-        multipliers = np.zeros(4)
-        cost = menu.figures[(0, 2, 3)[row]]
-        sizes = self.counts[shape][list(present)]
-        multipliers[1:][use], feasible = relax(cost, rows[use], most[use], menu.starts, sizes)
-        if feasible:
-            multipliers[row if row == 0 else row + 1] = 1.0
-        self._offer(f, shape, multipliers, *limits)
-
     def _entry(self, menu: Menu, found: Found, shape: int) -> Entry:
         assert found.counts is not None
         steady, step = menu.figures[2:4] @ found.counts
@@ -304,15 +279,15 @@ class StageCosts:
     def _solutions(
         self, f: int, shape: int, objective: int, limits: Array, cutoff: float
     ) -> Iterator[tuple[Menu, Found]]:
-        """Solve for each cap on the transient and each choice of families; later ones must beat earlier ones."""
+        """Solve for each cap on the transient, larger ones first; later ones must beat earlier ones."""
         present = tuple(int(c) for c in np.flatnonzero(self.counts[shape]))
         sizes = self.counts[shape][list(present)]
         room = self.submesh.largest_allowed - float(self.extra_bytes[shape])
         tried: list[Found] = []
-        for families, cap in self._variants(present, sizes):
-            menu = self._menu(f, present, families, cap)
-            if menu is None:
-                continue
+        sets = [[point.transient_bytes for point in self.points[c]] for c in present]
+        least = max(map(min, sets))
+        for cap in sorted({value for values in sets for value in values if value >= least}, reverse=True):
+            menu = self._menu(f, present, cap)
             rows = menu.figures[1:4]
             extra = np.array([room - cap, limits[1] - self.busy[shape], limits[2] - self.extra_step[shape]])
             cost = menu.figures[objective]
@@ -323,46 +298,25 @@ class StageCosts:
             cutoff = min(cutoff, found.cost)
             yield menu, found
 
-    def _variants(self, present: tuple[int, ...], sizes: Indices) -> Iterator[tuple[tuple[str | None, ...], float]]:
-        """Choices of a family per class (None: any) with caps on the transient, larger caps first."""
-        choices: list[tuple[str | None, ...]] = []
-        for c, size in zip(present, sizes, strict=True):
-            every = tuple(dict.fromkeys(point.family for point in self.points[c]))
-            # One unit alone is always of one family.
-            choices.append(every if self.problem.one_family and size > 1 else (None,))
-        for families in itertools.product(*choices):
-            sets = [
-                [p.transient_bytes for p in self.points[c] if family is None or p.family == family]
-                for c, family in zip(present, families, strict=True)
-            ]
-            least = max(min(values) for values in sets)
-            for cap in sorted({value for values in sets for value in values if value >= least}, reverse=True):
-                yield families, cap
-
-    def _menu(self, f: int, present: tuple[int, ...], families: tuple[str | None, ...], cap: float) -> Menu | None:
-        """The options under a cap, without dominated ones; None if a class has none."""
-        key = (f, present, families, cap)
+    def _menu(self, f: int, present: tuple[int, ...], cap: float) -> Menu:
+        """The options under a cap that leaves every class one, without dominated ones."""
+        key = (f, present, cap)
         if key not in self._menus:
-            self._menus[key] = self._new_menu(f, present, families, cap)
+            self._menus[key] = self._new_menu(*key)
         return self._menus[key]
 
-    def _new_menu(self, f: int, present: tuple[int, ...], families: tuple[str | None, ...], cap: float) -> Menu | None:
+    def _new_menu(self, f: int, present: tuple[int, ...], cap: float) -> Menu:
         parts: list[Array] = []
         owners: list[tuple[int, str]] = []
         starts: list[int] = []
-        for c, family in zip(present, families, strict=True):
-            points = self.points[c]
-            allowed = [
-                j for j, p in enumerate(points) if p.transient_bytes <= cap and (family is None or p.family == family)
-            ]
-            if not allowed:
-                return None
+        for c in present:
+            allowed = [j for j, point in enumerate(self.points[c]) if point.transient_bytes <= cap]
             own = self._figures[c][allowed]
             memory = own[:, 3] + own[:, 4:6] @ self.held[f]
             figures = np.stack([own[:, 0], memory, own[:, 1], own[:, 2]])
             kept = _undominated(figures)
             starts.append(len(owners))
-            owners += [(c, points[allowed[j]].label) for j in kept]
+            owners += [(c, self.points[c][allowed[j]].label) for j in kept]
             parts.append(figures[:, kept])
         return Menu(np.concatenate(parts, axis=1), np.array(starts), tuple(owners))
 

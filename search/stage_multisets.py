@@ -20,18 +20,15 @@ MAX_WAYS = 4096
 
 
 def num_ways(sizes: Sequence[int], num_points: Sequence[int]) -> int:
-    """Q without regard to families: the product of the multiset coefficients."""
+    """Q: the product of the multiset coefficients."""
     return math.prod(math.comb(n + k - 1, n) for n, k in zip(sizes, num_points, strict=True) if n)
 
 
 @lru_cache(maxsize=256)
-def multisets(size: int, families: tuple[str, ...], one_family: bool) -> Indices:
-    """[Q, k] counts of k points (with these families) that place ``size`` units of one class; read-only."""
-    allowed = [list(range(len(families)))]
-    if one_family:
-        allowed = [[j for j, own in enumerate(families) if own == family] for family in dict.fromkeys(families)]
-    rows = [list(row) for part in allowed for row in itertools.combinations_with_replacement(part, size)]
-    counts = np.zeros((len(rows), len(families)), dtype=np.int64)
+def multisets(size: int, num_points: int) -> Indices:
+    """[Q, k] counts of k points that place ``size`` units of one class; read-only."""
+    rows = [list(row) for row in itertools.combinations_with_replacement(range(num_points), size)]
+    counts = np.zeros((len(rows), num_points), dtype=np.int64)
     if size:
         np.add.at(counts, (np.repeat(np.arange(len(rows)), size), np.array(rows).reshape(-1)), 1)
     counts.setflags(write=False)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from search.core import Core
-from search.deadline import Deadline
 from search.lagrangian import Plane
 
 RELATIVE_CUTOFF = 1e-12
@@ -20,21 +19,18 @@ class Search:
     """The state of one search.
 
     Args:
-        objective: maps an assignment (original option indices) to their objective, ``inf`` if they break a budget.
-        limits: limit per budget of the core.
-        check: raises ``TimeLimitReachedError`` when time is up.
+        objective: maps an assignment (original option indices) to their objective, ``inf`` over budget.
+        limit: of the core's budget.
 
     ``bound`` is the best lower bound proven so far, and ``planes`` are those of ``lagrangian``.
     """
 
     objective: Callable[[tuple[int, ...]], float]
-    limits: tuple[float, ...]
-    check: Deadline
+    limit: float = np.inf
     planes: list[Plane] = field(default_factory=list)
     best: float = np.inf
     assignment: tuple[int, ...] | None = None
     bound: float = -np.inf
-    num_programs: int = 0
 
     @property
     def cutoff(self) -> float:

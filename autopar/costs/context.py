@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.ir.graph import is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
 from cost_models import collective
@@ -131,16 +132,16 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
     is_flash = len(operator.inputs) == 3 and (on_cpu or key.dtype.itemsize < WIDE_BYTES)
     return ContextCall(
-        joints[option.axes[axis].label].lowering,
-        axis,
-        size,
-        len(operator.node.args) > 5 and bool(operator.node.args[5]),
-        max(heads, 1),
-        queries,
-        keys,
-        float(elements * key.dtype.itemsize),
-        float(elements * wide),
-        float(results * output.dtype.itemsize),
-        float(results * wide),
-        0.0 if is_flash else float(heads * queries * keys * wide),
+        exchange=joints[option.axes[axis].label].lowering,
+        axis=axis,
+        size=size,
+        is_causal=is_causal(operator.node),
+        heads=max(heads, 1),
+        queries=queries,
+        keys=keys,
+        part=float(elements * key.dtype.itemsize),
+        wide_part=float(elements * wide),
+        result=float(results * output.dtype.itemsize),
+        wide_result=float(results * wide),
+        scores=0.0 if is_flash else float(heads * queries * keys * wide),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
-from autopar.ir.graph import ATTENTION, Node, base_name
+from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.options.strategies import Operator, Option, num_local
 from cost_models import compute
 
@@ -67,7 +67,7 @@ class Contractions(Rates):
             return call.seconds(self.collective_seconds, self.memory_seconds, part)
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
         shape = (heads, queries, key.shape[-2])
-        return self._flash_seconds(flops, num_bytes, dtype, shape, _is_causal(operator.node))
+        return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | None:
         """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""
@@ -84,8 +84,10 @@ class Contractions(Rates):
     ) -> tuple[float, float]:
         """Forward and backward of one kernel; shape: heads, queries, keys."""
         device = self.cluster.device
-        forward = compute.Work("attention", flops, num_bytes, dtype, shape, variant, causal=causal)
-        backward = compute.Work("attention", 2.5 * flops, 2 * num_bytes, dtype, shape, variant, True, causal)
+        forward = compute.Work(
+            "attention", flops, num_bytes, dtype, shape=shape, variant=variant, backward=False, causal=causal
+        )
+        backward = replace(forward, flops=2.5 * flops, num_bytes=2 * num_bytes, backward=True)
         return compute.seconds(forward, device), compute.seconds(backward, device)
 
     def _matmul_seconds(
@@ -105,7 +107,7 @@ class Contractions(Rates):
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
         forward, wrt_input, wrt_weight = (
-            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape), device) for shape in shapes
+            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape=shape), device) for shape in shapes
         )
         return forward, wrt_input, wrt_weight
 
@@ -115,7 +117,7 @@ def contraction_flops(operator: Operator) -> float:
     node = operator.node
     if base_name(node.op) in ATTENTION:
         query, key = operator.inputs[0], operator.inputs[1]
-        causal = 0.5 if _is_causal(node) else 1.0
+        causal = 0.5 if is_causal(node) else 1.0
         return 4.0 * query.numel * key.shape[-2] * causal
     return 2.0 * math.prod(operator.rule.sizes[f] for f in _used_factors(operator))
 
@@ -123,7 +125,3 @@ def contraction_flops(operator: Operator) -> float:
 def _used_factors(operator: Operator) -> set[str]:
     rule = operator.rule
     return {f for dims in (*rule.inputs, *rule.outputs) for dim in dims for f in dim}
-
-
-def _is_causal(node: Node) -> bool:
-    return len(node.args) > 5 and bool(node.args[5])

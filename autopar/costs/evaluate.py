@@ -67,7 +67,7 @@ class _Evaluation:
         assignment: Assignment,
     ) -> None:
         self.made, self.graph, self.operators, self.assignment = made, graph, operators, assignment
-        self.searched, self.pricer = pricer, priced(made.program, graph, operators, pricer)
+        self.pricer = priced(made.program, graph, operators, pricer)
         self.overlaps = Overlaps(graph, operators, pricer)
         self.found: dict[str, LayerCost] = {name: LayerCost() for name in chain(graph)}
 
@@ -129,13 +129,6 @@ class _Evaluation:
         """What the calls of a scope keep, and what is alive while they run."""
         names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
         parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
-        home = {call: name for name, unit in units.items() for _, call in unit.calls}
-        kept = saved_tensors(scope.nodes, scope.metas, parameters)
-        for node in scope.nodes:
-            operator, option = self.operators[scope.name, node.name], self.assignment.operators[scope.name, node.name]
-            saved = self.searched.saved_bytes(operator, option, kept.get(node.name, ()))
-            if node.name in home:
-                self.found[home[node.name]].activation_bytes += saved
         events = [event for unit in units.values() for event in unit.events]
         ran = {event.name: event for event in events if isinstance(event, Ran)}
         copies = {(event.ref, event.target) for event in events if isinstance(event, Moved) and not event.is_free}

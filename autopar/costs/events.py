@@ -202,7 +202,17 @@ class Reader:
         if isinstance(last, Moved) and (last.ref, last.target) == source:
             path, source = (*last.path, *path), (last.ref, last.source)
             unit.events.pop()
-        unit.events.append(Moved(*source, target[1], path, statement.result.name, overlapped))
+        ref, lies = source
+        unit.events.append(
+            Moved(
+                ref=ref,
+                source=lies,
+                target=target[1],
+                path=path,
+                name=statement.result.name,
+                overlapped=overlapped,
+            )
+        )
 
     @staticmethod
     def _is_only_for(index: int, flow: Flow) -> bool:

@@ -166,7 +166,15 @@ class Fp8Pricer(Pricer):
         depth = num_local_dim(metas[0], places[0], self.mesh)
         is_addmm = position == DEFERRABLE["addmm"]
         has_bias = is_addmm or len(operator.inputs) > position + 1
-        return _Product(x, weight, y, depth, metas[2].dtype.itemsize, is_addmm, has_bias)
+        return _Product(
+            x=x,
+            weight=weight,
+            y=y,
+            depth=depth,
+            width=metas[2].dtype.itemsize,
+            is_addmm=is_addmm,
+            has_bias=has_bias,
+        )
 
 
 @dataclass

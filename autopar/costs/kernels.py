@@ -169,7 +169,7 @@ class KernelPricer(Pricer):
         products += [((c, h, v), operands)] if lm_head.needs_x else []
         products += [((v, h, c), (c * h + c * v) * e + 2 * v * h * a)] if lm_head.needs_weight else []
         dtype, device = self.dtype_name(operator.node.outputs[0]), self.cluster.device
-        works = (compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape) for shape, moved in products)
+        works = (compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape=shape) for shape, moved in products)
         chunk = sum(compute.seconds(work, device) for work in works)
         if len(products) == 1:
             return lm_head.num_chunks * chunk, 0.0
@@ -225,8 +225,18 @@ class KernelPricer(Pricer):
         count, chunk_rows = self._chunks(x_elements // width, classes)
         size = x.dtype.itemsize
         wide = ACCUMULATOR_BYTES[str(x.dtype).removeprefix("torch.")]
-        own = count, chunk_rows, width, classes, size, wide, x.requires_grad, weight.requires_grad
-        return _LMHead(*own, float(x_elements * size), float(classes * width * wide))
+        return _LMHead(
+            num_chunks=count,
+            chunk_rows=chunk_rows,
+            width=width,
+            classes=classes,
+            element_bytes=size,
+            sum_bytes=wide,
+            needs_x=x.requires_grad,
+            needs_weight=weight.requires_grad,
+            x_bytes=float(x_elements * size),
+            sums_bytes=float(classes * width * wide),
+        )
 
     def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
         """How the kernel cuts the rows: (number of chunks, rows of one)."""

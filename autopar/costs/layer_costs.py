@@ -58,20 +58,18 @@ class ComputeSeconds:
 class LayerCost:
     """Seconds by kind and bytes of one rank for one unit.
 
-    forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. activation_bytes: kept
-    per micro-batch without recomputation, as the search of sharding counts them; live.kept with copies of resharded
-    tensors that several calls keep. live: what is alive while it runs; gathered_bytes: whole parameters and
-    gradients while they are gathered; slots: of each trained parameter. weight_seconds: the part of backward that only
-    makes weight gradients of linear layers and can be deferred; deferring_seconds: what that costs. overlapped: seconds
-    by kind of sums that run beside these (overlap.py) and are not in backward, unless they are deferred. modes: for
-    layers.
+    forward, backward: per micro-batch. step: once per step. fixed: bytes that stay, by kind. live: what is alive while
+    it runs and what it keeps without recomputation, with copies of resharded tensors that several calls keep;
+    gathered_bytes: whole parameters and gradients while they are gathered; slots: of each trained parameter.
+    weight_seconds: the part of backward that only makes weight gradients of linear layers and can be deferred;
+    deferring_seconds: what that costs. overlapped: seconds by kind of sums that run beside these (overlap.py) and are
+    not in backward, unless they are deferred. modes: for layers.
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     backward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    activation_bytes: float = 0.0
     live: Liveness = Liveness()
     gathered_bytes: float = 0.0
     slots: tuple[Slot, ...] = ()

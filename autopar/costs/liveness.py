@@ -16,7 +16,7 @@ from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.strategies import Scope, num_local
 
@@ -201,7 +201,17 @@ class Walk:
         weight = max((size for ran in self.ran for size in self._weights(ran)), default=0.0)
         leaving = sum(self._bytes(self.scope.metas[r], p) for r, p in self.ends if self.scope.metas[r].requires_grad)
         return Liveness(
-            self.kept_bytes, loose, peak, again, backward, waiting, deferring, deferred, weight, entering, leaving
+            kept=self.kept_bytes,
+            loose=loose,
+            forward=peak,
+            again=again,
+            backward=backward,
+            waiting=waiting,
+            deferring=deferring,
+            deferred=deferred,
+            weight=weight,
+            entering=entering,
+            leaving=leaving,
         )
 
     def _forward(self) -> tuple[float, float, float]:
@@ -236,14 +246,13 @@ class Walk:
                 held.drop_unnamed(passing)
                 passing = []
         held.forget(self.rebound)
-        return held.total, peak, max(again, 0.0)
+        return held.total, peak, again
 
     def _made(self, event: Event) -> dict[Key, float]:
         """New allocations by storage."""
         if isinstance(event, Moved):
-            if event.is_free:
-                return {}
-            return {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
+            made = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
+            return {} if event.is_free else made
         node = event.operator.node
         if base_name(node.op) in VIEWS:
             return {}
@@ -279,7 +288,7 @@ class Walk:
         local = num_local(node.outputs[0], ran.option.outputs[0], self.pricer.mesh)
         extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local)
         width = node.outputs[0].dtype.itemsize
-        return extra * width / (2 * width + 1) * self.scale if len(node.args) > 4 and node.args[4] else 0.0
+        return extra * width / (2 * width + 1) * self.scale if has_dropout(node) else 0.0
 
     def _chunk(self, ran: Ran) -> float:
         """Cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""
@@ -290,12 +299,9 @@ class Walk:
     def _copies(self, move: Moved) -> float:
         """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""
         meta = self.scope.metas[move.ref]
-        whole = 0.0
-        for step in move.path:
-            dims = [p.dim for p in (step.source, step.target) if p.is_shard]
-            if (step.forward or step.backward) and any(dims):
-                whole = max(whole, meta.num_bytes * step.fraction)
-        return whole * self.scale
+        moving = (step for step in move.path if step.forward or step.backward)
+        inner = (s for s in moving if any(p.is_shard and p.dim for p in (s.source, s.target)))
+        return max((meta.num_bytes * step.fraction for step in inner), default=0.0) * self.scale
 
     # Backward ---------------------------------------------------------------------------------------------------------
 

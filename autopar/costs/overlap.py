@@ -101,11 +101,11 @@ class Overlaps:
         bias, weight = _bias_and_weight(operator)
         elements = rows * depth + depth * columns + rows * columns + (columns if bias is not None else 0)
         work = compute.Work(
-            "matmul",
-            2.0 * rows * depth * columns,
-            elements * result.dtype.itemsize,
-            pricer.dtype_name(result),
-            (columns, depth, rows),
+            kind="matmul",
+            flops=2.0 * rows * depth * columns,
+            num_bytes=elements * result.dtype.itemsize,
+            dtype=pricer.dtype_name(result),
+            shape=(columns, depth, rows),
         )
         metas = dict(zip(operator.node.inputs, operator.inputs, strict=True))
         seconds = compute.seconds(work, pricer.cluster.device) if metas[weight].requires_grad else 0.0

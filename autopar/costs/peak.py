@@ -65,17 +65,17 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
     message = local * sent.reduce * scale if sent.reduce_code else 0.0
     shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
     return Slot(
-        (stored.zero, shards, meta.dtype),
-        local * max(4, meta.dtype.itemsize),
-        gradient,
-        0.0 if is_moved_at_once else gradient,
-        message if is_whole else line * scale + message,
-        0.0 if is_whole else partial_sum * scale,
-        local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
-        0.0 if training.offload else local / size * training.update_bytes,
-        training.updates_together,
-        last_reader,
-        2 * message if message else None,
+        key=(stored.zero, shards, meta.dtype),
+        num_bytes=local * max(4, meta.dtype.itemsize),
+        gradient=gradient,
+        waiting=0.0 if is_moved_at_once else gradient,
+        line=message if is_whole else line * scale + message,
+        arriving=0.0 if is_whole else partial_sum * scale,
+        gathered=local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
+        updated=0.0 if training.offload else local / size * training.update_bytes,
+        is_updated_together=training.updates_together,
+        last_reader=last_reader,
+        sent=2 * message if message else None,
     )
 
 
@@ -147,13 +147,13 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
         )
     slots = [slot for life in units for slot in life.slots]
     return Peaks(
-        sum(life.kept for life in units) + sent_bytes,
-        forward,
-        backward + received_bytes,
-        deferring + received_bytes,
-        sum(life.live.deferred for life in units),
-        max((life.live.weight for life in units), default=0.0),
-        sum(slot.updated for slot in slots if slot.is_updated_together)
+        kept=sum(life.kept for life in units) + sent_bytes,
+        forward=forward,
+        backward=backward + received_bytes,
+        deferring=deferring + received_bytes,
+        deferred=sum(life.live.deferred for life in units),
+        weight=max((life.live.weight for life in units), default=0.0),
+        updated=sum(slot.updated for slot in slots if slot.is_updated_together)
         + max((slot.updated for slot in slots if not slot.is_updated_together), default=0.0),
     )
 

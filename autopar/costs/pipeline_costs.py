@@ -21,7 +21,6 @@ from autopar.ir.graph import Graph, layer_names
 from autopar.ir.placement import Stored
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
-from cost_models.memory import workspace_bytes
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
 
@@ -60,7 +59,7 @@ class ChainCosts:
     @property
     def workspace_bytes(self) -> float:
         """What a device itself takes of its memory."""
-        return 0.0 if is_cpu(self.pricer.cluster) else float(workspace_bytes(self.pricer.cluster.device))
+        return 0.0 if is_cpu(self.pricer.cluster) else float(self.pricer.cluster.device.reserved_bytes)
 
     def sent_bytes(self, stage: StagePlan) -> float:
         """Of one rank of a stage per micro-batch to the next stage, 0 behind the last."""
@@ -134,7 +133,14 @@ def pipeline_costs(ranks: Sequence[ChainCosts], pipeline: Pipeline, cluster: Any
     home = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks)
     of_stage = [ranks[rank] for rank in home]
     tied = _tied(of_stage, stages, pipeline.num_pipeline_ranks)
-    return PipelineCosts(pipeline, cluster, tuple(ranks), _stage_costs(of_stage, stages), home, tied)
+    return PipelineCosts(
+        pipeline=pipeline,
+        cluster=cluster,
+        ranks=tuple(ranks),
+        stages=_stage_costs(of_stage, stages),
+        home=home,
+        tied=tied,
+    )
 
 
 def _stage_costs(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan]) -> tuple[StageCost, ...]:

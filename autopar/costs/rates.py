@@ -150,7 +150,8 @@ class Rates:
 
     def dtype_name(self, meta: TensorMeta) -> str:
         """What contractions with this result are computed in."""
-        return _dtype_name(meta)
+        names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+        return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
 
 
 def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int = -1) -> int:
@@ -160,11 +161,6 @@ def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int
     number = len(meta.shape) + dim
     ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p.is_shard and p.dim == number)
     return max(meta.shape[dim] // ways, 1)
-
-
-def _dtype_name(meta: TensorMeta) -> str:
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-    return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
 
 
 def _has_sections(placements: Placements) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
 """Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused
@@ -110,7 +110,7 @@ def extra_saved_bytes(node: Node, inputs: tuple[TensorMeta, ...], num_local: int
     name = base_name(node.op)
     if name == "dropout":
         return num_local
-    if name == "scaled_dot_product_attention" and len(node.args) > 4 and node.args[4]:
+    if name == "scaled_dot_product_attention" and has_dropout(node):
         query, key = inputs[0], inputs[1]
         probabilities = num_local // query.shape[-1] * key.shape[-2]
         return probabilities * (2 * query.dtype.itemsize + 1)

@@ -88,16 +88,26 @@ def stage_cost(
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight, deferring = weight + cost.weight_seconds, deferring + cost.deferring_seconds
-        if not cost.modes:
-            lives.append(Life(name, cost.live.kept, cost.live, slots, name in layers))
-            continue
-        mode = cost.modes.get(label, cost.modes["none"])
-        micro[FETCHING if label == "offload" else RECOMPUTATION] += mode.seconds
-        backward += mode.seconds
-        lives.append(Life(name, mode.kept_bytes, mode.live, slots, name in layers))
+        kept, live = cost.live.kept, cost.live
+        if cost.modes:
+            mode = cost.modes.get(label, cost.modes["none"])
+            micro[FETCHING if label == "offload" else RECOMPUTATION] += mode.seconds
+            backward += mode.seconds
+            kept, live = mode.kept_bytes, mode.live
+        lives.append(Life(name, kept, live, slots, is_layer=name in layers))
     received_bytes = lives[0].live.entering if stage.first else 0.0
     held = peaks(lives, received_bytes, sent_bytes)
-    return StageCost(micro, step, forward, backward, weight, fixed, held, deferring, overlapped)
+    return StageCost(
+        micro=micro,
+        step=step,
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        fixed=fixed,
+        peaks=held,
+        deferring=deferring,
+        overlapped=overlapped,
+    )
 
 
 def _modes(stage: StagePlan, unit: str, count: int) -> list[str]:
@@ -150,7 +160,7 @@ def simulated(
         stages = [_in_actions(stage, host.action_seconds, defers) for stage in stages]
     times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
     home = placement(schedule, pp, chunks)
-    timeline = simulate(lines, times, transfers, tuple(transfers) or None, Shape(num_micro_batches, home))
+    timeline = simulate(lines, times, transfers, Shape(num_micro_batches, home))
     tables = [_of_rank(stages, home, rank, num_micro_batches, tied) for rank in range(pp)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
     busiest = max(range(pp), key=lambda rank: exposed[rank])
@@ -172,7 +182,15 @@ def simulated(
     fullest = memory[max(range(pp), key=lambda rank: sum(memory[rank].values()) / sizes[rank])]
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if pp > 1 else ())
     once = tuple(table for _, table in tables)
-    return Simulated(prediction, timeline, tuple(stages), home, once, tuple(memory), dict(transfers))
+    return Simulated(
+        prediction=prediction,
+        timeline=timeline,
+        stages=tuple(stages),
+        home=home,
+        once=once,
+        memory=tuple(memory),
+        transfers=dict(transfers),
+    )
 
 
 def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], count: int) -> list[float]:

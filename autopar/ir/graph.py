@@ -254,6 +254,23 @@ DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 
 
+def is_causal(node: Node) -> bool:
+    """Whether a call of attention skips what a causal mask hides."""
+    return len(node.args) > 5 and bool(node.args[5])
+
+
+def has_dropout(node: Node) -> bool:
+    """Whether a call of attention drops probabilities."""
+    return len(node.args) > 4 and bool(node.args[4])
+
+
+def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:
+    """What a view is a view of, `ref` itself where it is none. nodes: by name."""
+    while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS and nodes[ref.node].inputs:
+        ref = nodes[ref.node].inputs[0]
+    return ref
+
+
 def base_name(op: str) -> str:
     """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
     return op.split(".")[1].removeprefix("_").removesuffix("_")

@@ -98,7 +98,7 @@ def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
     before, stride = math.inf, 1.0
     for number in range(MAX_ROUNDS):
         try:
-            solution = solve_pipeline(fitting.problem(limits), cutoff=cutoff, diagnose=False)
+            solution = solve_pipeline(fitting.problem(limits), cutoff=cutoff)
         except PipelineInfeasibleError:
             if not number:
                 raise

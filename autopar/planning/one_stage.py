@@ -81,9 +81,7 @@ def lower_bound(mesh: Mesh, request: Request) -> float:
 def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
     """Step time on `mesh` with `count` micro-batches if memory were free; it does not fall as the count grows."""
     graph = request.trace(request.global_batch_size // count)
-    search_space = build_search_space(
-        graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints, None
-    )
+    search_space = build_search_space(graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints)
     return solve(search_space.problem).objective
 
 
@@ -162,7 +160,7 @@ def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
         costs = one_stage_costs(graph, operators, pricer, assignment)
         if costs.peak_bytes <= usable_bytes(request):
             return _candidate(graph, operators, request, costs, assignment, solution)
-        transient = max(costs.peak_bytes - unread_bytes(graph) - solution.usage[0], transient * 1.1)
+        transient = max(costs.peak_bytes - unread_bytes(graph) - solution.usage, transient * 1.1)
     return _leanest(graph, operators, pricer, request)
 
 
@@ -190,7 +188,7 @@ def _leanest(
     if costs.peak_bytes <= usable_bytes(request):
         return _candidate(graph, operators, request, costs, assignment, None)
     needed = costs.simulated().prediction
-    _, (kept_bytes,) = evaluate(search_space.problem, chosen)
+    _, kept_bytes = evaluate(search_space.problem, chosen)
     least_bytes = kept_bytes + request.capacity_bytes() - _room_bytes(graph, request)
     return Failure(
         num_bytes=needed.peak_bytes,

@@ -20,7 +20,7 @@ from autopar.planning.search_space import SearchSpace
 from autopar.settings.constraints import Constraints
 from codegen.runtime.optimizer_probe import Needs
 from cost_models.machine import Cluster
-from cost_models.memory import FRAGMENTATION, workspace_bytes
+from cost_models.memory import FRAGMENTATION
 from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.straggler import paced
 
@@ -111,7 +111,7 @@ def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: st
 
 def usable_bytes(request: Request) -> float:
     """What decisions and transients may take of one rank's memory: capacity less the device's own workspace."""
-    return float(request.capacity_bytes() - (0 if is_cpu(request.cluster) else workspace_bytes(request.cluster.device)))
+    return float(request.capacity_bytes() - (0 if is_cpu(request.cluster) else request.cluster.device.reserved_bytes))
 
 
 def decode(search_space: SearchSpace, chosen: tuple[int, ...]) -> Assignment:

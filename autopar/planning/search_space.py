@@ -31,7 +31,7 @@ from autopar.options.offers import Offers
 from autopar.options.reshard import steps
 from autopar.options.strategies import Operator, Option, Scope, options_of
 from autopar.settings.constraints import Constraints
-from search.problem import Budget, Edge, Problem, Variable
+from search.problem import Edge, Problem, Variable
 
 Key = tuple[str, str, str, int]
 """Name of a variable: (kind, scope, name, output index)."""
@@ -64,19 +64,18 @@ def build_search_space(
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
     constraints: Constraints,
-    memory_limit: float | None,
+    memory_limit: float = float("inf"),
 ) -> SearchSpace:
-    """All variables and prices. memory_limit: bytes per rank for what the variables account for; None for no budget."""
+    """All variables and prices. memory_limit: bytes per rank for what the variables account for."""
     builder = _Builder(graph, operators, pricer, constraints)
     builder.add_variables()
     builder.add_edges()
     variables = tuple(
-        Variable(":".join(map(str, d.key)), costs, usage.reshape(1, -1))
+        Variable(":".join(map(str, d.key)), costs, usage)
         for d, costs, usage in zip(builder.variables, builder.costs, builder.usage, strict=True)
     )
-    budgets = (Budget("memory", float("inf") if memory_limit is None else memory_limit),)
     edges = tuple(Edge(a, b, costs) for (a, b), costs in builder.edges.items())
-    return SearchSpace(graph, pricer.mesh, builder.variables, Problem(variables, edges, budgets))
+    return SearchSpace(graph, pricer.mesh, builder.variables, Problem(variables, edges, memory_limit))
 
 
 @dataclass

@@ -246,7 +246,7 @@ class SolvedLayers:
             whole = rows * mesh.num_data_ranks
             limits = replace(self.request.constraints, zero=0 if has_dp else None)
             graph = self.request.trace.estimate(whole)
-            self._search_spaces[key] = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits, None)
+            self._search_spaces[key] = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits)
             self._fastest[key] = solve(self._search_spaces[key].problem)
         return _at_multiplier(self._search_spaces[key], self._fastest[key], multiplier, self.request)
 
@@ -257,7 +257,7 @@ def solved_anew(
     """An assignment, made like a solved layer's, on a graph whose calls are not those that solved layers are made for.
     Raises InfeasibleError."""
     limits = replace(request.constraints, zero=0 if mesh.num_data_ranks > 1 else None)
-    search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits, None)
+    search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits)
     return _at_multiplier(search_space, solve(search_space.problem), multiplier, request)
 
 
@@ -278,7 +278,7 @@ def _at_multiplier(search_space: SearchSpace, fastest: Solution, multiplier: flo
 
 def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
     """The problem with the multiplier on every byte."""
-    variables = tuple(replace(v, costs=v.costs + seconds_per_byte * v.usage[0]) for v in problem.variables)
+    variables = tuple(replace(v, costs=v.costs + seconds_per_byte * v.usage) for v in problem.variables)
     return replace(problem, variables=variables)
 
 

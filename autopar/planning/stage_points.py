@@ -83,14 +83,12 @@ def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) 
 
 def point(cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
     """One mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
-    forward, backward = cost.forward_seconds, cost.backward_seconds + mode.seconds
+    backward = cost.backward_seconds + mode.seconds
     backward += cost.overlapped_seconds if defers_weights(schedule) else 0.0
-    busy = forward + backward
+    busy = cost.forward_seconds + backward
     fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
     return Point(
         label=label,
-        forward_seconds=forward,
-        backward_seconds=backward,
         fill_seconds=fill,
         steady_seconds=busy * stretch,
         step_seconds=cost.step_seconds,

@@ -117,4 +117,4 @@ class StageProblem:
             known = [each[name] for each in tied if name in each]
             if known:
                 size, seconds = max(sum(sizes) for sizes, _ in known), max(seconds for _, seconds in known)
-                yield Tied(first, last, size, seconds, alike=False)
+                yield Tied(first, last, size, seconds)

@@ -27,7 +27,7 @@ from autopar.costs.layer_costs import HIDDEN
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
-from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name
+from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name, is_causal
 from autopar.options.strategies import Operator, num_local, scopes_of
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
@@ -79,7 +79,7 @@ def check_context(graph: Graph, cp: int) -> None:
             alternatives='cp=1, or a model with attn_implementation="sdpa"',
         )
     tokens = calls[0].outputs[0].shape[-2]
-    if tokens % 2 and any(len(node.args) > 5 and node.args[5] for node in calls):
+    if tokens % 2 and any(map(is_causal, calls)):
         raise ConstraintError(
             "a causal mask is shared out in 2 cp chunks, which do not divide the tokens of a row",
             values=f"cp={cp}, {tokens * cp} tokens",

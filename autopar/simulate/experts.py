@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
-from autopar.ir.graph import MATMULS, VIEWS, Graph, Node, Ref, base_name
+from autopar.ir.graph import MATMULS, Graph, Node, base_name, view_root
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.options.strategies import Operator, Option, num_local, scopes_of
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
 from autopar.simulate.pricing import ProfiledPricer
-from cost_models import collective, compute, routing
+from cost_models import collective, routing
 
 EXPERT_MODES = ("selective", "full")
 """Recompute modes that send tokens again: what arrives is kept by neither."""
@@ -187,14 +187,14 @@ def experts_of(graph: Graph) -> Experts:
         own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
         nodes = {node.name: node for node in scope.nodes}
         for node in scope.nodes:
-            roots = [_root(ref, nodes) for ref in node.inputs] if base_name(node.op) in MATMULS else []
+            roots = [view_root(ref, nodes) for ref in node.inputs] if base_name(node.op) in MATMULS else []
             weights = [r.node for r in roots if r.node in own and len(own[r.node].meta.shape) == 3]
             if weights:
                 modules.setdefault((scope.name, node.module), []).append(node.name)
                 parameters |= {(scope.name, name) for name in weights}
         for node in scope.nodes:
             if (scope.name, node.module) in modules:
-                read = {_root(ref, nodes).node for ref in node.inputs}
+                read = {view_root(ref, nodes).node for ref in node.inputs}
                 parameters |= {(scope.name, name) for name in read if name in own}
         names = [node.name for node in scope.nodes]
         for (owner, module), calls in modules.items():
@@ -213,18 +213,12 @@ def _copies(own: Iterable[Node]) -> Iterator[tuple[int, ...]]:
     return (node.outputs[0].shape for node in own if base_name(node.op) == "expand" and len(node.outputs[0].shape) == 3)
 
 
-def _root(ref: Ref, nodes: Mapping[str, Any]) -> Ref:
-    while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS and nodes[ref.node].inputs:
-        ref = nodes[ref.node].inputs[0]
-    return ref
-
-
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
 class _ByExpert(Pricer):
-    """Matmuls of experts as one product per expert, by the tiles of each (a grouped matmul); what experts compute as
-    long as the fullest rank takes."""
+    """What experts compute takes as long as on the fullest rank. Their matmuls are one product per expert, by the tiles
+    of each (a grouped matmul), as all batched ones are."""
 
     experts: Experts
     load: float
@@ -233,31 +227,6 @@ class _ByExpert(Pricer):
         forward, backward = super().operator_seconds(operator, option)
         load = self.load if (operator.scope, operator.node.name) in self.experts.inner else 1.0
         return forward * load, backward * load
-
-    def _matmul_seconds(
-        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
-    ) -> tuple[float, float, float]:
-        if (operator.scope, operator.node.name) not in self.experts.calls:
-            return super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
-        count, rows, columns = _local_shape(operator.node.outputs[0].shape, option.outputs[0], self.mesh)
-        depth = max(round(flops / (2 * count * rows * columns)), 1)
-        shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
-        device = self.cluster.device
-        forward, wrt_input, wrt_weight = (
-            compute.seconds(
-                compute.Work(kind="matmul", flops=flops, num_bytes=num_bytes, dtype=dtype, shape=shape), device
-            )
-            for shape in shapes
-        )
-        return forward, wrt_input, wrt_weight
-
-
-def _local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> tuple[int, int, int]:
-    sizes = list(shape)
-    for placement, ways in zip(placements, mesh.sizes, strict=True):
-        if placement.is_shard:
-            sizes[placement.dim] = max(sizes[placement.dim] // ways, 1)
-    return sizes[0], sizes[1], sizes[2]
 
 
 @dataclass

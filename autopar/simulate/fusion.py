@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.price import FREE
-from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name
+from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name, view_root
 from autopar.options.strategies import Scope, scopes_of
 
 ALONE = MATMULS | ATTENTION | {"embedding", "cross_entropy_loss", "layer_norm", "rms_norm"}
@@ -51,8 +51,8 @@ def _parts(scope: Scope, fusion: str, leaving: set[Ref]) -> dict[str, Part]:
     for node in scope.nodes:
         for ref in node.inputs:
             if base_name(node.op) not in VIEWS:
-                readers.setdefault(_base(ref, nodes), set()).add(roots.get(node.name, node.name))
-    gone = {_base(ref, nodes) for ref in leaving}
+                readers.setdefault(view_root(ref, nodes), set()).add(roots.get(node.name, node.name))
+    gone = {view_root(ref, nodes) for ref in leaving}
     found = {}
     for root, members in groups.items():
         if len(members) < 2:
@@ -61,7 +61,7 @@ def _parts(scope: Scope, fusion: str, leaving: set[Ref]) -> dict[str, Part]:
         for index, node in enumerate(members):
             reads = []
             for ref in node.inputs:
-                base = _base(ref, nodes)
+                base = view_root(ref, nodes)
                 reads.append(base.node not in names and base not in seen)
                 seen.add(base)
             outputs = [Ref(node.name, i) for i in range(len(node.outputs))]
@@ -85,7 +85,7 @@ def _groups(scope: Scope, nodes: Mapping[str, Node], fusion: str) -> dict[str, s
             continue
         parent[node.name] = node.name
         for ref in node.inputs:
-            other = nodes.get(_base(ref, nodes).node)
+            other = nodes.get(view_root(ref, nodes).node)
             if other is None or other.name not in parent:
                 continue
             is_chain = fusion == "chains" and node.module not in norms and other.module not in norms
@@ -93,12 +93,3 @@ def _groups(scope: Scope, nodes: Mapping[str, Node], fusion: str) -> dict[str, s
                 first, second = root(other.name), root(node.name)
                 parent[second] = first
     return {name: root(name) for name in parent}
-
-
-def _base(ref: Ref, nodes: Mapping[str, Node]) -> Ref:
-    """What a view is a view of."""
-    node = nodes.get(ref.node)
-    while node is not None and base_name(node.op) in VIEWS and node.inputs:
-        ref = node.inputs[0]
-        node = nodes.get(ref.node)
-    return ref

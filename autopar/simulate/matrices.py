@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.costs.price import FREE
 from autopar.ir.chain import homes_of, segments
-from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name
+from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name, view_root
 from autopar.options.strategies import scopes_of
 from autopar.simulate.experts import Experts
 
@@ -49,8 +49,7 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
                 if meta.shape[-1:] == width and base_name(node.op) not in MATMULS | ATTENTION | VIEWS | FREE:
                     residuals.append(node.name)
             for ref in node.inputs:
-                while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS:
-                    ref = nodes[ref.node].inputs[0]
+                ref = view_root(ref, nodes)
                 if ref.node not in own or len(own[ref.node].meta.shape) != (3 if is_expert else 2):
                     continue
                 shape, name = own[ref.node].meta.shape, base_name(node.op)

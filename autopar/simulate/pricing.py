@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
 from autopar.costs.saved import extra_saved_bytes
-from autopar.ir.graph import ATTENTION, MATMULS, Node, TensorMeta, base_name
+from autopar.ir.graph import ATTENTION, MATMULS, Node, TensorMeta, base_name, has_dropout, is_causal
 from autopar.ir.placement import Placements, Stored
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.simulate.fusion import Part
@@ -125,7 +125,7 @@ class ProfiledPricer(Pricer):
         local = num_local(query, option.inputs[0], self.mesh)
         queries, width, keys = query.shape[-2], query.shape[-1], key.shape[-2]
         heads = max(local // (queries * width), 1)
-        causal = len(operator.node.args) > 5 and bool(operator.node.args[5])
+        causal = is_causal(operator.node)
         flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
         moved = sum(self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True))
         moved += self._local_bytes(operator.node.outputs[0], option.outputs[0])
@@ -193,5 +193,4 @@ class ProfiledPricer(Pricer):
             return extra_saved_bytes(node, inputs, num_local)
         query, key = inputs[0], inputs[1]
         scores = math.ceil(num_local / query.shape[-1]) * key.shape[-2]
-        has_dropout = len(node.args) > 4 and bool(node.args[4])
-        return scores * (2 * query.dtype.itemsize + 1 if has_dropout else query.dtype.itemsize)
+        return scores * (2 * query.dtype.itemsize + 1 if has_dropout(node) else query.dtype.itemsize)

@@ -16,10 +16,29 @@ from benchmarks.published_runs.machines import cluster_of, device_of, precision_
 from benchmarks.published_runs.models import graph_of, model_key, share_of
 from benchmarks.published_runs.rows import NEEDED, Row, SkippedError
 from benchmarks.published_runs.strategies import profile_of, strategy_of
-from cost_models.frameworks import architecture
 
 Skipped = tuple[Row, str]
 """A row, and why it is not predicted."""
+
+
+ARCHITECTURES = (
+    ("v100", "volta"),
+    ("rtx8000", "volta"),
+    ("h100", "hopper"),
+    ("h200", "hopper"),
+    ("l4", "ada"),
+    ("rtx4090", "ada"),
+    ("rtx6000-ada", "ada"),
+    ("a10", "ampere"),
+    ("a6000", "ampere"),
+    ("rtx3090", "ampere"),
+)
+"""The first whose beginning a device's name has tells the generation of its kernels."""
+
+
+def architecture(device_name: str) -> str:
+    """The generation of a device, "" if it is none of ARCHITECTURES."""
+    return next((name for start, name in ARCHITECTURES if device_name.startswith(start)), "")
 
 
 @dataclass(frozen=True, slots=True)

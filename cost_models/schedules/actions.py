@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 Kind = Literal["F", "B", "I", "W"]
-
-_TEXT = re.compile(r"([FBIW])(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.micro}"
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The action printed as `text`. Raises ValueError."""
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ValueError(f"not an action: {text!r}; expected F, B, I or W, stage, '.', micro-batch, such as F0.3")
-        return cls(cast(Kind, match[1]), int(match[2]), int(match[3]))
-
 
 @lru_cache(maxsize=1 << 18)
 def interned(kind: Kind, stage: int, micro: int) -> Action:
@@ -58,15 +47,3 @@ Schedule: TypeAlias = Sequence[Sequence[Action]]
 def schedule_text(schedule: Schedule) -> str:
     """One line per pipeline rank, actions separated by spaces; each line ends with a newline."""
     return "".join(" ".join(map(str, line)) + "\n" for line in schedule)
-
-
-def parse_schedule(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The schedule printed as `text`; an empty line is a pipeline rank that does nothing. Raises ValueError with the
-    line."""
-    schedule = []
-    for rank, line in enumerate(text.splitlines()):
-        try:
-            schedule.append(tuple(Action.parse(word) for word in line.split()))
-        except ValueError as error:
-            raise ValueError(f"pipeline rank {rank} (line {rank + 1}): {error}") from None
-    return tuple(schedule)

@@ -60,25 +60,14 @@ def make_schedule(
     num_pipeline_ranks: int,
     num_micro_batches: int,
     chunks: int | None = None,
-    costs: Sequence[StageTimes] | None = None,
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank runs, in order.
+    """What each pipeline rank runs, in order, whatever the stages take.
 
-    chunks: see `num_chunks`. costs: seconds of each stage; the zero-bubble schedules arrange themselves by them, the
-    others are the same whatever the costs. Raises ValueError as `placement`, for less than one micro-batch, and for
-    `costs` of another number of stages.
+    chunks: see `num_chunks`. Raises ValueError as `placement`, and for less than one micro-batch.
     """
     pipeline_ranks = placement(schedule, num_pipeline_ranks, chunks)
     if num_micro_batches < 1:
         raise ValueError(f"a step has at least one micro-batch, not {num_micro_batches}")
-    if costs is not None and len(costs) != len(pipeline_ranks):
-        raise ValueError(
-            f"{schedule} on {num_pipeline_ranks} pipeline ranks has {len(pipeline_ranks)} stages, not {len(costs)}"
-        )
-    if costs is not None and schedule == "zero-bubble":
-        return zero_bubble.h1(num_pipeline_ranks, num_micro_batches, costs)
-    if costs is not None and schedule == "zero-bubble-v":
-        return zero_bubble.v_shaped(num_pipeline_ranks, num_micro_batches, costs)
     return _by_rule(schedule, num_pipeline_ranks, num_micro_batches, len(pipeline_ranks) // num_pipeline_ranks)
 
 
@@ -86,11 +75,11 @@ def make_schedule(
 def _by_rule(
     schedule: str, num_pipeline_ranks: int, num_micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """`make_schedule` whatever the costs."""
+    """`make_schedule` of arguments that are legal."""
     if schedule == "zero-bubble":
-        return zero_bubble.h1(num_pipeline_ranks, num_micro_batches, None)
+        return zero_bubble.h1(num_pipeline_ranks, num_micro_batches)
     if schedule == "zero-bubble-v":
-        return zero_bubble.v_shaped(num_pipeline_ranks, num_micro_batches, None)
+        return zero_bubble.v_shaped(num_pipeline_ranks, num_micro_batches)
     if schedule == "interleaved" and chunks > 1:
         return _interleaved(num_pipeline_ranks, num_micro_batches, chunks)
     return tuple(

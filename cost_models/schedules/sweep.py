@@ -38,18 +38,6 @@ class Shape:
         return len(self.pipeline_ranks)
 
 
-def checked_edges(edges: Edges | None, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """`edges`, or those between consecutive stages. Raises ValueError unless they go forward and differ."""
-    if edges is None:
-        return tuple((stage, stage + 1) for stage in range(num_stages - 1))
-    for source, target in edges:
-        if not 0 <= source < target < num_stages:
-            raise ValueError(f"edge ({source}, {target}) does not go from a stage to a later one of {num_stages}")
-    if len(set(edges)) != len(edges):
-        raise ValueError(f"an edge is given twice: {tuple(edges)}")
-    return tuple(edges)
-
-
 class _Edge:
     """The messages of one edge in one direction: when they arrive, and which pipeline rank waits for which of them."""
 
@@ -115,9 +103,9 @@ def sweep(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of each action, per pipeline rank.
 
-    seconds: per kind, of each stage. transfers: seconds of each edge, not counted within a pipeline rank. The schedule
-    must have passed `check`'s structure. Raises ValueError that names the actions if pipeline ranks wait for one
-    another.
+    seconds: per kind, of each stage. transfers: seconds of each edge, not counted within a pipeline rank. Every stage
+    must run every micro-batch once, on one pipeline rank. Raises ValueError that names the actions if pipeline ranks
+    wait for one another.
     """
     wiring = _wire(shape, edges, transfers)
     nothing = _lists(shape.num_stages)

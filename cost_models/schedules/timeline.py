@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from cost_models.schedules.actions import Action, Schedule
-from cost_models.schedules.check import structure
-from cost_models.schedules.holding import peak_bytes, peak_in_flight
 from cost_models.schedules.stage_times import StageTimes
-from cost_models.schedules.sweep import Edges, Shape, checked_edges, sweep
-
-_FREE: Mapping[tuple[int, int], float] = MappingProxyType({})
+from cost_models.schedules.sweep import Shape, sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +59,30 @@ class Timeline:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """For each stage, the most micro-batches whose F has started and whose B (or W, if split) has not ended."""
-        return peak_in_flight(self.schedule)
-
-    def peak_bytes(
-        self,
-        pipeline_rank: int,
-        fixed_bytes: Sequence[float],
-        activation_bytes: Sequence[float],
-        released_at_input: float = 0.0,
-    ) -> float:
-        """The most bytes that `pipeline_rank` holds at once, over all its stages.
-
-        fixed_bytes, activation_bytes: of each stage of the pipeline, the latter for one micro-batch.
-        released_at_input: the fraction of activation bytes that is let go when I ends, the rest being held until W.
-        Raises ValueError unless that is from 0 to 1.
-        """
-        return peak_bytes(self.schedule[pipeline_rank], fixed_bytes, activation_bytes, released_at_input)
+        held: dict[int, int] = {}
+        peaks: dict[int, int] = {}
+        for line in self.schedule:
+            for action in line:
+                stage = action.stage
+                if action.kind == "F":
+                    held[stage] = held.get(stage, 0) + 1
+                    peaks[stage] = max(peaks.get(stage, 0), held[stage])
+                elif action.kind != "I":
+                    held[stage] -= 1
+        return tuple(peaks[stage] for stage in sorted(peaks))
 
 
 def simulate(
-    schedule: Schedule,
-    times: Sequence[StageTimes],
-    transfer_seconds: Mapping[tuple[int, int], float] = _FREE,
-    edges: Edges | None = None,
-    shape: Shape | None = None,
+    schedule: Schedule, times: Sequence[StageTimes], transfer_seconds: Mapping[tuple[int, int], float], shape: Shape
 ) -> Timeline:
-    """Runs `schedule` with the `times` of each stage. The equations are in ``sweep``.
+    """Runs `schedule`, of this shape, with the `times` of each stage. The equations are in ``sweep``.
 
     transfer_seconds: (source stage, target stage) -> seconds of one micro-batch's message, and of its gradient on the
-    way back; nothing within a pipeline rank, and where absent. A link, which is one direction between two pipeline
-    ranks, carries one message at a time, while both pipeline ranks compute. edges: as in `check`.
-    shape: of a schedule that is known to be whole, such as those of `make_schedule`; it is checked where it is left
-    out. Raises ValueError as `check`, and where `times` or `transfer_seconds` do not belong to the stages and edges.
+    way back; nothing within a pipeline rank. A link, which is one direction between two pipeline ranks, carries one
+    message at a time, while both pipeline ranks compute. Raises ValueError where a time is none, and where pipeline
+    ranks wait for one another.
     """
-    shape = shape or structure(schedule, num_stages=len(times))
-    edges = checked_edges(edges, len(times))
     for edge, transfer in transfer_seconds.items():
-        if edge not in edges:
-            raise ValueError(f"transfer_seconds has {edge}, which is not an edge; edges: {edges}")
         if not 0 <= transfer < math.inf:
             raise ValueError(f"transfer_seconds[{edge}] must be a finite number, zero or more, got {transfer}")
     halves = _halves(schedule, times)
@@ -111,7 +92,7 @@ def simulate(
         "I": [both[0] for both in halves],
         "W": [both[1] for both in halves],
     }
-    starts, ends = sweep(schedule, shape, edges, seconds, [transfer_seconds.get(edge, 0.0) for edge in edges])
+    starts, ends = sweep(schedule, shape, tuple(transfer_seconds), seconds, tuple(transfer_seconds.values()))
     durations = [[seconds[action.kind][action.stage] for action in line] for line in schedule]
     return Timeline(
         schedule=tuple(map(tuple, schedule)),

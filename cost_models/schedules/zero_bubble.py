@@ -10,19 +10,20 @@ zero-bubble-v  ZB-V (section 6): two chunks per pipeline rank, going down the pi
                which is 1F1B's p micro-batches. With f = i = w and m >= 2 p - 1, pipeline rank i works without a pause
                from i f to (6 m + i) f.
 
-Each has a rule, which is exact for equal times and enough micro-batches, and a list scheduler under the same limit (the
-paper's automatic scheduling, section 3, in its greedy form without its local search). For stage times that are given,
-or few micro-batches, the schedules with the least simulated makespan win, the rule's if equal.
+Each has a rule, which is exact for equal times and enough micro-batches. For fewer the V has also a list scheduler
+under the same limit (the paper's automatic scheduling, section 3, in its greedy form without its local search): of the
+schedules the one with the least makespan of equal stages wins, the rule's if equal.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from cost_models.schedules.actions import Action, Kind, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
 from cost_models.schedules.stage_times import StageTimes
+from cost_models.schedules.sweep import Shape
 from cost_models.schedules.timeline import simulate
 
 Lines = tuple[tuple[Action, ...], ...]
@@ -30,14 +31,9 @@ Lines = tuple[tuple[Action, ...], ...]
 EQUAL = StageTimes(1.0, 2.0, 1.0, 1.0)
 
 
-def h1(p: int, m: int, costs: Sequence[StageTimes] | None) -> Lines:
-    """ZB-H1's schedule for p pipeline ranks and m micro-batches; costs: seconds of each stage."""
-    rule = tuple(_h1_line(rank, p, m) for rank in range(p))
-    if costs is None:
-        return rule
-    limit = min(m, p)
-    workers = [Worker((Queue(_all("I", rank, m)), Queue(_all("F", rank, m), limit))) for rank in range(p)]
-    return _fastest(rule, [workers], range(p), costs or [EQUAL] * p, m)
+def h1(p: int, m: int) -> Lines:
+    """ZB-H1's schedule for p pipeline ranks and m micro-batches."""
+    return tuple(_h1_line(rank, p, m) for rank in range(p))
 
 
 def _h1_line(rank: int, p: int, m: int) -> tuple[Action, ...]:
@@ -57,15 +53,21 @@ def _h1_line(rank: int, p: int, m: int) -> tuple[Action, ...]:
     return tuple(line)
 
 
-def v_shaped(p: int, m: int, costs: Sequence[StageTimes] | None) -> Lines:
-    """ZB-V's schedule for p pipeline ranks and m micro-batches; costs: seconds of each of the 2 p stages."""
-    rule = tuple(_v_line(rank, p, m) for rank in range(p))
-    if costs is None and m >= 2 * p - 1:
-        return rule
-    placement = (*range(p), *reversed(range(p)))
-    limit = 2 * min(m, p)
-    candidates = [[Worker(tuple(queues(rank))) for rank in range(p)] for queues in _v_priorities(p, m, limit)]
-    return _fastest(rule, candidates, placement, costs or [EQUAL] * (2 * p), m)
+def v_shaped(p: int, m: int) -> Lines:
+    """ZB-V's schedule for p pipeline ranks and m micro-batches."""
+    best = tuple(_v_line(rank, p, m) for rank in range(p))
+    if m >= 2 * p - 1:
+        return best
+    shape, times = Shape(m, (*range(p), *reversed(range(p)))), [EQUAL] * (2 * p)
+    free = {(stage, stage + 1): 0.0 for stage in range(2 * p - 1)}
+    best_seconds = simulate(best, times, free, shape).makespan
+    for queues in _v_priorities(p, m, 2 * min(m, p)):
+        workers = [Worker(tuple(queues(rank))) for rank in range(p)]
+        lines = list_schedule(workers, shape.pipeline_ranks, times, m)
+        # Rounding must not decide: the rule's schedule stays unless another is faster by more.
+        if lines is not None and (seconds := simulate(lines, times, free, shape).makespan) < best_seconds * (1 - 1e-9):
+            best, best_seconds = lines, seconds
+    return best
 
 
 def _v_priorities(p: int, m: int, limit: int) -> Iterable[Callable[[int], Iterable[Queue]]]:
@@ -131,20 +133,3 @@ def _v_line(rank: int, p: int, m: int) -> tuple[Action, ...]:
 
 def _all(kind: Kind, stage: int, num_micro_batches: int) -> tuple[Action, ...]:
     return tuple(interned(kind, stage, micro) for micro in range(num_micro_batches))
-
-
-def _fastest(
-    rule: Lines,
-    candidates: Iterable[Sequence[Worker]],
-    placement: Sequence[int],
-    times: Sequence[StageTimes],
-    num_micro_batches: int,
-) -> Lines:
-    """The schedule of least makespan: the rule's, or what a list scheduler makes of one of `candidates`."""
-    best, best_seconds = rule, simulate(rule, times).makespan
-    for workers in candidates:
-        schedule = list_schedule(workers, placement, times, num_micro_batches)
-        # Rounding must not decide: the rule's schedule stays unless another is faster by more.
-        if schedule is not None and (seconds := simulate(schedule, times).makespan) < best_seconds * (1 - 1e-9):
-            best, best_seconds = schedule, seconds
-    return best

@@ -16,6 +16,7 @@ from autopar.costs import evaluate
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training
+from autopar.costs.saved import saved_tensors
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, LayerRun, Ref
@@ -61,7 +62,7 @@ class Setting:
     def without_overlap(self) -> Setting:
         """The same where no sum runs beside weight gradients."""
         pricer = replace(self.pricer, overlap_share=0.0)
-        search_space = build_search_space(self.graph, self.operators, pricer, request_for("llama").constraints, None)
+        search_space = build_search_space(self.graph, self.operators, pricer, request_for("llama").constraints)
         return Setting(self.graph, self.operators, pricer, search_space)
 
     def assignment(self, seed: int) -> tuple[tuple[int, ...], Assignment]:
@@ -71,7 +72,7 @@ class Setting:
             random = np.random.default_rng(seed)
             scale = solve(problem).objective / 10
             noisy = [replace(v, costs=v.costs + scale * random.random(v.num_options)) for v in problem.variables]
-            problem = Problem(tuple(noisy), problem.edges, problem.budgets)
+            problem = Problem(tuple(noisy), problem.edges, problem.limit)
         chosen = solve(problem).assignment
         return chosen, decode(self.search_space, chosen)
 
@@ -82,7 +83,20 @@ def setting(name: str, mesh: str, micro_batches: int = 1, width: int = 512) -> S
     graph = graph_of(name, BATCH // micro_batches, width)
     operators = operators_of(graph)
     pricer = pricer_for(request, Mesh.parse(mesh), micro_batches)
-    return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints, None))
+    return Setting(graph, operators, pricer, build_search_space(graph, operators, pricer, request.constraints))
+
+
+def searched_activation_bytes(it: Setting, assignment: Assignment) -> float:
+    """What calls keep for one micro-batch, as the search of sharding counts it: resharded copies are left out."""
+    top, total = {p.name for p in it.graph.parameters}, 0.0
+    for scope in scopes_of(it.graph):
+        own = top | {p.name for p in (scope.layer.parameters if scope.layer else ())}
+        kept = saved_tensors(scope.nodes, scope.metas, frozenset(own))
+        for node in scope.nodes:
+            key = scope.name, node.name
+            refs = kept.get(node.name, ())
+            total += scope.count * it.pricer.saved_bytes(it.operators[key], assignment.operators[key], refs)
+    return total
 
 
 def take_nothing_for_parted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import networkx as nx
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import schedule
-from cost_models.schedule import StageTimes, Timeline, simulate
+from cost_models.schedule import StageTimes, Timeline
+from tests.cost_models.schedule_oracles import check, ideal_seconds, parse_schedule, simulate
 
 EQUAL = StageTimes(forward=1.0, backward=2.0, input=1.0, weight=1.0)
 CASES = [
@@ -103,11 +105,11 @@ def test_makespan_is_the_longest_path_and_cycles_are_refused(
                 graph.add_edge(needed, str(action), weight=0.0)
     if not nx.is_directed_acyclic_graph(graph):
         with pytest.raises(ValueError, match="deadlock|comes without"):
-            schedule.check(lines, edges=edges)
+            check(lines, edges=edges)
         with pytest.raises(ValueError, match="deadlock|comes without"):
             simulate(lines, times, transfers, edges)
         return
-    schedule.check(lines, edges=edges)
+    check(lines, edges=edges)
     timeline = simulate(lines, times, transfers, edges)
     assert timeline.makespan == pytest.approx(nx.dag_longest_path_length(graph), abs=1e-9)
 
@@ -117,7 +119,7 @@ def test_makespans_equal_the_closed_forms() -> None:
     for name, p, m, chunks in CASES:
         for times in (EQUAL, StageTimes(1.0, 2.5, 1.7, 0.8), StageTimes(0.5, 0.25, 2.0, 0.5)):
             try:
-                expected = schedule.ideal_seconds(name, p, m, times, chunks)
+                expected = ideal_seconds(name, p, m, times, chunks)
             except ValueError:
                 continue
             assert simulated(name, p, m, chunks, times).makespan == pytest.approx(expected), (name, p, m, chunks, times)
@@ -133,9 +135,9 @@ def test_published_bubbles() -> None:
     assert simulated("interleaved", p, m, 2, half).makespan == 3 * m + 3 * (p - 1) / 2
     assert simulated("zero-bubble", p, m).makespan == 3 * m + (p - 1)
     with pytest.raises(ValueError, match="no closed form is known for interleaved"):
-        schedule.ideal_seconds("interleaved", 4, 6, EQUAL, 2)
+        ideal_seconds("interleaved", 4, 6, EQUAL, 2)
     with pytest.raises(ValueError, match="no closed form is known for zero-bubble-v"):
-        schedule.ideal_seconds("zero-bubble-v", 4, 8, StageTimes(1, 2, 2, 1))
+        ideal_seconds("zero-bubble-v", 4, 8, StageTimes(1, 2, 2, 1))
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -160,8 +162,9 @@ def test_zero_bubble_is_faster_than_1f1b_with_the_same_memory(p: int) -> None:
         assert split.makespan < plain.makespan
         assert max(split.bubble_fractions) < max(plain.bubble_fractions)
         vee = simulated("zero-bubble-v", p, m, None, StageTimes(0.5, 1.0, 0.5, 0.5))
-        memory = [vee.peak_bytes(pipeline_rank, [0.0] * 2 * p, [0.5] * 2 * p) for pipeline_rank in range(p)]
-        assert max(memory) <= plain.peak_bytes(0, [0.0] * p, [1.0] * p)
+        for line in vee.schedule:
+            changes = [{"F": 1, "I": 0, "W": -1}[action.kind] for action in line]
+            assert max(itertools.accumulate(changes)) <= 2 * min(m, p)  # chunks, of half a stage each
         assert vee.makespan < plain.makespan
 
 
@@ -176,7 +179,7 @@ def test_the_v_has_no_bubble_once_it_runs(p: int) -> None:
         assert max(timeline.bubble_fractions) == pytest.approx((p - 1) / (6 * m + p - 1))
 
 
-def test_in_flight_fast_path_equals_a_count_over_time() -> None:
+def test_in_flight_equals_a_count_over_time() -> None:
     for name, p, m, chunks in CASES:
         timeline = simulated(name, p, m, chunks)
         changes: dict[int, list[tuple[float, int]]] = {stage: [] for stage in range(p * chunks)}
@@ -192,34 +195,11 @@ def test_in_flight_fast_path_equals_a_count_over_time() -> None:
                 held += change
                 peak = max(peak, held)
             peaks.append(peak)
-        assert timeline.in_flight == tuple(peaks) == schedule.in_flight(name, p, m, chunks), (name, p, m, chunks)
-
-
-def test_in_flight_of_many_micro_batches() -> None:
-    assert schedule.in_flight("1f1b", 4, 2) == (2, 2, 2, 1)
-    assert schedule.in_flight("1f1b", 4, 100) == (4, 3, 2, 1)
-    assert schedule.in_flight("gpipe", 3, 9) == (9, 9, 9)
-    for m in range(25, 45):
-        for name, chunks in (("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)):
-            assert schedule.in_flight(name, 4, m, chunks) == simulated(name, 4, m, chunks).in_flight
-
-
-def test_bytes_of_chunks_that_share_a_pipeline_rank() -> None:
-    lines = schedule.parse_schedule("F0.0 F0.1 F1.0 I1.0 F1.1 W1.0 I1.1 I0.0 W0.0 W1.1 I0.1 W0.1")
-    timeline = simulate(lines, [EQUAL, EQUAL])
-    fixed, activations = [100.0, 1000.0], [10.0, 1.0]
-    # Highest when F1.1 starts: two of stage 0, one of stage 1, and 1.0 of stage 1 after its I.
-    assert timeline.peak_bytes(0, fixed, activations) == 1100 + 2 * 10 + 2 * 1
-    assert timeline.peak_bytes(0, fixed, activations, released_at_input=0.25) == 1100 + 2 * 10 + 1 + 0.75
-    assert timeline.peak_bytes(0, fixed, activations, released_at_input=1.0) == 1100 + 2 * 10 + 1
-    with pytest.raises(ValueError, match="fraction from 0 to 1"):
-        timeline.peak_bytes(0, fixed, activations, released_at_input=1.5)
-    plain = simulated("1f1b", 3, 5)
-    assert [plain.peak_bytes(i, [7.0] * 3, [2.0] * 3) for i in range(3)] == [7 + 6, 7 + 4, 7 + 2]
+        assert timeline.in_flight == tuple(peaks), (name, p, m, chunks)
 
 
 def test_messages_queue_for_a_link_and_overlap_with_computation() -> None:
-    lines = schedule.parse_schedule("F0.0 F0.1 B0.0 B0.1\nF1.0 F1.1 B1.0 B1.1")
+    lines = parse_schedule("F0.0 F0.1 B0.0 B0.1\nF1.0 F1.1 B1.0 B1.1")
     timeline = simulate(lines, [StageTimes(1.0, 1.0)] * 2, {(0, 1): 3.0})
     # F0.1 ends at 2, but its message leaves at 4, when the first has arrived; gradients have the other direction.
     assert timeline.starts == ((0.0, 1.0, 12.0, 15.0), (4.0, 7.0, 8.0, 9.0))
@@ -229,7 +209,7 @@ def test_messages_queue_for_a_link_and_overlap_with_computation() -> None:
 
 def test_a_skip_connection_shares_the_link_and_costs_nothing_within_a_pipeline_rank() -> None:
     times = [StageTimes(1.0, 1.0)] * 3
-    lines = schedule.parse_schedule("F0.0 B0.0\nF1.0 F2.0 B2.0 B1.0")
+    lines = parse_schedule("F0.0 B0.0\nF1.0 F2.0 B2.0 B1.0")
     edges = [(0, 1), (1, 2), (0, 2)]
     timeline = simulate(lines, times, {(0, 1): 2.0, (1, 2): 50.0, (0, 2): 5.0}, edges)
     # To stage 2: after the 2 s to stage 1 on the same link, so at 1 + 2 + 5. Gradient of (0, 2) leaves first, at 10.
@@ -238,8 +218,6 @@ def test_a_skip_connection_shares_the_link_and_costs_nothing_within_a_pipeline_r
 
 def test_simulate_refuses_what_does_not_fit() -> None:
     lines = schedule.make_schedule("1f1b", 2, 2)
-    with pytest.raises(ValueError, match="not an edge"):
-        simulate(lines, [EQUAL] * 2, {(1, 0): 1.0})
     with pytest.raises(ValueError, match="finite number"):
         simulate(lines, [EQUAL] * 2, {(0, 1): float("nan")})
     with pytest.raises(ValueError, match="F2.0 is missing"):
@@ -272,4 +250,4 @@ def test_a_large_pipeline() -> None:
     """64 pipeline ranks, 1,024 micro-batches: 131,072 actions."""
     lines = schedule.make_schedule("1f1b", 64, 1024)
     timeline = simulate(lines, [EQUAL] * 64)
-    assert timeline.makespan == schedule.ideal_seconds("1f1b", 64, 1024, EQUAL)
+    assert timeline.makespan == ideal_seconds("1f1b", 64, 1024, EQUAL)

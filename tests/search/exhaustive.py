@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from search.problem import Array, InfeasibleError, Problem, Solution, evaluate
+from search.problem import Array, InfeasibleError, Problem, Solution, evaluate, largest_allowed
 
 MAX_COMBINATIONS = 5_000_000
 CHUNK = 1 << 16
@@ -24,27 +24,25 @@ def solve(problem: Problem) -> Solution:
     total = math.prod(sizes)
     if total > MAX_COMBINATIONS:
         raise ValueError(f"exhaustive search refuses {total} combinations, more than {MAX_COMBINATIONS}")
-    best, best_index, any_allowed = np.inf, -1, False
-    least = [(np.inf, -1)] * len(problem.budgets)
+    best, best_index = np.inf, -1
+    least, least_index = np.inf, -1
     for start in range(0, total, CHUNK):
         index = np.arange(start, min(start + CHUNK, total))
         costs, usage = _evaluate_all(problem, _options(index, sizes))
         allowed = np.isfinite(costs)
-        any_allowed = any_allowed or bool(allowed.any())
-        fits = allowed.copy()
-        for k, budget in enumerate(problem.budgets):
-            fits &= usage[k] <= budget.largest_allowed
-            place = int(np.argmin(np.where(allowed, usage[k], np.inf)))
-            if allowed[place] and usage[k, place] < least[k][0]:
-                least[k] = (float(usage[k, place]), start + place)
+        place = int(np.argmin(np.where(allowed, usage, np.inf)))
+        if allowed[place] and usage[place] < least:
+            least, least_index = float(usage[place]), start + place
+        fits = allowed & (usage <= largest_allowed(problem.limit))
         place = int(np.argmin(np.where(fits, costs, np.inf)))
         if fits[place] and costs[place] < best:
             best, best_index = float(costs[place]), start + place
+    if least_index < 0:
+        raise InfeasibleError.forbidden([variable.name for variable in problem.variables])
     if best_index < 0:
-        raise _infeasible(problem, sizes, least, any_allowed)
+        raise InfeasibleError.over_budget(problem.limit, least, _assignments(least_index, sizes))
     assignment = _assignments(best_index, sizes)
-    objective, used = evaluate(problem, assignment)
-    return Solution(assignment, objective, used, "exhaustive", objective, {"combinations": float(total)})
+    return Solution(assignment, *evaluate(problem, assignment))
 
 
 def _options(index: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:
@@ -62,26 +60,12 @@ def _assignments(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _evaluate_all(problem: Problem, options: list[npt.NDArray[np.int64]]) -> tuple[Array, Array]:
-    """Costs [m] and usage [K, m] of m combinations."""
+    """Costs [m] and usage [m] of m combinations."""
     count = len(options[0]) if options else 1
-    costs, usage = np.zeros(count), np.zeros((len(problem.budgets), count))
+    costs, usage = np.zeros(count), np.zeros(count)
     for variable, option in zip(problem.variables, options, strict=True):
         costs += variable.costs[option]
-        usage += variable.usage[:, option]
+        usage += variable.usage[option]
     for edge in problem.edges:
         costs += edge.costs[options[edge.a], options[edge.b]]
-        if edge.usage is not None:
-            usage += edge.usage[:, options[edge.a], options[edge.b]]
     return costs, usage
-
-
-def _infeasible(
-    problem: Problem, sizes: tuple[int, ...], least: list[tuple[float, int]], any_allowed: bool
-) -> InfeasibleError:
-    """The reason why nothing fits."""
-    if not any_allowed:
-        return InfeasibleError.forbidden([variable.name for variable in problem.variables])
-    for budget, (usage, index) in zip(problem.budgets, least, strict=True):
-        if not budget.allows(usage):
-            return InfeasibleError.over_budget(budget, usage, _assignments(index, sizes))
-    return InfeasibleError.jointly(problem.budgets)

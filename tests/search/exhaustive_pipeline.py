@@ -72,30 +72,20 @@ def _in(span: Span, unit: int) -> bool:
 
 
 def _pipelines(problem: PipelineProblem) -> Iterator[tuple[Span, ...]]:
-    """Every cut with every assignment of submeshes that uses the devices as asked and keeps tied units alike."""
+    """Every cut with every assignment of submeshes that uses the devices of every group."""
     num_units = len(problem.units)
     for p in range(1, num_units + 1):
         if problem.num_stages is not None and p not in problem.num_stages:
-            continue
-        if problem.max_stages is not None and p > problem.max_stages:
             continue
         for submeshes in itertools.product(problem.submeshes, repeat=p):
             used: Counter[str] = Counter()
             for submesh in submeshes:
                 used[submesh.group] += submesh.num_devices
-            free = [devices - used[group] for group, devices in problem.groups.items()]
-            if min(free) < 0 or (problem.use_all and max(free) > 0):
+            if any(used[group] != devices for group, devices in problem.groups.items()):
                 continue
             for cut in itertools.combinations(range(1, num_units), p - 1):
                 bounds = (0, *cut, num_units)
-                spans = tuple((bounds[i], bounds[i + 1] - 1, submeshes[i]) for i in range(p))
-                if all(_alike(spans, pair.first, pair.second) for pair in problem.tied if pair.alike):
-                    yield spans
-
-
-def _alike(spans: Sequence[Span], first: int, second: int) -> bool:
-    names = {span[2].name for span in spans if _in(span, first) or _in(span, second)}
-    return len(names) == 1
+                yield tuple((bounds[i], bounds[i + 1] - 1, submeshes[i]) for i in range(p))
 
 
 def _stage(
@@ -112,10 +102,6 @@ def _stage(
     found: dict[tuple[float, float, float, float], Run] = {}
     least = float("inf")
     for points in itertools.product(*menus):
-        if problem.one_family:
-            families = {(problem.units[first + k], point.family) for k, point in enumerate(points)}
-            if len(families) > len({kind for kind, _ in families}):
-                continue
         needed = sum(p.fixed_bytes + held[0] * p.micro_bytes + held[1] * p.deferred_bytes for p in points) + extra_bytes
         needed += max(point.transient_bytes for point in points)
         least = min(least, needed)

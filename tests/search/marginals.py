@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from search import Problem
 from search.core import build_core
-from search.deadline import Deadline
 from search.elimination import completions, eliminate, marginals, plan_elimination
 from search.problem import Array
 
 
 def min_marginals(problem: Problem) -> tuple[Array, ...]:
-    """For each variable, [n]: the least objective in seconds with that option fixed, ignoring budgets.
+    """For each variable, [n]: the least objective in seconds with that option fixed, ignoring the budget.
 
     ``inf`` where infinite costs leave no choice with that option.
     """
-    core, check = build_core(problem), Deadline.after(None)
-    forward = eliminate(core.costs, plan_elimination(core.costs.sizes, sorted(core.costs.edges)), check)
-    return marginals(forward, completions(forward, check), check)
+    core = build_core(problem)
+    forward = eliminate(core.costs, plan_elimination(core.costs.sizes, sorted(core.costs.edges)))
+    return marginals(forward, completions(forward))

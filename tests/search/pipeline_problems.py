@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
-from search.inter_op import PipelineProblem, Point, Submesh, Tied, in_flight_table, one_forward_one_backward
+from search.inter_op import InFlight, PipelineProblem, Point, Submesh, Tied, one_forward_one_backward
+
+
+def in_flight_table(table: Mapping[int, Sequence[float]]) -> InFlight:
+    """``table[p][i]``."""
+    return lambda p, i: table[p][i]
 
 
 def random_points(rng: np.random.Generator, whole: bool) -> tuple[Point, ...]:
@@ -18,13 +25,12 @@ def random_points(rng: np.random.Generator, whole: bool) -> tuple[Point, ...]:
     for j in range(int(rng.integers(1, 4))):
         fill = figure(8) - (1.0 if rng.random() < 0.1 else 0.0)
         steady = fill if rng.random() < 0.4 and fill >= 0 else figure(8)
-        family = "ab"[int(rng.integers(2))]
         transient = float(rng.integers(0, 6))
         # Time for memory, as recompute and sharding do, or unrelated.
         lean = 1 - fill / 8 if trades else float(rng.random())
         fixed, micro = float(round(12 * lean)), float(round(5 * lean * rng.random()))
         deferred = float(rng.integers(0, 4))
-        points.append(Point(f"p{j}", 0.0, 0.0, fill, steady, figure(8), fixed, micro, transient, family, deferred))
+        points.append(Point(f"p{j}", fill, steady, figure(8), fixed, micro, transient, deferred))
     return tuple(points)
 
 
@@ -57,8 +63,7 @@ def small_problem(seed: int) -> PipelineProblem:
     tied = []
     for _ in range(int(rng.choice([0, 0, 0, 1, 2])) if num_units > 1 else 0):
         first, second = (int(b) for b in rng.choice(num_units, size=2, replace=False))
-        alike = bool(rng.random() < 0.7)
-        tied.append(Tied(first, second, float(rng.integers(0, 20)), float(rng.integers(0, 6)), alike))
+        tied.append(Tied(first, second, float(rng.integers(0, 20)), float(rng.integers(0, 6))))
     names = [mesh.name for mesh in submeshes]
     seconds = {(a, b): float(rng.integers(0, 4)) / 2 for a in names for b in names if rng.random() < 0.8}
     m = int(rng.integers(1, 9))
@@ -76,9 +81,6 @@ def small_problem(seed: int) -> PipelineProblem:
         transfer_is_exposed=bool(rng.random() < 0.5),
         tied=tuple(tied),
         num_stages=None if rng.random() < 0.7 else tuple(int(p) for p in rng.integers(1, 6, size=2)),
-        max_stages=None if rng.random() < 0.8 else int(rng.integers(1, 5)),
-        use_all=bool(rng.random() < 0.4),
-        one_family=bool(rng.random() < 0.4),
         num_deferred=in_flight_table(waiting) if rng.random() < 0.4 else None,
     )
 
@@ -93,19 +95,17 @@ def layers_problem(seed: int) -> PipelineProblem:
         seconds = 3.0 + j + float(rng.integers(0, 3)) / 4
         memory = (12.0, 7.0, 2.0)[j] + float(rng.integers(0, 3))
         micro, transient = float(rng.integers(0, 4 - j)), float(rng.integers(0, 3))
-        step, family = float(rng.integers(0, 5)), "aab"[int(rng.integers(3))]
-        points.append(Point(f"p{j}", 0.0, 0.0, seconds, seconds, step, memory, micro, transient, family))
+        points.append(Point(f"p{j}", seconds, seconds, float(rng.integers(0, 5)), memory, micro, transient))
     per_stage = layers / stages
     memory = float(round(per_stage * rng.uniform(2, 13))) + 4
     return PipelineProblem(
         ("head", *("layer",) * layers),
         (Submesh("mesh", "all", 2, memory),),
         {"all": 2 * stages},
-        {("head", "mesh"): (Point("only", 0.0, 0.0, 1.0, 1.0, 0.0, 2.0, 0.0, 0.0),), ("layer", "mesh"): tuple(points)},
+        {("head", "mesh"): (Point("only", 1.0, 1.0, 0.0, 2.0, 0.0, 0.0),), ("layer", "mesh"): tuple(points)},
         one_forward_one_backward(m),
         m,
         tied=(Tied(0, layers, 1.0, 0.5),) if rng.random() < 0.3 else (),
-        one_family=bool(rng.random() < 0.3),
     )
 
 
@@ -121,7 +121,7 @@ def transformer_points(rng: np.random.Generator, scale: float, *, correlated: bo
             memory = (1.0 + 0.3 * float(rng.random())) / time
             steady = time * (0.9 + 0.2 * float(rng.random()))
             points.append(
-                Point(f"r{j}", 0, 0, scale * time, scale * steady, scale * rng.random(), 2 * memory, 0.3 * memory, 0.1)
+                Point(f"r{j}", scale * time, scale * steady, scale * rng.random(), 2 * memory, 0.3 * memory, 0.1)
             )
         return tuple(points)
     for zero, (fixed, step, exposed) in enumerate(((4.0, 0.5, 0.0), (2.2, 0.45, 0.03), (0.6, 0.1, 0.35))):
@@ -129,10 +129,8 @@ def transformer_points(rng: np.random.Generator, scale: float, *, correlated: bo
             time = scale * (3 + exposed + extra + 0.01 * rng.random())
             label = f"zero{zero + 1}-recompute{mode}"
             transient = 0.3 if zero == 2 else 0.1
-            points.append(
-                Point(label, time / 3, time * 2 / 3, time, time, scale * step, fixed, micro, transient, f"zero{zero}")
-            )
-    points.append(Point("offload", 1, 2, scale * 4.05, scale * 4.05, scale * 2, 0.5, 0.02, 0.1, "offload"))
+            points.append(Point(label, time, time, scale * step, fixed, micro, transient))
+    points.append(Point("offload", scale * 4.05, scale * 4.05, scale * 2, 0.5, 0.02, 0.1))
     return tuple(points)
 
 
@@ -143,7 +141,6 @@ def transformer(
     num_stages: int = 8,
     memory_share: float = 0.5,
     correlated: bool = True,
-    one_family: bool = False,
     num_micro_batches: int = 512,
 ) -> PipelineProblem:
     """Head, equal layers, tail on equal submeshes; ``memory_share`` 1 is ample, 0 hardly fits."""
@@ -167,5 +164,4 @@ def transformer(
         boundary_bytes=(1.0,) * (num_layers + 2),
         transfer_seconds={("mesh", "mesh"): 1e-5},
         tied=(Tied(0, num_layers + 1, 0.5, 1e-4),),
-        one_family=one_family,
     )

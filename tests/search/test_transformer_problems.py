@@ -1,4 +1,4 @@
-"""Transformer-sized problems: memory, time limits, and agreement of independent routes to one number."""
+"""Transformer-sized problems: memory, and agreement of independent routes to one number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
     tight = transformer(3, num_layers=1, structured=True, budget_fraction=0.3)
     bounded = intra_op.solve(tight)
     assert bounded.objective > best.objective
-    assert bounded.usage[0] <= tight.budgets[0].limit
+    assert bounded.usage <= tight.limit
     # Independent optimality check: no change of one or two neighbouring variables is cheaper within the budget.
     for edge in tight.edges[:10]:
         for a in range(0, tight.variables[edge.a].num_options, 7):
@@ -32,23 +32,7 @@ def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
                 assignment = list(bounded.assignment)
                 assignment[edge.a], assignment[edge.b] = a, b
                 objective, usage = evaluate(tight, assignment)
-                assert objective >= bounded.objective - 1e-12 or usage[0] > tight.budgets[0].limit
-
-
-def test_a_time_limit_returns_the_incumbent_with_a_true_bound() -> None:
-    problem = transformer(1, num_layers=2, structured=True, budget_fraction=0.5)
-    optimum = intra_op.solve(problem).objective
-    outcomes = []
-    for seconds in (0.15, 0.3, 0.6):
-        try:
-            found = intra_op.solve(problem, time_limit_seconds=seconds)
-        except intra_op.TimeLimitError:
-            continue
-        assert found.objective == evaluate(problem, found.assignment)[0]
-        assert found.lower_bound <= optimum * (1 + 1e-9) and optimum <= found.objective * (1 + 1e-9)
-        assert ("time limit" in found.method) or found.objective == pytest.approx(optimum, rel=1e-9)
-        outcomes.append(found)
-    assert all(later.objective <= earlier.objective for earlier, later in zip(outcomes, outcomes[1:], strict=False))
+                assert objective >= bounded.objective - 1e-12 or usage > tight.limit
 
 
 @pytest.mark.slow
@@ -57,13 +41,12 @@ def test_twelve_layers(budget_fraction: float | None) -> None:
     """147 variables of 40 to 80 options, width 3: some seconds each."""
     problem = transformer(0, structured=True, budget_fraction=budget_fraction)
     solution = intra_op.solve(problem)
-    assert solution.lower_bound == solution.objective
     if budget_fraction is None:
         # The unreduced elimination is an independent route to the optimum.
         least = min(float(margin.min()) for margin in min_marginals(problem))
         assert least == pytest.approx(solution.objective, rel=1e-9)
     else:
-        assert solution.usage[0] <= problem.budgets[0].limit
+        assert solution.usage <= problem.limit
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search import Budget, Edge, Problem, Variable
+from search import Edge, Problem, Variable
 
 # Offsets within a layer: 0 norm, 1 q, 2 k, 3 v, 4 rope q, 5 rope k, 6 attention, 7 out, 8 add, 9 norm, 10 mlp, 11 add.
 ATTENTION = ((0, 1), (0, 2), (0, 3), (1, 4), (2, 5), (4, 6), (5, 6), (3, 6), (6, 7), (7, 8))
@@ -40,18 +40,17 @@ def transformer(seed: int, *, num_layers: int = 12, structured: bool, budget_fra
     reshard = rng.random((9, 9)) * 1e-3
     np.fill_diagonal(reshard, 0.0)
     layouts = [(rng.integers(0, 9, size=size), rng.integers(0, 9, size=size)) for size in sizes]
-    num_budgets = 0 if budget_fraction is None else 1
     variables = []
     for index, size in enumerate(sizes):
         seconds = rng.random(size) * 1e-3
         num_bytes = np.rint(1e9 * rng.random(size) * (1.5 - seconds / 1e-3))
-        variables.append(Variable(f"op{index}", seconds, np.tile(num_bytes, (num_budgets, 1))))
+        variables.append(Variable(f"op{index}", seconds, num_bytes))
     edges = []
     for a, b in edge_list(num_layers):
         costs = reshard[layouts[a][1]][:, layouts[b][0]] if structured else rng.random((sizes[a], sizes[b])) * 1e-3
         edges.append(Edge(a, b, costs))
     if budget_fraction is None:
         return Problem(tuple(variables), tuple(edges))
-    least = sum(float(variable.usage[0].min()) for variable in variables)
-    usual = sum(float(variable.usage[0, np.argmin(variable.costs)]) for variable in variables)
-    return Problem(tuple(variables), tuple(edges), (Budget("memory", least + budget_fraction * (usual - least)),))
+    least = sum(float(variable.usage.min()) for variable in variables)
+    usual = sum(float(variable.usage[np.argmin(variable.costs)]) for variable in variables)
+    return Problem(tuple(variables), tuple(edges), least + budget_fraction * (usual - least))

@@ -14,7 +14,6 @@ from autopar.planning import bounds
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.smallest import smallest_pipeline
 from autopar.planning.stage_problem import StageProblem
-from cost_models.memory import workspace_bytes
 from tests.autopar.requests import request_for
 
 CHOICE = st.tuples(st.integers(0, 9), st.integers(0, 20)).map(lambda pair: (float(pair[0]), float(pair[1])))
@@ -50,7 +49,7 @@ def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch
     ample = EqualSearch(request_for("gpt2")).run().found[0]
     search = EqualSearch(request_for("gpt2"))
     costs = StageProblem.of(search.costs, ample.config).assembled(ample.pipeline)
-    workspace = workspace_bytes(search.request.cluster.device)
+    workspace = search.request.cluster.device.reserved_bytes
     most = workspace + costs.peak_bytes
     smallest = smallest_pipeline(EqualSearch(request_for("gpt2", memory=workspace + 1)))
     assert smallest is not None

@@ -63,7 +63,7 @@ def test_a_solved_layer_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
             kinds = [kind for kind in {**mine, **its} if not kind.endswith("dp")]
             near = 0.25 if unit.startswith("top") else 1e-9
             assert sum(its.get(k, 0.0) for k in kinds) == pytest.approx(sum(mine[k] for k in kinds), rel=near)
-        assert whole[unit].activation_bytes == pytest.approx(cost.activation_bytes, rel=0.02)
+        assert whole[unit].live.kept == pytest.approx(cost.live.kept, rel=0.02)
 
 
 def with_links(cluster: Cluster, intra: float, inter: float) -> Cluster:

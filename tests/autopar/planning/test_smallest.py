@@ -10,7 +10,6 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.planning.memory_fit import Fitting, found_in_rounds
 from autopar.planning.planner import search_plans
-from cost_models.memory import workspace_bytes
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Point, Submesh
 from tests.autopar.requests import request_for
 
@@ -34,7 +33,7 @@ def slow(*values: Any) -> Any:
     ],
 )
 def test_it_is_the_smallest(name: str, cluster: str, pins: dict[str, Any]) -> None:
-    workspace = int(workspace_bytes(request_for(name, cluster).cluster.device))
+    workspace = request_for(name, cluster).cluster.device.reserved_bytes
     with pytest.raises(InfeasibleError, match="smallest that was found to do") as caught:
         search_plans(request_for(name, cluster, memory=workspace + 1, **pins))
     needed = caught.value.needed_bytes
@@ -49,7 +48,7 @@ def test_it_is_the_smallest(name: str, cluster: str, pins: dict[str, Any]) -> No
 def test_cuts_of_one_time_are_asked_to_save_ever_more() -> None:
     """A cut of 50 + y bytes is counted as 100 + y / 10. To save just what the last one lacked takes a tenth off y, so
     that eight rounds would end at 74 bytes."""
-    points = tuple(Point(str(k), 1.0, 1.0, 1 + 1e-9 * k, 1.0, 1.0, 100.0 - k, 0.0, 0.0) for k in range(60))
+    points = tuple(Point(str(k), 1 + 1e-9 * k, 1.0, 1.0, 100.0 - k, 0.0, 0.0) for k in range(60))
 
     def problem(limits: Mapping[str, float]) -> PipelineProblem:
         submesh = Submesh("all", "devices", 1, limits["all"])

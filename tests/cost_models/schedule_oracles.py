@@ -1,9 +1,40 @@
-"""Whether a schedule can be executed, before anything runs them."""
+"""What the tests of schedules compare them with: closed forms, and whether a schedule is whole."""
 
 from __future__ import annotations
 
-from cost_models.schedules.actions import Action, Kind, Schedule
-from cost_models.schedules.sweep import Edges, Shape, checked_edges, sweep
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from cost_models.schedule import Action, Edges, Kind, Schedule, Shape, StageTimes, Timeline, num_chunks
+from cost_models.schedule import simulate as simulate_whole
+from cost_models.schedules.sweep import sweep
+
+_TEXT = re.compile(r"([FBIW])(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+
+
+def parse_schedule(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The schedule printed as `text`."""
+    matches = [[_TEXT.fullmatch(word) for word in line.split()] for line in text.splitlines()]
+    return tuple(tuple(Action(cast(Kind, m[1]), int(m[2]), int(m[3])) for m in line if m) for line in matches)
+
+
+def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Edges from each stage to the next."""
+    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
+
+
+def simulate(
+    schedule: Schedule,
+    times: Sequence[StageTimes],
+    transfers: Mapping[tuple[int, int], float] | None = None,
+    edges: Edges | None = None,
+) -> Timeline:
+    """The simulated step of a schedule that is checked first. Transfers along `edges` are free unless given."""
+    shape = structure(schedule, num_stages=len(times))
+    seconds = dict.fromkeys(chain(len(times)) if edges is None else edges, 0.0) | (transfers or {})
+    return simulate_whole(schedule, times, seconds, shape)
 
 
 def check(
@@ -21,7 +52,7 @@ def check(
     """
     shape = structure(schedule, num_stages, num_micro_batches)
     nothing = [0.0] * shape.num_stages
-    edges = checked_edges(edges, shape.num_stages)
+    edges = chain(shape.num_stages) if edges is None else edges
     sweep(schedule, shape, edges, dict.fromkeys("FBIW", nothing), [0.0] * len(edges))
 
 
@@ -73,3 +104,36 @@ def _complete(
 
 def _error(rank: int, action: Action, reason: str) -> ValueError:
     return ValueError(f"pipeline rank {rank}: {action} {reason}")
+
+
+def ideal_seconds(
+    schedule: str, num_pipeline_ranks: int, num_micro_batches: int, times: StageTimes, chunks: int | None = None
+) -> float:
+    """Makespan of one step with equal stages and free transfers, from the papers that ``generate`` cites.
+
+    times: of each stage (so of one chunk). p pipeline ranks, m micro-batches, v chunks; f, b, i, w as in StageTimes:
+
+        gpipe, 1f1b     (m + p - 1) (f + b)
+        interleaved     (m v + p - 1) (f + b)                                     where p divides m, or v = 1
+        zero-bubble     m (f + i + w) + (p - 1) (f + i) - (min(m, p) - 1) w       where w <= f and w <= i
+        zero-bubble-v   6 m f + (p - 1) f                                         where f = i = w and m >= 2 p - 1
+
+    The zero-bubble line is the paper's (p - 1) (f + i - w) of bubbles for m >= p; fewer micro-batches have fewer W to
+    fill them with. Raises ValueError where no closed form is known.
+    """
+    v = num_chunks(schedule, chunks)
+    p, m, f = num_pipeline_ranks, num_micro_batches, times.forward
+    if p < 1 or m < 1:
+        raise ValueError(f"a step has at least one pipeline rank and micro-batch, not {p} and {m}")
+    if schedule in ("gpipe", "1f1b") or (schedule == "interleaved" and (m % p == 0 or v == 1)):
+        return (m * v + p - 1) * (f + times.backward)
+    if schedule == "zero-bubble":
+        i, w = times.split()
+        if w <= min(f, i):
+            return m * (f + i + w) + (p - 1) * (f + i) - (min(m, p) - 1) * w
+    if schedule == "zero-bubble-v" and m >= 2 * p - 1:
+        i, w = times.split()
+        if math.isclose(f, i) and math.isclose(i, w):
+            return (6 * m + p - 1) * f
+    case = f"{schedule} with {p} pipeline ranks, {m} micro-batches, {v} chunks, {times}"
+    raise ValueError(f"no closed form is known for {case}; simulate its schedule")
