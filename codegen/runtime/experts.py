@@ -21,13 +21,13 @@ def expert_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     """
     order = experts.argsort()
     rows = input.index_select(0, order)
-    counts = (experts.unsqueeze(1) == torch.arange(len(weight), device=experts.device)).sum(0)
+    counts = experts.new_zeros(len(weight)).index_add_(0, experts, torch.ones_like(experts))
     if _has_kernel(rows, weight):
         products = F.grouped_mm(rows, weight, offs=counts.cumsum(0, dtype=torch.int32))
     else:
         parts = zip(torch.split(rows, counts.tolist()), weight.unbind(), strict=True)
         products = torch.cat([part @ matrix for part, matrix in parts])
-    return torch.empty_like(products).index_copy(0, order, products)
+    return products.index_select(0, order.argsort())
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
