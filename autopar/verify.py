@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
@@ -243,6 +244,16 @@ def _cast(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
 
 
+class _GroupedInDouble(TorchFunctionMode):
+    """Within it, grouped products of experts have fp64 too, which torch's own lack."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            rows, weight, ends = args[0], args[1], kwargs["offs"].tolist()
+            return torch.cat([rows[a:b] @ own for a, b, own in zip([0, *ends], ends, weight, strict=False)])
+        return func(*args, **(kwargs or {}))
+
+
 class _Reference:
     """The user's model trained eagerly on one process, in the model's own precision or in `dtype`."""
 
@@ -269,7 +280,7 @@ class _Reference:
         loss_fn = self.loss_fn
         if isinstance(loss_fn, nn.Module) and dtype is not None:
             loss_fn = copy.deepcopy(loss_fn).to(dtype)
-        with SameDropout(self.seed, self.step):
+        with SameDropout(self.seed, self.step), _GroupedInDouble():
             loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
             return loss
 

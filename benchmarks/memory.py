@@ -109,6 +109,8 @@ def pairs() -> Iterator[Pair]:
     yield Pair("llama", {"pp": 2, "tp": 2, "recompute": "full", "schedule": "1f1b", "micro_batches": 4})
     yield Pair("llama", {"pp": 2, "schedule": "interleaved", "chunks": 2, "micro_batches": 4})
     yield Pair("llama", {"pp": 2, "schedule": "zero-bubble-v", "micro_batches": 4})
+    for constraints in ({"dp": 2, "zero": 0}, {"tp": 2}, {"dp": 2, "tp": 2, "zero": 3}):
+        yield Pair("mixtral", constraints)
     yield Pair("llama", {"dp": 2, "zero": 2, "offload": "optimizer"})
     yield Pair("gpt2", {"dp": 2, "zero": 0}, sizes={"dropout": 0.1})
     yield Pair("gpt2", {"dp": 2, "zero": 0, "recompute": "full"}, sizes={"dropout": 0.1})

@@ -130,6 +130,12 @@ def qwen3(*, width: int = 32, num_heads: int = 4, **options: Any) -> Example:
     return _rotary_lm("Qwen3", settings, width=width, num_heads=num_heads, **options)
 
 
+def mixtral(*, num_experts: int = 4, num_choices: int = 2, **options: Any) -> Example:
+    """Mixtral: Llama with a mixture of experts in place of each MLP. Options as `llama_gqa`."""
+    settings = {"tie_word_embeddings": False, "num_local_experts": num_experts, "num_experts_per_tok": num_choices}
+    return _rotary_lm("Mixtral", settings, **options)
+
+
 def _rotary_lm(
     family: str,
     own: Mapping[str, Any],
@@ -419,6 +425,7 @@ EXAMPLES: Mapping[str, Callable[..., Example]] = {
         llama_gqa,
         qwen2,
         qwen3,
+        mixtral,
         bert,
         t5,
         vit,

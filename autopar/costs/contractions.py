@@ -9,6 +9,7 @@ from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute
 
 BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
@@ -42,12 +43,21 @@ class Contractions(Rates):
         factors = [meta.requires_grad for meta in operator.inputs if len(meta.shape) > 1][-2:]
         products = (wrt_input, wrt_weight)[2 - len(factors) :]
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
+        if operator.node.op == EXPERT_LINEAR:
+            # Rows are sorted by expert and put back, and so are their gradients.
+            sorting = self.memory_seconds(2 * self.sorted_bytes(operator, option))
+            forward, backward = forward + sorting, backward + sorting * any(factors)
         if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
             size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
             backward += self.memory_seconds(size)
         return forward, backward
+
+    def sorted_bytes(self, operator: Operator, option: Option) -> float:
+        """Bytes of the sorted rows that go into and come out of the experts' products (codegen/runtime/experts.py)."""
+        pairs = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
+        return float(sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in pairs))
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
@@ -104,6 +114,8 @@ class Contractions(Rates):
         else:
             rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
             depth = max(round(flops / (2 * rows * columns)), 1)
+            if operator.node.op == EXPERT_LINEAR:
+                rows = max(rows // operator.inputs[1].shape[0], 1)
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
         forward, wrt_input, wrt_weight = (
@@ -119,6 +131,8 @@ def contraction_flops(operator: Operator) -> float:
         query, key = operator.inputs[0], operator.inputs[1]
         causal = 0.5 if is_causal(node) else 1.0
         return 4.0 * query.numel * key.shape[-2] * causal
+    if node.op == EXPERT_LINEAR:  # a row is multiplied by the matrix of one expert
+        return 2.0 * operator.inputs[0].numel * operator.inputs[1].shape[-1]
     return 2.0 * math.prod(operator.rule.sizes[f] for f in _used_factors(operator))
 
 

@@ -212,7 +212,7 @@ class KernelPricer(Pricer):
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a fused call."""
         if operator.node.op != LM_HEAD_CALL:
-            return 0.0, 0.0
+            return super().kernel_bytes(operator, option)
         lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
         # On a CPU softmax's numerator is made beside the logits, in two fp32 temporaries.
         width = lm_head.element_bytes + (8 if is_cpu(self.cluster) else 0)

@@ -16,6 +16,7 @@ from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
 from autopar.ir.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, Node, Ref, TensorMeta, base_name
 from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute
 
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
@@ -111,12 +112,16 @@ class Pricer(Contractions, ParameterPrices):
         return extra_saved_bytes(node, inputs, num_local)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(kept beside inputs and results, temporaries of the forward) of a fused call; see kernels.py, fp8.py."""
-        return 0.0, 0.0
+        """(kept beside inputs and results, temporaries of the forward) of a call; see kernels.py, fp8.py too."""
+        return 0.0, self.sorted_bytes(operator, option) if operator.node.op == EXPERT_LINEAR else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
-        """Temporaries of a call's backward beside the gradients that it makes; see fp8.py."""
-        return 0.0
+        """Temporaries of a call's backward beside the gradients that it makes; see fp8.py. Experts' weights have a
+        gradient each, which are joined."""
+        if operator.node.op != EXPERT_LINEAR:
+            return 0.0
+        weight = num_local(operator.inputs[1], option.inputs[1], self.mesh) * operator.inputs[1].dtype.itemsize
+        return self.sorted_bytes(operator, option) + weight
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
         """Bytes of the product of a matmul whose result is another tensor (see fp8.py); 0 for all others."""

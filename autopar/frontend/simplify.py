@@ -13,6 +13,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.frontend.effects import refuse_effects, refuse_untrained
+from autopar.frontend.experts import write_unsorted
 from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import settle_gradients
@@ -40,6 +41,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     eliminate_dead(flat)
     refuse_effects(flat)
     refuse_untrained(flat)
+    write_unsorted(flat)
     settle_gradients(flat)
     eliminate_dead(flat)
     split_means(flat)

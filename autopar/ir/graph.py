@@ -246,7 +246,8 @@ VIEWS = frozenset(
 
 
 MATMULS = frozenset(
-    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution", "grouped_mm"]
+    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution"]
+    + ["grouped_mm", "expert_linear"]
 )
 DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
 """Calls whose weight gradients can be deferred (codegen/runtime/deferred.py), and which input is the weight."""

@@ -17,6 +17,7 @@ from autopar.ir.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, 
 from autopar.ir.placement import Placement, R, S
 from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
+from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.localize import LocalCall, local_call
 from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
@@ -40,6 +41,8 @@ def lower_call(
         return _cross_entropy(scope, node, axes, _with_rows(scope, call))
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
+    if node.op == EXPERT_LINEAR:
+        return replace(call, target="runtime.expert_linear")
     if lowering is None:
         return call
     if lowering.name == "mean":

@@ -17,6 +17,7 @@ from autopar.rules import (
     contraction,
     convolution,
     creation,
+    experts,
     lookup,
     loss,
     norm,
@@ -36,7 +37,7 @@ Row = str | tuple[str, str] | RuleFunction
 @cache
 def builtin_table() -> Mapping[str, Row]:
     """Every built-in row by packet ("aten.linear"), for all its overloads and its in-place form."""
-    families = (attention, contraction, convolution, creation, lookup, loss, norm, pointwise, reduction, shape)
+    families = (attention, contraction, convolution, creation, experts, lookup, loss, norm, pointwise, reduction, shape)
     table: dict[str, Row] = {}
     for family in families:
         for name, row in family.TABLE.items():

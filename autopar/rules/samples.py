@@ -51,6 +51,8 @@ def _integers(call: Call, name: str, meta: TensorMeta, generator: torch.Generato
     low, high = 1, 5
     if name in ("indices", "index") or name == "target":
         low, high = 0, _index_limit(call)
+    elif name == "experts":
+        low, high = 0, call.tensor("weight").shape[0]
     elif call.packet == "one_hot":
         low, high = 0, call.outputs[0].shape[-1]
     value = torch.randint(low, max(high, low + 1), meta.shape, generator=generator, dtype=torch.int64)

@@ -1,0 +1,189 @@
+"""Mixtures of experts whose rows are sorted, written without the sorting: each row with the expert that it chose.
+
+Models sort the N = T k rows of T tokens and k choices by expert, so that an expert's matrix multiplies a run of rows:
+ids are sorted, rows are taken in that order, grouped products know where each expert's end, and results are put back
+(transformers' grouped_mm, torchtitan). Which row is where is data: a part of the sorted rows is no part of the batch.
+In the order of the tokens it is. With p the order, and q its inverse,
+
+    sorted                              in the order of the tokens
+    sort(ids)                           ids
+    x[p // k]                           repeat_interleave(x, k)
+    w[p]                                w
+    histc(sort(ids))                    histc(ids)
+    grouped_mm(y, weight, offsets)      expert_linear(y, weight, ids)       offsets = cumsum(histc(ids))
+    y[q]                                y
+    f(y)                                f(y)                                where f does with each row the same
+
+and the numbers are the same. f is a call whose rule (autopar/rules) has one factor for the rows of every result and of
+every sorted operand, of no other operand, that is free and needs no lowering. Where something else reads a sorted value
+the whole region is left as it was: exact, and computed by every rank for all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.frontend.fx_import import FlatGraph
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, map_refs
+from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.registry import rule_for
+
+_ROWS = "rows"
+
+
+def write_unsorted(flat: FlatGraph) -> None:
+    """Rewrite every region that begins with a sort of whole numbers [N], as this file's docstring tells."""
+    for sort in [node for node in flat.nodes if base_name(node.op) in ("sort", "argsort")]:
+        metas = flat.metas()
+        if len(sort.outputs[0].shape) != 1 or metas[sort.inputs[0]].dtype.is_floating_point:
+            continue
+        region = _Region(sort, flat.nodes, metas)
+        nodes = region.rewritten()
+        if nodes is not None and region.kinds.get(flat.loss) is None:
+            flat.nodes = nodes
+
+
+class _StrangerError(Exception):
+    """A call reads something sorted that it may not."""
+
+
+class _Region:
+    """One sort and what is made of it.
+
+    kinds: what is sorted: "rows", their "order", the "inverse" of it, the "tokens" of rows, and "blank" memory of as
+    many. renamed: values that another stands for in the order of the tokens.
+    """
+
+    def __init__(self, sort: Node, nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> None:
+        self.nodes, self.metas = nodes, metas
+        self.made_by = {node.name: node for node in nodes}
+        self.sort, self.ids = sort, sort.inputs[0]
+        self.num_rows = metas[self.ids].shape[0]
+        order = Ref(sort.name, len(sort.outputs) - 1)
+        self.kinds: dict[Ref, str] = {Ref(sort.name): _ROWS} | {order: "order"}
+        self.renamed: dict[Ref, Ref] = {Ref(sort.name): self.ids} if order.index else {}
+
+    def rewritten(self) -> list[Node] | None:
+        """All calls, those of the region in the order of the tokens; None where it is no mixture of experts."""
+        try:
+            nodes = [node if node is self.sort else self.unsorted(node) for node in self.nodes]
+        except _StrangerError:
+            return None
+        return nodes if any(node.op == EXPERT_LINEAR and self.ids in node.inputs for node in nodes) else None
+
+    def unsorted(self, node: Node) -> Node:
+        """What stands for one call."""
+        if any(ref in self.kinds for ref in node.inputs):
+            node = _WRITERS.get(base_name(node.op), _Region.row_by_row)(self, node)
+        return replace(node, args=map_refs(node.args, self.now), kwargs=map_refs(node.kwargs, self.now))
+
+    def now(self, ref: Ref) -> Ref:
+        """The value that stands for `ref`."""
+        while ref in self.renamed:
+            ref = self.renamed[ref]
+        return ref
+
+    def is_a(self, kind: str, value: Any) -> bool:
+        return isinstance(value, Ref) and self.kinds.get(value) == kind
+
+    def made(self, node: Node, kind: str = _ROWS) -> Node:
+        self.kinds |= {Ref(node.name, index): kind for index in range(len(node.outputs))}
+        return node
+
+    def row_by_row(self, node: Node) -> Node:
+        """A call that does with each row the same."""
+        rule = rule_for(node, tuple(self.metas[ref] for ref in node.inputs))
+        if rule is None or "*" in rule.lowerings:
+            raise _StrangerError
+        first = {dims[0] if dims else () for dims in rule.outputs}
+        factor = next(iter(first))[0] if len(first) == 1 and all(len(dim) == 1 for dim in first) else ""
+        if not factor or factor in rule.blocked or factor in rule.lowerings:
+            raise _StrangerError
+        for ref, dims in zip(node.inputs, rule.inputs, strict=True):
+            holders = [number for number, dim in enumerate(dims) if factor in dim]
+            is_right = self.kinds[ref] == _ROWS and holders == [0] if ref in self.kinds else not holders
+            if not is_right or (holders and dims[0] != (factor,)):
+                raise _StrangerError
+        return self.made(node)
+
+    def tokens(self, node: Node) -> Node:
+        """p // k."""
+        order, choices = node.args[:2]
+        if not self.is_a("order", order) or not isinstance(choices, int):
+            return self.row_by_row(node)
+        return self.made(node, "tokens")
+
+    def blank(self, node: Node) -> Node:
+        """Memory for q."""
+        return self.made(node, "blank") if self.is_a("order", node.args[0]) else self.row_by_row(node)
+
+    def inverse(self, node: Node) -> Node:
+        """q, as argsort(p) or as memory in which 0 to N - 1 are put to the places p."""
+        if len(node.inputs) == 1:
+            is_inverse = self.is_a("order", node.inputs[0])
+        else:
+            memory, order, values = node.inputs
+            numbers = self.made_by.get(values.node)
+            counts = numbers is not None and numbers.op == "aten.arange.default" and numbers.args[0] == self.num_rows
+            is_inverse = self.is_a("blank", memory) and self.is_a("order", order) and counts
+        if not is_inverse or len(node.outputs) > 1:
+            raise _StrangerError
+        return self.made(node, "inverse")
+
+    def histogram(self, node: Node) -> Node:
+        """Counts do not depend on the order."""
+        if not self.is_a(_ROWS, node.inputs[0]):
+            raise _StrangerError
+        return node
+
+    def taken(self, node: Node) -> Node:
+        """x[p // k], w[p] and y[q]; anything else is taken row by row."""
+        source, index = node.inputs[0], node.inputs[-1]
+        kind, is_plain = self.kinds.get(index), len(node.inputs) == 2 and source not in self.kinds
+        rows = self.metas[source].shape[0] if self.metas[source].shape else 0
+        if kind == "inverse" and self.is_a(_ROWS, source):
+            self.renamed[Ref(node.name)] = source
+            return node
+        if kind == "order" and is_plain and rows == self.num_rows:
+            self.renamed[Ref(node.name)] = source
+            return self.made(node)
+        if kind == "tokens" and is_plain:
+            choices = self.made_by[index.node].args[1]
+            if rows * choices == self.num_rows:
+                args = (source, choices, 0)
+                return self.made(replace(node, op="aten.repeat_interleave.self_int", args=args, kwargs=()))
+        return self.row_by_row(node)
+
+    def product(self, node: Node) -> Node:
+        """A grouped product over all sorted rows."""
+        rows, weight, offsets = node.inputs
+        num_experts = self.metas[weight].shape[0]
+        if not self.is_a(_ROWS, rows) or weight in self.kinds or not self.ends_of_experts(offsets, num_experts):
+            raise _StrangerError
+        return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
+
+    def ends_of_experts(self, offsets: Ref, num_experts: int) -> bool:
+        """Whether it is the cumsum of a histogram of the ids with a bin for each of so many."""
+        total = self.made_by.get(offsets.node)
+        counts = self.made_by.get(total.inputs[0].node) if total and base_name(total.op) == "cumsum" else None
+        if counts is None or base_name(counts.op) != "histc" or not self.is_a(_ROWS, counts.inputs[0]):
+            return False
+        given = dict(zip(("bins", "min", "max"), counts.args[1:], strict=False)) | dict(counts.kwargs)
+        return given.get("bins") == num_experts and given.get("min", 0) == 0 and given.get("max") == num_experts - 1
+
+
+_WRITERS: Mapping[str, Callable[[_Region, Node], Node]] = {
+    "floor_divide": _Region.tokens,
+    "empty_like": _Region.blank,
+    "zeros_like": _Region.blank,
+    "index_put": _Region.inverse,
+    "argsort": _Region.inverse,
+    "sort": _Region.inverse,
+    "histc": _Region.histogram,
+    "index": _Region.taken,
+    "index_select": _Region.taken,
+    "grouped_mm": _Region.product,
+    "grouped_mm_fallback": _Region.product,
+}

@@ -1,0 +1,125 @@
+"""Mixtures of experts whose rows are sorted: which are written without the sorting, and that all keep their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  # registers grouped_mm_fallback
+from torch import Tensor, nn
+
+from autopar.frontend.trace import trace
+from autopar.ir.graph import base_name
+from autopar.options.strategies import scopes_of
+from tests.autopar.interpret import run_graph, tensors_of
+
+TOKENS, CHOICES, EXPERTS, WIDTH = 8, 2, 4, 8
+Between = Callable[[Tensor, Tensor], Tensor]
+"""(sorted rows, their ids) -> rows, between the two layers of the experts."""
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch's own has shapes of bf16 alone."""
+    found: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+    return found
+
+
+class Mixture(nn.Module):
+    """Sorts a row per token and choice by expert, multiplies runs of rows, and puts the results back.
+
+    bins: of the histogram that says where each expert's rows end.
+    """
+
+    def __init__(self, between: Between, bins: int = EXPERTS, by_argsort: bool = False) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+        self.between, self.bins, self.by_argsort = between, bins, by_argsort
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, choices = self.router(x).softmax(-1).topk(CHOICES)
+        ids = choices.reshape(-1)
+        if self.by_argsort:
+            order = torch.argsort(ids)
+            own, inverse = ids[order], torch.argsort(order)
+        else:
+            own, order = torch.sort(ids)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order))
+        counts = torch.histc(own.float(), self.bins, 0, self.bins - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)[:EXPERTS]
+        rows = grouped(x[order // CHOICES], self.up, ends) + self.bias[own]
+        rows = grouped(self.between(rows, own), self.down, ends)
+        rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
+        return rows[inverse].view(-1, CHOICES, WIDTH).sum(1)
+
+
+def silu(rows: Tensor, ids: Tensor) -> Tensor:
+    return F.silu(rows.clamp(max=7.0))
+
+
+def less_its_mean(rows: Tensor, ids: Tensor) -> Tensor:
+    return rows - rows.mean(0)
+
+
+def added_up(rows: Tensor, ids: Tensor) -> Tensor:
+    return rows.cumsum(0)
+
+
+def with_its_place(rows: Tensor, ids: Tensor) -> Tensor:
+    return rows * torch.arange(len(rows)).unsqueeze(1)
+
+
+def with_its_expert(rows: Tensor, ids: Tensor) -> Tensor:
+    return rows * (1.0 + ids).unsqueeze(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_rewritten"),
+    [
+        (lambda: Mixture(silu), True),
+        (lambda: Mixture(silu, by_argsort=True), True),
+        (lambda: Mixture(with_its_expert), True),
+        (lambda: Mixture(silu, bins=EXPERTS + 1), False),
+        (lambda: Mixture(less_its_mean), False),
+        (lambda: Mixture(added_up), False),
+        (lambda: Mixture(with_its_place), False),
+    ],
+    ids=["plain", "argsort", "reads ids", "more bins", "mean over rows", "cumsum over rows", "place of rows"],
+)
+def test_mixture(model: Callable[[], nn.Module], is_rewritten: bool) -> None:
+    torch.manual_seed(0)
+    own, x = model(), torch.randn(TOKENS, WIDTH)
+    graph = trace(own, {"x": x}, lambda y: y.square().mean())
+    calls = [base_name(node.op) for scope in scopes_of(graph) for node in scope.nodes]
+    assert calls.count("expert_linear") == (2 if is_rewritten else 0)
+    assert ("sort" in calls or "argsort" in calls) != is_rewritten
+    expected = own(x).square().mean()
+    found = run_graph(graph, tensors_of(own), {"x": x})
+    torch.testing.assert_close(found, expected)
+    parameters = list(own.parameters())
+    for have, want in zip(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        torch.testing.assert_close(have, want)
+
+
+def test_what_is_sorted_may_not_leave() -> None:
+    """A loss that reads the sorted rows has them in their order."""
+    torch.manual_seed(0)
+    own, x = Mixture(silu), torch.randn(TOKENS, WIDTH)
+    leaked: list[Tensor] = []
+    own.between = lambda rows, ids: leaked.append(rows) or silu(rows, ids)  # type: ignore[func-returns-value]
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().mean() + leaked.pop()[0].sum()
+
+    graph = trace(own, {"x": x}, loss)
+    calls = [base_name(node.op) for scope in scopes_of(graph) for node in scope.nodes]
+    assert "expert_linear" not in calls
+    expected = loss(own(x))
+    torch.testing.assert_close(run_graph(graph, tensors_of(own), {"x": x}), expected)
