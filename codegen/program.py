@@ -247,7 +247,6 @@ class Program:
     count_targets: tuple[Statement, ...] = ()
     target_counts: tuple[Var, ...] = ()
     vocabulary: int = 2
-    notes: tuple[str, ...] = field(default=())
     receives: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     sends: Mapping[str, BoundaryTensor] = field(default_factory=dict)
     recompute: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)

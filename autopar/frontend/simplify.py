@@ -17,7 +17,7 @@ from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.losses import split_means
-from autopar.ir.graph import Node, Ref, map_refs
+from autopar.ir.graph import Node, Ref, map_refs, with_refs
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
 _SDPA = "aten.scaled_dot_product_attention.default"
@@ -60,7 +60,7 @@ def substitute(flat: FlatGraph, renamed: dict[Ref, Ref]) -> None:
             ref = renamed[ref]
         return ref
 
-    flat.nodes = [replace(n, args=map_refs(n.args, target), kwargs=map_refs(n.kwargs, target)) for n in flat.nodes]
+    flat.nodes = [with_refs(node, target) for node in flat.nodes]
     flat.loss = target(flat.loss)
 
 
@@ -156,7 +156,13 @@ def write_out_constants(flat: FlatGraph) -> None:
         if key not in made:
             made[key] = Ref(f"constant_{len(made)}")
             nodes.append(
-                Node(made[key].node, "aten.full.default", (meta.shape, number), (("dtype", meta.dtype),), (meta,))
+                Node(
+                    name=made[key].node,
+                    op="aten.full.default",
+                    args=(meta.shape, number),
+                    kwargs=(("dtype", meta.dtype),),
+                    outputs=(meta,),
+                )
             )
         renamed[Ref(name)] = made[key]
     flat.nodes = [*nodes, *flat.nodes]

@@ -203,7 +203,6 @@ def _lower_stage(
         count_targets=tuple(count_statements),
         target_counts=counts,
         vocabulary=context.vocabulary,
-        notes=graph.notes,
         receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
         sends={n: border_of(shared, root.scope.metas[r], boundary_placements(root.lies[r])) for r, n in stage.sends},
         recompute=recompute,
