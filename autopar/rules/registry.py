@@ -1,7 +1,7 @@
 """Finds the rule of a node in the built-in tables and in what users add.
 
 The built-in tables are immutable. A `Registry` holds a user's additions; `default_registry()` is the one that
-`register_rule` writes to and that everything reads unless it is given another.
+`register_rule` writes to and that everything reads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from autopar.rules.equation import Equation
 from autopar.rules.rule import Lowering, Rule
 
 RuleFunction = Callable[[Call], Rule | None]
-Row = str | tuple[str, str] | RuleFunction
-"""An equation, an equation with its linear sets, or a function."""
+Row = tuple[str, str] | RuleFunction
+"""An equation with its linear sets, or a function."""
 
 
 @cache
@@ -84,10 +84,7 @@ class Registry:
         if row is None:
             return None
         call = Call.of(node, inputs)
-        if callable(row):
-            return row(call)
-        text, linear = row if isinstance(row, tuple) else (row, "")
-        return contraction.equation_rule(call, text, linear)
+        return contraction.equation_rule(call, *row) if isinstance(row, tuple) else row(call)
 
     def _find(self, op: str) -> Row | None:
         packet = packet_name(op)
@@ -109,9 +106,9 @@ def default_registry() -> Registry:
     return Registry()
 
 
-def rule_for(node: Node, inputs: tuple[TensorMeta, ...], registry: Registry | None = None) -> Rule | None:
-    """`Registry.rule_for` of the default registry or of the one given."""
-    return (registry or default_registry()).rule_for(node, inputs)
+def rule_for(node: Node, inputs: tuple[TensorMeta, ...]) -> Rule | None:
+    """`Registry.rule_for` of the default registry."""
+    return default_registry().rule_for(node, inputs)
 
 
 def register_rule(
@@ -127,6 +124,6 @@ def register_rule(
     default_registry().register(op_name, rule, linear=linear, lowerings=lowerings)
 
 
-def known_ops(registry: Registry | None = None) -> tuple[str, ...]:
+def known_ops() -> tuple[str, ...]:
     """Every op that has a rule."""
-    return (registry or default_registry()).known_ops()
+    return default_registry().known_ops()
