@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from autopar.errors import TraceError
-from autopar.frontend.effects import at, overload_of, refused_random
+from autopar.frontend.effects import at, refused_random
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, with_refs
+from autopar.ir.operators import find_op
 
 _COPY = "aten.copy_.default"
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
@@ -76,7 +77,7 @@ class _Functionaliser:
 
     def check_kind(self, node: Node) -> None:
         """Raises TraceError for a write that no functional call can stand for."""
-        overload = overload_of(node.op)
+        overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
         if torch.Tag.nondeterministic_seeded in overload.tags:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import Node, map_refs
+from autopar.ir.operators import find_op
 from autopar.rules.attention import EXCHANGES
-from autopar.rules.call import Call, Operand, find_op
+from autopar.rules.call import Call, Operand
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.simulate import SimulatedMesh, meshes
 from codegen.runtime.attention import attention

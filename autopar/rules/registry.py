@@ -12,6 +12,7 @@ from functools import cache
 from types import MappingProxyType
 
 from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.operators import find_op
 from autopar.rules import (
     attention,
     contraction,
@@ -24,7 +25,7 @@ from autopar.rules import (
     reduction,
     shape,
 )
-from autopar.rules.call import Call, find_op, linear_sets, packet_name
+from autopar.rules.call import Call, linear_sets, packet_name
 from autopar.rules.equation import Equation
 from autopar.rules.rule import Lowering, Rule
 

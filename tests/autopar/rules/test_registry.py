@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.operators import find_op
 from autopar.rules import Call, Registry, Rule, known_ops, prove_rule, register_rule, rule_for
-from autopar.rules.call import find_op, make_rule
+from autopar.rules.call import make_rule
 from autopar.rules.registry import builtin_table
 from tests.autopar.rules.handmade_calls import f, make_node
 
