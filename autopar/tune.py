@@ -5,12 +5,11 @@ What is chosen, and how, is said in codegen/kernels/tuning.py, which also does i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -59,7 +58,7 @@ def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]
     if not path.exists():
         path.write_text("{}\n", encoding="utf-8")
     before = read_choices(path)
-    with _environment(VARIABLE, str(path)):
+    with mock.patch.dict(os.environ, {VARIABLE: str(path)}):
         launch_main(main, ["--steps", str(steps)], Plan.from_file(plan).num_ranks)
     return [choice for choice in read_choices(path) if choice not in before], before
 
@@ -75,17 +74,3 @@ def read_choices(path: Path) -> list[Choice]:
         ]
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return []
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable for processes that are started in this context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

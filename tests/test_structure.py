@@ -33,7 +33,7 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
 
 MOST_POSITIONAL = 4
 """Fields of a dataclass or named tuple that may be given by position."""
-NAMED_FIELDS = ("codegen", "cost_models", "search", "autopar/lowering")
+NAMED_FIELDS = ("autopar", "codegen", "cost_models", "search")
 """Folders that give no more of them so."""
 
 

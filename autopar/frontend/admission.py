@@ -7,7 +7,6 @@ memory act beside it: a program made from the graph would train on without them 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -199,7 +198,7 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
 def _check_memory(model: nn.Module) -> None:
     """Tensors that overlap in memory: an optimiser's update of one changes the other, which no graph shows."""
     held: dict[int, list[tuple[int, int, str, bool]]] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
         start = int(tensor.storage_offset()) * tensor.itemsize
@@ -223,11 +222,6 @@ def _check_memory(model: nn.Module) -> None:
                     ],
                 )
         known.append((start, stop, name, tensor.requires_grad))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _check_state_dict(model: nn.Module) -> None:

@@ -6,14 +6,13 @@ is not held against a model.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from autopar.errors import TraceError
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import Node, Ref, base_name
+from autopar.ir.operators import arguments_of, find_op
 
 _KEYED = frozenset({"aten.dropout.default", "aten.scaled_dot_product_attention.default"})
 """Random operators whose numbers a program draws by the element's place in the whole, and so as one process does."""
@@ -73,29 +72,12 @@ def refused_random(op: str, place: str) -> TraceError:
 
 def is_random(node: Node) -> bool:
     """Whether the call draws random numbers other than by `dropout`'s keys."""
-    overload = overload_of(node.op)
+    overload = find_op(node.op)
     if node.op in _KEYED or overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
         return False
     given = arguments_of(node)
     chance, is_training = given.get("dropout", given.get("p", 1.0)), given.get("train", given.get("training", True))
     return bool(is_training) and chance != 0.0
-
-
-def overload_of(op: str) -> Any:
-    """torch's operator of that name, or None."""
-    found: Any = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            return None
-    return found
-
-
-def arguments_of(node: Node) -> dict[str, Any]:
-    """The call's arguments by the schema's names, defaults left out."""
-    overload = overload_of(node.op)
-    names = [argument.name for argument in overload._schema.arguments] if overload is not None else []
-    return {**dict(zip(names, node.args, strict=False)), **dict(node.kwargs)}
 
 
 def _refuse_lookup(flat: FlatGraph, node: Node) -> None:

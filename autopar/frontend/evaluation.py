@@ -25,6 +25,7 @@ from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
 from autopar.frontend.recorder import Source, record
 from autopar.frontend.skeleton import skeleton_of
+from autopar.ir.operators import named_arguments
 
 _FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.dropout.default": ("train", False),
@@ -108,7 +109,7 @@ def _compared(entries: list[Any], in_program: bool) -> list[Any]:
             kept.append(_Kept(("mode", position), name, entry[1], True))
             continue
         operator, (args, kwargs), *results = entry
-        named = _named(operator, args, dict(kwargs))
+        named = named_arguments(operator, args, dict(kwargs))
         if name in _FLAGS and not (name.endswith("norm.default") and named.get("running_mean") is None):
             flag, value = _FLAGS[name]
             if in_program:
@@ -122,14 +123,6 @@ def _compared(entries: list[Any], in_program: bool) -> list[Any]:
         what = (tuple(sorted(named.items())), tuple(result[:2] for result in results))
         kept.append(_Kept(("result", position), name, what, counts))
     return _live(kept, entries[-1][1], renamed)
-
-
-def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by the schema's names, in its order."""
-    names = [argument.name for argument in operator._schema.arguments]
-    given = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    return {name: given[name] for name in names if name in given}
 
 
 def _live(kept: list[_Kept], loss: Any, renamed: dict[Any, Any]) -> list[Any]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from autopar.errors import TraceError
-from autopar.frontend.effects import at, overload_of, refused_random
-from autopar.frontend.fx_import import FlatGraph
-from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, map_refs
+from autopar.frontend.effects import at, refused_random
+from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, with_refs
+from autopar.ir.operators import find_op
 
 _COPY = "aten.copy_.default"
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
@@ -58,7 +59,7 @@ class _Functionaliser:
         return self.current.get(ref, ref)
 
     def updated(self, node: Node) -> Node:
-        return replace(node, args=map_refs(node.args, self.now), kwargs=map_refs(node.kwargs, self.now))
+        return with_refs(node, self.now)
 
     def write(self, position: int, node: Node, functional: str) -> None:
         written: Ref = node.args[0]
@@ -76,7 +77,7 @@ class _Functionaliser:
 
     def check_kind(self, node: Node) -> None:
         """Raises TraceError for a write that no functional call can stand for."""
-        overload = overload_of(node.op)
+        overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
         if torch.Tag.nondeterministic_seeded in overload.tags:
@@ -210,14 +211,12 @@ class _Functionaliser:
     def add(self, write: Node, op: str, args: tuple[Any, ...], meta: TensorMeta) -> Ref:
         """Append a call where `write` is made."""
         name = self.unique(op.split(".")[1])
-        self.nodes.append(Node(name, op, args, (), (meta,), write.module))
+        self.nodes.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=write.module))
         self.metas[Ref(name)] = meta
         return Ref(name)
 
     def unique(self, wish: str) -> str:
-        name, count = wish, 1
-        while name in self.names:
-            name, count = f"{wish}_{count}", count + 1
+        name = unused_name(wish, self.names)
         self.names.add(name)
         return name
 

@@ -6,9 +6,10 @@ for `no_grad` regions are inlined with their outputs detached, and tied paramete
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -37,25 +38,11 @@ class FlatGraph:
     loss: Ref
     classes: dict[str, str]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> FlatGraph:
         """A copy that passes may rewrite while this stays."""
-        return FlatGraph(
-            dict(self.parameters),
-            dict(self.inputs),
-            list(self.nodes),
-            self.loss,
-            dict(self.classes),
-            dict(self.constants),
-            list(self.notes),
-            dict(self.lines),
-        )
-
-    def meta(self, ref: Ref) -> TensorMeta:
-        """Meta of what `ref` points to. Linear in the graph; passes that need many build `metas()` once."""
-        return self.metas()[ref]
+        return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
 
     def metas(self) -> dict[Ref, TensorMeta]:
         found = {Ref(name): parameter.meta for name, parameter in self.parameters.items()}
@@ -63,6 +50,14 @@ class FlatGraph:
         for node in self.nodes:
             found |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
         return found
+
+
+def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
+    """`wish`, or what it is with the first number from `first` on that nothing in `taken` has: `wish_1`."""
+    name, count = wish, first
+    while name in taken:
+        name, count = f"{wish}_{count}", count + 1
+    return name
 
 
 def import_program(
@@ -82,9 +77,11 @@ class _Importer:
         self.model = model
         self.program = program
         self.module = module
-        self.flat = FlatGraph(_parameters(module), {}, [], Ref(""), _class_names(module))
+        self.flat = FlatGraph(
+            parameters=_parameters(module), inputs={}, nodes=[], loss=Ref(""), classes=_class_names(module)
+        )
         self.values: dict[torch.fx.Node, Any] = {}
-        self.names: set[str] = set()
+        self.names = set(self.flat.parameters)
         self.batch = iter(names)
         self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
 
@@ -101,6 +98,7 @@ class _Importer:
                 self.values[node] = self._constant(node, signature.inputs_to_lifted_tensor_constants[node.name])
             else:
                 self.values[node] = self._input(node)
+        self.metas = self.flat.metas()
         output = self._import_nodes(self.program.graph_module, no_grad=False)
         self.flat.loss = next(refs_in(output))
         return self.flat
@@ -145,6 +143,7 @@ class _Importer:
         name = _root(target)
         self.flat.constants[name] = value.detach().clone()
         self.flat.parameters[name] = Parameter(name, _meta(value), is_buffer=True, persistent=False)
+        self.names.add(name)
         return Ref(name)
 
     def _import_nodes(self, graph_module: torch.fx.GraphModule, no_grad: bool) -> Any:
@@ -202,19 +201,18 @@ class _Importer:
         args = tuple(self._argument(a) for a in node.args)
         kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
         op = str(target)
-        metas = self._metas
         is_differentiable = not no_grad and op not in _DETACHED_OPS
-        grads = is_differentiable and any(
-            metas[ref].requires_grad for ref in refs_in((args, tuple(v for _, v in kwargs)))
-        )
+        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         outputs = tuple(_static(v, grads and has_gradients(v.dtype), node) for v in tensors)
-        name = self._unique(node.name)
+        name = unused_name(node.name, self.names)
+        self.names.add(name)
         self.flat.lines[name] = node.meta.get("stack_trace") or ""
-        self.flat.nodes.append(Node(name, op, args, kwargs, outputs, _module_path(node)))
-        self._known |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
+        module = _module_path(node)
+        self.flat.nodes.append(Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module))
+        self.metas |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
         self._follow_memory(name, op, args, outputs)
         refs = tuple(Ref(name, i) for i in range(len(outputs)))
         return refs if isinstance(value, (tuple, list)) else Ref(name)
@@ -229,20 +227,7 @@ class _Importer:
         self.roots |= {Ref(name, i): root for i in range(len(outputs))}
         if is_write and any(meta.requires_grad for meta in outputs):
             for ref in (root, *(ref for ref, base in self.roots.items() if base == root)):
-                self._known[ref] = replace(self._known[ref], requires_grad=True)
-
-    @property
-    def _metas(self) -> dict[Ref, TensorMeta]:
-        if not hasattr(self, "_known"):
-            self._known = self.flat.metas()
-        return self._known
-
-    def _unique(self, name: str) -> str:
-        candidate, count = name, 1
-        while candidate in self.names or candidate in self.flat.parameters:
-            candidate, count = f"{name}_{count}", count + 1
-        self.names.add(candidate)
-        return candidate
+                self.metas[ref] = replace(self.metas[ref], requires_grad=True)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
@@ -321,7 +306,13 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
     for name, tensor in tensors.items():
         root = _root(name)
         is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
-        found[root] = Parameter(root, _meta(tensor), tuple(aliases[root]), is_buffer, root in persistent)
+        found[root] = Parameter(
+            name=root,
+            meta=_meta(tensor),
+            aliases=tuple(aliases[root]),
+            is_buffer=is_buffer,
+            persistent=root in persistent,
+        )
     return found
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.frontend.fx_import import FlatGraph
-from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients, map_refs
+from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients, with_refs
 
 _DETACH = "aten.detach.default"
 
@@ -38,7 +38,7 @@ def detach_regions(flat: FlatGraph) -> None:
     detached: dict[Ref, Ref] = {}
     nodes: list[Node] = []
     for node in flat.nodes:
-        node = _with_inputs(node, detached)
+        node = with_refs(node, lambda ref: detached.get(ref, ref))
         crosses = node.op != _DETACH and any(metas[ref].requires_grad for ref in node.inputs)
         cut = [i for i, meta in enumerate(node.outputs) if crosses and has_gradients(meta.dtype)]
         cut = [i for i in cut if not node.outputs[i].requires_grad]
@@ -48,30 +48,22 @@ def detach_regions(flat: FlatGraph) -> None:
         opened = tuple(replace(m, requires_grad=True) if i in cut else m for i, m in enumerate(node.outputs))
         nodes.append(replace(node, outputs=opened))
         for index in cut:
-            name = _fresh(f"{node.name}_detached", taken)
-            nodes.append(Node(name, _DETACH, (Ref(node.name, index),), (), (node.outputs[index],), node.module))
+            name = unused_name(f"{node.name}_detached", taken)
+            taken.add(name)
+            nodes.append(
+                Node(
+                    name=name,
+                    op=_DETACH,
+                    args=(Ref(node.name, index),),
+                    kwargs=(),
+                    outputs=(node.outputs[index],),
+                    module=node.module,
+                )
+            )
             detached[Ref(node.name, index)] = Ref(name)
             metas[Ref(name)] = node.outputs[index]
     flat.nodes = nodes
     flat.loss = detached.get(flat.loss, flat.loss)
-
-
-def _with_inputs(node: Node, renamed: dict[Ref, Ref]) -> Node:
-    if not any(ref in renamed for ref in node.inputs):
-        return node
-
-    def now(ref: Ref) -> Ref:
-        return renamed.get(ref, ref)
-
-    return replace(node, args=map_refs(node.args, now), kwargs=map_refs(node.kwargs, now))
-
-
-def _fresh(wish: str, taken: set[str]) -> str:
-    name, count = wish, 1
-    while name in taken:
-        name, count = f"{wish}_{count}", count + 1
-    taken.add(name)
-    return name
 
 
 def _reached(flat: FlatGraph) -> set[str]:

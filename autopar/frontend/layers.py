@@ -15,8 +15,8 @@ from typing import Any
 
 from autopar.errors import TraceError
 from autopar.frontend.depth import KEPT_BLOCKS, Truncation
-from autopar.frontend.fx_import import FlatGraph
-from autopar.ir.graph import Graph, Input, LayerClass, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs, refs_in
+from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.ir.graph import Graph, Input, LayerClass, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs, with_refs
 from codegen.names import class_name
 
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\..*)?$")
@@ -42,14 +42,21 @@ def fold_layers(flat: FlatGraph, inputs: tuple[Input, ...], cuts: tuple[Truncati
     Raises TraceError if a shortened list did not fold into one run (the caller then traces at full depth).
     """
     metas = flat.metas()
-    used_outside = _outside_uses(flat)
+    users = _users(flat)
     pieces: list[Node | _Segment] = []
     for path, nodes in _split(flat.nodes):
-        pieces += [_segment(path, nodes, flat, metas, used_outside)] if path else nodes
-    body, renamed = _fold(pieces, flat, metas)
+        pieces += [_segment(path, nodes, flat, metas, users)] if path else nodes
+    body, renamed = _fold(pieces, flat, metas, users)
     whole, parameters = _extend(body, flat, cuts)
     loss = renamed.get(flat.loss, flat.loss)
-    return Graph(class_name(flat.classes[""]), inputs, parameters, whole, loss, batch_size, tuple(flat.notes))
+    return Graph(
+        name=class_name(flat.classes[""]),
+        inputs=inputs,
+        parameters=parameters,
+        body=whole,
+        loss=loss,
+        batch_size=batch_size,
+    )
 
 
 def layer_path(module: str) -> str:
@@ -73,17 +80,8 @@ def _split(nodes: list[Node]) -> Iterator[tuple[str, list[Node]]]:
         yield current, run
 
 
-def _outside_uses(flat: FlatGraph) -> set[Ref]:
-    """Refs that are used by a node of another layer, or as the loss."""
-    owner = {node.name: layer_path(node.module) for node in flat.nodes}
-    found = {flat.loss}
-    for node in flat.nodes:
-        found |= {ref for ref in node.inputs if owner.get(ref.node) != owner[node.name]}
-    return found
-
-
 def _segment(
-    path: str, nodes: list[Node], flat: FlatGraph, metas: dict[Ref, TensorMeta], outside: set[Ref]
+    path: str, nodes: list[Node], flat: FlatGraph, metas: dict[Ref, TensorMeta], users: dict[Ref, set[str]]
 ) -> _Segment:
     """Canonical form: positions instead of names, so that equal layers have equal keys."""
     position = {node.name: index for index, node in enumerate(nodes)}
@@ -99,10 +97,18 @@ def _segment(
 
     body = tuple((n.op, map_refs(n.args, canonical), map_refs(n.kwargs, canonical), n.outputs) for n in nodes)
     produced = [Ref(n.name, i) for n in nodes for i in range(len(n.outputs))]
-    outputs = tuple(ref for ref in produced if ref in outside)
+    outputs = tuple(ref for ref in produced if users.get(ref, set()) - {path})
     key = (body, tuple(canonical(ref) for ref in outputs), flat.classes.get(path, ""))
     prefix, _, index = path.rpartition(".")
-    return _Segment(path, prefix, int(index), tuple(nodes), tuple(args), outputs, key)
+    return _Segment(
+        path=path,
+        prefix=prefix,
+        index=int(index),
+        nodes=tuple(nodes),
+        args=tuple(args),
+        outputs=outputs,
+        key=key,
+    )
 
 
 def _relative(path: str, ref: Ref, flat: FlatGraph) -> str | None:
@@ -114,12 +120,11 @@ def _relative(path: str, ref: Ref, flat: FlatGraph) -> str | None:
 
 
 def _fold(
-    pieces: list[Node | _Segment], flat: FlatGraph, metas: dict[Ref, TensorMeta]
+    pieces: list[Node | _Segment], flat: FlatGraph, metas: dict[Ref, TensorMeta], users: dict[Ref, set[str]]
 ) -> tuple[list[Node | LayerRun], dict[Ref, Ref]]:
     """Join neighbouring segments into runs; everything else goes back to plain nodes."""
     body: list[Node | LayerRun] = []
     renamed: dict[Ref, Ref] = {}
-    users = _users(flat)
     classes: dict[Any, LayerClass] = {}
     position = 0
     while position < len(pieces):
@@ -147,18 +152,14 @@ def _fold(
 
 
 def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
-    return replace(
-        node,
-        args=map_refs(node.args, lambda ref: renamed.get(ref, ref)),
-        kwargs=map_refs(node.kwargs, lambda ref: renamed.get(ref, ref)),
-    )
+    return with_refs(node, lambda ref: renamed.get(ref, ref))
 
 
 def _users(flat: FlatGraph) -> dict[Ref, set[str]]:
     """Layer paths that use each Ref ("" for uses outside of layers and for the loss)."""
     found: dict[Ref, set[str]] = {flat.loss: {""}}
     for node in flat.nodes:
-        for ref in refs_in((node.args, node.kwargs)):
+        for ref in node.inputs:
             found.setdefault(ref, set()).add(layer_path(node.module))
     return found
 
@@ -200,10 +201,13 @@ def _layer_run(
         classes[first.key] = _layer_class(first, carried, flat, metas, taken)
     args = tuple(renamed.get(ref, ref) for ref in first.args)
     wish = "".join(char if f"_{char}".isidentifier() else "_" for char in first.prefix)
-    name, count = wish, 2
-    while name in taken_names:
-        name, count = f"{wish}_{count}", count + 1
-    return LayerRun(name, classes[first.key], tuple(s.path for s in run), args, carried)
+    return LayerRun(
+        name=unused_name(wish, taken_names, first=2),
+        layer=classes[first.key],
+        instances=tuple(segment.path for segment in run),
+        args=args,
+        carried=carried,
+    )
 
 
 def _layer_class(
@@ -219,14 +223,12 @@ def _layer_class(
     that iterates over a set has another order in another process.
     """
     carried_inputs = {index for index, _ in carried}
-    own = {node.name for node in segment.nodes}
+    taken_names = {node.name for node in segment.nodes}
     formal: dict[Ref, Ref] = {}
     for index, ref in enumerate(segment.args):
         wish = "hidden" if index in carried_inputs else _NUMBER.sub("", ref.node.rpartition(".")[2])
-        name, count = wish, 1
-        while name in own or Ref(name) in formal.values():
-            name, count = f"{wish}_{count}", count + 1
-        formal[ref] = Ref(name)
+        formal[ref] = Ref(unused_name(wish, taken_names))
+        taken_names.add(formal[ref].node)
     parameters = _layer_parameters(segment.path, segment.nodes, flat)
 
     def local(ref: Ref) -> Ref:
@@ -236,17 +238,12 @@ def _layer_class(
         return Ref(relative) if relative is not None else ref
 
     nodes = tuple(
-        replace(
-            node,
-            args=map_refs(node.args, local),
-            kwargs=map_refs(node.kwargs, local),
-            module=node.module.removeprefix(segment.path).removeprefix("."),
-        )
+        replace(with_refs(node, local), module=node.module.removeprefix(segment.path).removeprefix("."))
         for node in segment.nodes
     )
     name = class_name(flat.classes.get(segment.path, "Layer"), taken)
     inputs = tuple((formal[ref].node, metas[ref]) for ref in segment.args)
-    return LayerClass(name, inputs, parameters, nodes, segment.outputs)
+    return LayerClass(name=name, inputs=inputs, parameters=parameters, nodes=nodes, outputs=segment.outputs)
 
 
 def _layer_parameters(path: str, nodes: tuple[Node, ...], flat: FlatGraph) -> tuple[Parameter, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.frontend.fx_import import FlatGraph
+from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import Node, Ref, TensorMeta
 
 _MEAN, _SUM = 1, 2
@@ -76,9 +76,7 @@ class _Split:
         return self.make("weight", "aten.sum.default", kept, meta=TensorMeta((), own.dtype, own.requires_grad))
 
     def make(self, word: str, op: str, *args: Any, meta: TensorMeta) -> Ref:
-        name, count = f"{self.node.name}_{word}", 2
-        while name in self.taken:
-            name, count = f"{self.node.name}_{word}_{count}", count + 1
+        name = unused_name(f"{self.node.name}_{word}", self.taken, first=2)
         self.taken.add(name)
-        self.made.append(Node(name, op, args, (), (meta,), self.node.module))
+        self.made.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=self.node.module))
         return Ref(name)

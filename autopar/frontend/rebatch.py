@@ -12,9 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, base_name, map_refs
+from autopar.ir.graph import Graph, Node, base_name
 
 LEAST_ROWS = 2
 """A batch of one row is traced as it is: sizes of one may be left out or broadcast."""
@@ -127,57 +125,3 @@ def _check_numbers(low: Node, low_rows: int, high: Node, high_rows: int) -> None
         are_numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
         if are_numbers and one != other and one * high_rows != other * low_rows:
             raise NotAffineError(f"{low.name} has {one} with {low_rows} rows, {other} with {high_rows}")
-
-
-def shapes_hold(graph: Graph) -> bool:
-    """Whether every call makes the shapes that the graph says: at one row, `squeeze` would not."""
-    metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
-    seen: set[str] = set()
-    for piece in graph.body:
-        if isinstance(piece, Node):
-            if not _makes_its_shapes(piece, metas):
-                return False
-        elif piece.layer.name not in seen:
-            seen.add(piece.layer.name)
-            if not _layer_holds(piece):
-                return False
-        metas |= {Ref(piece.name, index): meta for index, meta in enumerate(piece.outputs)}
-    return True
-
-
-def _layer_holds(run: LayerRun) -> bool:
-    metas = {Ref(name): meta for name, meta in run.layer.inputs} | {Ref(p.name): p.meta for p in run.layer.parameters}
-    for node in run.layer.nodes:
-        if not _makes_its_shapes(node, metas):
-            return False
-        metas |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
-    return True
-
-
-def _makes_its_shapes(node: Node, metas: dict[Ref, TensorMeta]) -> bool:
-    """Found by calling it on tensors without memory; what is made from sizes alone has them."""
-    if not node.inputs:
-        return True
-
-    def empty(ref: Ref) -> torch.Tensor:
-        return torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta")
-
-    overload: Any = torch.ops
-    for part in node.op.split("."):
-        overload = getattr(overload, part)
-    keywords = {name: _on_meta(map_refs(value, empty)) for name, value in node.kwargs}
-    try:
-        made = overload(*(_on_meta(map_refs(value, empty)) for value in node.args), **keywords)
-    # Shapes that do not fit, a row that is not there, an operator that cannot do without memory, statistics of a single
-    # value (batch norm): torch raises many kinds.
-    except Exception:
-        return False
-    tensors = [x for x in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(x, torch.Tensor)]
-    return [tuple(x.shape) for x in tensors] == [meta.shape for meta in node.outputs]
-
-
-def _on_meta(value: Any) -> Any:
-    """Tuples as lists, which operators want, and every device as the one without memory."""
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    return [_on_meta(item) for item in value] if isinstance(value, tuple) else value

@@ -18,7 +18,8 @@ from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.losses import split_means
-from autopar.ir.graph import Node, Ref, map_refs
+from autopar.ir.graph import Node, Ref, map_refs, with_refs
+from autopar.ir.operators import arguments_of
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
 _SDPA = "aten.scaled_dot_product_attention.default"
@@ -62,7 +63,7 @@ def substitute(flat: FlatGraph, renamed: dict[Ref, Ref]) -> None:
             ref = renamed[ref]
         return ref
 
-    flat.nodes = [replace(n, args=map_refs(n.args, target), kwargs=map_refs(n.kwargs, target)) for n in flat.nodes]
+    flat.nodes = [with_refs(node, target) for node in flat.nodes]
     flat.loss = target(flat.loss)
 
 
@@ -158,7 +159,13 @@ def write_out_constants(flat: FlatGraph) -> None:
         if key not in made:
             made[key] = Ref(f"constant_{len(made)}")
             nodes.append(
-                Node(made[key].node, "aten.full.default", (meta.shape, number), (("dtype", meta.dtype),), (meta,))
+                Node(
+                    name=made[key].node,
+                    op="aten.full.default",
+                    args=(meta.shape, number),
+                    kwargs=(("dtype", meta.dtype),),
+                    outputs=(meta,),
+                )
             )
         renamed[Ref(name)] = made[key]
     flat.nodes = [*nodes, *flat.nodes]
@@ -189,7 +196,7 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
         kind = _mask_kind(constants[mask])
         if kind is None:
             continue
-        arguments = attention_arguments(node)
+        arguments = arguments_of(node)
         arguments |= {"attn_mask": None, "is_causal": kind == "causal"}
         flat.nodes[position] = _attention_node(node, arguments)
 
@@ -207,13 +214,6 @@ def _mask_kind(mask: torch.Tensor) -> str | None:
     return "causal" if rows.shape[-1] == rows.shape[-2] and bool((rows == causal).all()) else None
 
 
-def attention_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of scaled_dot_product_attention by name, defaults filled in."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
 def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     rest = (("scale", arguments["scale"]), ("enable_gqa", arguments["enable_gqa"]))
@@ -222,7 +222,7 @@ def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
 
 def unpack_attention_defaults(flat: FlatGraph) -> None:
     """Give every attention call all its arguments, so that rules and emission see one form."""
-    flat.nodes = [_attention_node(n, attention_arguments(n)) if n.op == _SDPA else n for n in flat.nodes]
+    flat.nodes = [_attention_node(n, arguments_of(n)) if n.op == _SDPA else n for n in flat.nodes]
 
 
 def fold_iota_index(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:

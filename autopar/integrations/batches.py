@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autopar.errors import ModelError
 
 
-def random_batch(model: nn.Module, batch_size: int, seq_len: int, seed: int = 0) -> dict[str, Tensor]:
+def random_batch(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, Tensor]:
     """Inputs with labels, by forward's names, on the CPU; the model may be on meta.
 
     Language models: input_ids and labels, int64 [batch_size, seq_len]. Image classifiers: pixel_values, float
@@ -19,7 +19,7 @@ def random_batch(model: nn.Module, batch_size: int, seq_len: int, seed: int = 0)
     """
     config: Any = getattr(model, "config", None)
     main_input = getattr(model, "main_input_name", None)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     if main_input == "input_ids" and hasattr(config, "vocab_size") and not getattr(config, "is_encoder_decoder", False):
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and seq_len > longest:

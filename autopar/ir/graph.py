@@ -93,6 +93,11 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
     return value
 
 
+def with_refs(node: Node, function: Callable[[Ref], Any]) -> Node:
+    """The call with every Ref among its arguments replaced by `function(ref)`."""
+    return replace(node, args=map_refs(node.args, function), kwargs=map_refs(node.kwargs, function))
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter or buffer of the user's model under its first name; `aliases` are tied names.
@@ -188,7 +193,6 @@ class Graph:
     body: tuple[Node | LayerRun, ...]
     loss: Ref
     batch_size: int
-    notes: tuple[str, ...] = field(default=())
     accumulation: Accumulation | None = None
     known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.ir.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placement, R, S
 from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.localize import LocalCall, local_call
-from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
+from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.expressions import given
 from codegen.program import Call, Raw, Statement, TensorType, Var
@@ -94,7 +95,7 @@ def _on_one_rank(node: Node, operator: Operator) -> Any:
 
 
 def _cross_entropy(scope: Lowering, node: Node, axes: tuple[int, ...], call: Call) -> Call:
-    arguments = cross_entropy_arguments(node)
+    arguments = arguments_of(node)
     is_mean = arguments["reduction"] == MEAN
     divisor = _count(scope, node, arguments["ignore_index"], call) if is_mean else Raw("1.0")
     kwargs: list[tuple[str, Any]] = []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
+
 from autopar.errors import TraceError
-from autopar.frontend.rebatch import LEAST_ROWS, BatchedTrace, shapes_hold
-from autopar.ir.graph import Graph
+from autopar.frontend.rebatch import LEAST_ROWS, BatchedTrace
+from autopar.ir.graph import Graph, Node, Ref, TensorMeta
 from autopar.options.batch_shares import WholeBatchError
 from autopar.options.micro_batches import accumulation
+from autopar.options.strategies import scopes_of
+from autopar.rules.execute import call_op
 
 
 class AccumulatingTrace(BatchedTrace):
@@ -42,7 +46,7 @@ class AccumulatingTrace(BatchedTrace):
             for more in (self._batch_size, LEAST_ROWS, 2 * LEAST_ROWS):
                 super().__call__(more)
             found = super().estimate(rows)
-            if shapes_hold(found):
+            if all(_makes_its_shapes(node, scope.metas) for scope in scopes_of(found) for node in scope.nodes):
                 return found
         return super().__call__(rows)
 
@@ -63,3 +67,20 @@ class AccumulatingTrace(BatchedTrace):
                 except WholeBatchError as error:
                     self._proven[rows] = str(error)
         return self._proven[rows]
+
+
+def _makes_its_shapes(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
+    """Whether a call makes the shapes that its graph says: at one row, `squeeze` would not.
+
+    Found by calling it on tensors without memory; what is made from sizes alone has them.
+    """
+    if not node.inputs:
+        return True
+    empty = [torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta") for ref in node.inputs]
+    try:
+        made = call_op(node.op, node.args, node.kwargs, empty, device="meta")
+    # Shapes that do not fit, a row that is not there, an operator that cannot do without memory, statistics of a single
+    # value (batch norm): torch raises many kinds.
+    except Exception:
+        return False
+    return [tuple(x.shape) for x in made if isinstance(x, torch.Tensor)] == [meta.shape for meta in node.outputs]

@@ -61,20 +61,6 @@ def default_option(
     return min(range(len(options)), key=effort)
 
 
-def multi_use_refs(graph: Graph, scope: Scope) -> set[Ref]:
-    """Refs of a scope that are used more than once, and so may be kept in placements of their own."""
-    counts: dict[Ref, int] = {}
-    used = [ref for node in scope.nodes for ref in node.inputs]
-    if scope.layer:
-        used += scope.layer.outputs
-    else:
-        used += [ref for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args]
-        used.append(graph.loss)
-    for ref in used:
-        counts[ref] = counts.get(ref, 0) + 1
-    return {ref for ref, count in counts.items() if count > 1}
-
-
 class Deriver:
     """Walks a graph in execution order and knows where every tensor lies under the decisions so far."""
 
@@ -82,7 +68,6 @@ class Deriver:
         self.graph, self.operators, self.mesh = graph, operators, mesh
         self.scopes = {scope.name: scope for scope in scopes_of(graph)}
         self.options = {key: options_of(operator, mesh) for key, operator in operators.items()}
-        self.shared = {name: multi_use_refs(graph, scope) for name, scope in self.scopes.items()}
         self.lies: dict[tuple[str, Ref], Placements] = {}
 
     def order(self) -> list[Scope]:
@@ -149,7 +134,8 @@ def compress(
 def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Assignment:
     """A plan's assignment, validated against the graph. Raises PlanError."""
     deriver = Deriver(graph, operators, plan.mesh)
-    check_scopes(graph, Offers(graph, deriver.options, plan.mesh), plan)
+    offers = Offers(graph, deriver.options, plan.mesh)
+    check_scopes(graph, offers, plan)
     chosen: dict[tuple[str, str], Option] = {}
     tensors: dict[tuple[str, Ref], Placements] = {}
     parameters: dict[tuple[str, str], Stored] = {}
@@ -174,7 +160,7 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
                 ref = Ref(piece.name, position)
                 kept = decided.tensors.get(ref_name(ref), placements)
                 deriver.lies[scope.name, ref] = kept
-                if ref in deriver.shared[scope.name]:
+                if len(offers.uses[scope.name].get(ref, ())) > 1:
                     tensors[scope.name, ref] = kept
     return Assignment(chosen, tensors, parameters)
 

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, map_refs
-from autopar.rules.loss import MEAN, cross_entropy_arguments, is_plain_cross_entropy
+from autopar.ir.operators import arguments_of
+from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from codegen.fusion import PATTERNS, Match, matches
 from codegen.program import Call, Raw, TensorType, Var
 
@@ -165,7 +166,7 @@ def unsharded_call(node: Node, metas: Mapping[Ref, TensorMeta], stored: Collecti
 
     args: tuple[Any, ...] = map_refs(node.args, variable)
     if is_plain_cross_entropy(node, inputs):
-        arguments = cross_entropy_arguments(node)
+        arguments = arguments_of(node)
         divisor = Raw("num_targets[0]" if arguments["reduction"] == MEAN else "1.0")
         options = tuple((key, arguments[key]) for key in ("ignore_index", "label_smoothing") if arguments[key])
         return Call("runtime.cross_entropy", (*args[:2], divisor), options, results)

@@ -42,6 +42,7 @@ from fractions import Fraction
 import torch
 
 from autopar.ir.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta, ancestors, repeated_calls
+from autopar.ir.operators import find_op
 from autopar.ir.placement import P, R, S
 from autopar.options.batch_shares import (
     ONE,
@@ -54,7 +55,7 @@ from autopar.options.batch_shares import (
     numbers_of,
 )
 from autopar.options.strategies import Scope, factor_of, scopes_of
-from autopar.rules.call import Call, find_op
+from autopar.rules.call import Call
 from autopar.rules.loss import is_plain_cross_entropy
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, find_factor, shard_option

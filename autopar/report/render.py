@@ -13,7 +13,6 @@ from rich.text import Text
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import training_of
 from autopar.ir.compression import NOTHING_COMPRESSED
-from autopar.ir.graph import Graph
 from autopar.options.strategies import Scope, scopes_of
 from autopar.program import GeneratedProgram
 from autopar.report.costs import runner_ups, time_rows
@@ -48,7 +47,7 @@ def report_panels(compiled: GeneratedProgram) -> Iterator[RenderableType]:
     yield _time(compiled)
     yield _memory(compiled)
     yield _runner_ups(compiled)
-    yield from _notes(compiled, graph)
+    yield from _notes(compiled)
 
 
 def _header(compiled: GeneratedProgram) -> RenderableType:
@@ -214,8 +213,8 @@ def _runner_ups(compiled: GeneratedProgram) -> RenderableType:
     return table
 
 
-def _notes(compiled: GeneratedProgram, graph: Graph) -> Iterator[RenderableType]:
-    notes = list(graph.notes)
+def _notes(compiled: GeneratedProgram) -> Iterator[RenderableType]:
+    notes: list[str] = []
     unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.known})
     if unknown:
         notes.append(

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from autopar.ir.graph import Node, TensorMeta, map_refs
+from autopar.ir.operators import find_op, named_arguments
 from autopar.rules.rule import Dims, Joint, Lowering, Rule
 
 
@@ -53,13 +52,7 @@ class Call:
         op = find_op(node.op)
         if op is None:
             return cls(node, inputs, {**{f"arg{i}": value for i, value in enumerate(args)}, **kwargs})
-        names = [argument.name for argument in op._schema.arguments]
-        defaults = {
-            a.name: tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value
-            for a in op._schema.arguments
-            if a.has_default_value()
-        }
-        return cls(node, inputs, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+        return cls(node, inputs, named_arguments(op, args, kwargs))
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -87,19 +80,6 @@ class Call:
 def packet_name(op: str) -> str:
     """ "aten.add_.Tensor" -> "aten.add_"."""
     return ".".join(op.split(".")[:2])
-
-
-def find_op(name: str) -> torch._ops.OpOverload | None:
-    """The overload called `name` ("aten.linear.default"), or None if torch does not have it."""
-    parts = name.split(".")
-    if len(parts) != 3:
-        return None
-    namespace, packet, overload = parts
-    try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError:
-        return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def linear_sets(call: Call, specs: Iterable[str]) -> tuple[frozenset[int], ...]:

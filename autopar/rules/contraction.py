@@ -19,10 +19,9 @@ EQUATIONS: dict[str, tuple[str, str]] = {
 }
 
 
-def equation_rule(call: Call, text: str, linear: str = "") -> Rule:
+def equation_rule(call: Call, text: str, linear: str) -> Rule:
     """The rule of a one-line equation."""
-    sets = linear_sets(call, linear.split(",")) if linear else ()
-    return Equation.parse(text).bind(call.inputs, call.outputs, sets)
+    return Equation.parse(text).bind(call.inputs, call.outputs, linear_sets(call, linear.split(",")))
 
 
 def addmm(call: Call) -> Rule:

@@ -60,7 +60,15 @@ class Equation:
         bound_out = tuple(_bind(names, meta, sizes) for names, meta in zip(self.outputs, outputs, strict=True))
         blocked = frozenset(f for f in sizes if f.split(".")[0] in self.blocked)
         additive = frozenset(i for i in self.additive if i < len(inputs))
-        return Rule(bound_in, bound_out, sizes, blocked, additive, linear, lowerings or {})
+        return Rule(
+            inputs=bound_in,
+            outputs=bound_out,
+            sizes=sizes,
+            blocked=blocked,
+            additive=additive,
+            linear=linear,
+            lowerings=lowerings or {},
+        )
 
 
 def _bind(names: tuple[str, ...], meta: TensorMeta, sizes: dict[str, int]) -> Dims:

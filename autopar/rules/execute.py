@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import Node, map_refs
+from autopar.ir.operators import find_op
 from autopar.rules.attention import EXCHANGES
-from autopar.rules.call import Call, Operand, find_op
+from autopar.rules.call import Call, Operand
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.simulate import SimulatedMesh, meshes
 from codegen.runtime.attention import attention
@@ -28,23 +29,33 @@ DROPOUT_KEY = 1234
 COMMUNICATING = frozenset({"cross_entropy", *EXCHANGES})
 
 
-def call_op(op: str, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], inputs: Sequence[Tensor]) -> Tensors:
-    """The operator's outputs; `inputs` replace the Refs in order. Raises ValueError for an op torch does not have."""
+def call_op(
+    op: str,
+    args: tuple[Any, ...],
+    kwargs: Sequence[tuple[str, Any]],
+    inputs: Sequence[Tensor],
+    device: str = "cpu",
+) -> Tensors:
+    """The operator's outputs; `inputs` replace the Refs in order, and `device`, where they lie, every named device.
+
+    Raises ValueError for an op torch does not have.
+    """
     overload = find_op(op)
     if overload is None:
         raise ValueError(f"torch has no operator {op!r}")
     # A copy keeps in-place forms from writing to leaves.
     feed = (tensor.clone() for tensor in inputs)
-    bound_args = [_as_list(map_refs(value, lambda _: next(feed))) for value in args]
-    bound_kwargs = {name: _as_list(map_refs(value, lambda _: next(feed))) for name, value in kwargs}
+    bound_args = [_as_list(map_refs(value, lambda _: next(feed)), device) for value in args]
+    bound_kwargs = {name: _as_list(map_refs(value, lambda _: next(feed)), device) for name, value in kwargs}
     result = overload(*bound_args, **bound_kwargs)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: Any, device: str) -> Any:
+    """Tuples as lists, which operators want; a trace's device is not where the call runs."""
     if isinstance(value, torch.device):
-        return torch.device("cpu")  # a trace's device is not where the proof runs
-    return [_as_list(item) for item in value] if isinstance(value, tuple) else value
+        return torch.device(device)
+    return [_as_list(item, device) for item in value] if isinstance(value, tuple) else value
 
 
 def run_whole(node: Node, call: Call, lowering: LoweringCall | None, inputs: Sequence[Tensor]) -> Tensors:

@@ -35,8 +35,8 @@ def view_factors(source: Shape, target: Shape) -> ViewFactors:
         raise ValueError(f"a view cannot turn {source} into {target}")
     work = _Work([[] for _ in source], [[] for _ in target])
     if 0 in source:
-        return _opaque(work, source, target)
-    for left, right in _groups(source, target):
+        _block(work, source, target)
+    for left, right in _groups(source, target) if 0 not in source else ():
         _match(work, source, target, left, right)
     return ViewFactors(
         tuple(tuple(f) for f in work.source),
@@ -60,14 +60,12 @@ class _Work:
         return name
 
 
-def _opaque(work: _Work, source: Shape, target: Shape) -> ViewFactors:
-    """The factors of empty tensors, which have nothing to shard."""
+def _block(work: _Work, source: Shape, target: Shape) -> None:
+    """Find the factors of empty tensors, which have nothing to shard."""
     for side, dims, shape in (("from", work.source, source), ("to", work.target, target)):
         for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             dim.append(work.new(f"{side}{index}", size))
-    return ViewFactors(
-        tuple(tuple(f) for f in work.source), tuple(tuple(f) for f in work.target), work.sizes, frozenset(work.sizes)
-    )
+    work.blocked |= work.sizes.keys()
 
 
 def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:

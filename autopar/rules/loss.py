@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autopar.ir.graph import Node, TensorMeta, base_name
+from autopar.ir.operators import arguments_of
 from autopar.ir.placement import R
 from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Lowering, Rule
@@ -86,16 +86,9 @@ def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta], any_dims: b
     """
     if base_name(node.op) != "cross_entropy_loss":
         return False
-    arguments = cross_entropy_arguments(node)
+    arguments = arguments_of(node)
     by_class = not inputs[1].dtype.is_floating_point and (any_dims or len(inputs[0].shape) == 2)
     return by_class and arguments["weight"] is None and arguments["reduction"] in (MEAN, SUM)
-
-
-def cross_entropy_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a cross-entropy by name, with the defaults of those that are left out."""
-    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    defaults = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
-    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 TABLE = {

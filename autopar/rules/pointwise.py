@@ -27,8 +27,13 @@ LINEAR: dict[str, str] = {
     "where": "self other",
     "masked_fill": "self value",
     "dropout": "input",
+    "expand": "self",
+    "expand_as": "self",
+    "broadcast_to": "self",
+    "broadcast_tensors": "tensors",
 }
-"""Operators that are linear in some arguments. div with a rounding mode is excluded by `pointwise`."""
+"""Operators that are linear in some arguments. div with a rounding mode is excluded by `pointwise`; the second tensor
+of expand_as is sharded like the result."""
 
 NONLINEAR = (
     "abs",

@@ -116,22 +116,22 @@ def prove_rule(
             wrong.append(f"{_text(options)} on {'x'.join(map(str, sizes))}: {fault}")
     skipped = tuple(f"{factor} of size {rule.sizes[factor]}" for factor in rule.shardable if factor not in seen)
     missed = tuple(dict.fromkeys(_missed(case, seed))) if search_missed else ()
-    return ProofReport(node.op, checked, tuple(wrong), missed, skipped)
+    return ProofReport(op=node.op, options_checked=checked, wrong=tuple(wrong), missed=missed, skipped=skipped)
 
 
 def check_options(
-    node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare, axis_size: int = 2, seed: int = 0
+    node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare
 ) -> tuple[int, tuple[str, ...]]:
-    """How many options one axis has, and what is wrong with each that `prepare` makes something else of than torch."""
-    case = replace(_make_case(node, inputs, rule, seed), prepare=prepare)
-    options = axis_options(rule, axis_size, inputs, case.node.outputs)
-    faults = ((option, _fault(case, (option,), (axis_size,))) for option in options)
+    """How many options an axis of 2 ranks has, and what is wrong with each that `prepare` does not make torch's."""
+    case = replace(_make_case(node, inputs, rule, seed=0), prepare=prepare)
+    options = axis_options(rule, 2, inputs, case.node.outputs)
+    faults = ((option, _fault(case, (option,), (2,))) for option in options)
     return len(options), tuple(f"{_option_text(option)}: {fault}" for option, fault in faults if fault)
 
 
-def torch_alone(node: Node, inputs: tuple[TensorMeta, ...], seed: int = 0) -> None:
+def torch_alone(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
     """Raises what torch raises for the call on whole tensors, forward or backward."""
-    leaves = _leaves(sample_inputs(node, inputs, torch.Generator().manual_seed(seed)), inputs)
+    leaves = _leaves(sample_inputs(node, inputs, torch.Generator().manual_seed(0)), inputs)
     outputs = call_op(node.op, node.args, node.kwargs, leaves)
     _gradients(outputs, tuple(torch.ones_like(out) if out.requires_grad else None for out in outputs), leaves)
 
@@ -149,10 +149,18 @@ def _make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int
     in_grads = _gradients(outputs, grads, leaves)
     # The metas as they are in float64 runs: what flows decides, not what the trace recorded.
     metas = tuple(replace(m, requires_grad=out.requires_grad) for m, out in zip(node.outputs, outputs, strict=True))
-    node = replace(node, outputs=metas)
-    detached = tuple(out.detach() for out in outputs)
-    count = count_targets(call, values)
-    return _Case(node, rule, call, inputs, values, detached, grads, in_grads, count, generator)
+    return _Case(
+        node=replace(node, outputs=metas),
+        rule=rule,
+        call=call,
+        inputs=inputs,
+        values=values,
+        outputs=tuple(out.detach() for out in outputs),
+        out_grads=grads,
+        in_grads=in_grads,
+        num_targets=count_targets(call, values),
+        generator=generator,
+    )
 
 
 def _whole_lowering(node: Node, rule: Rule, inputs: tuple[TensorMeta, ...]) -> LoweringCall | None:

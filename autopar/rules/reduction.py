@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.rules.call import Call, Operand, broadcast_groups, make_rule, normal_dim, normal_dims
+from autopar.rules.pointwise import pointwise
 from autopar.rules.rule import Lowering, Rule
 
 SUMS = ("sum", "mean", "nansum")
@@ -27,13 +28,13 @@ BLOCKED = (
 )
 
 
-def reduction(call: Call) -> Rule | None:
+def reduction(call: Call) -> Rule:
     """`dim` may be absent, one, several or empty; `keepdim` leaves dims without factors.
 
-    None for the two-tensor forms of max and min, which are pointwise.
+    The two-tensor forms of max and min are pointwise.
     """
     if len(call.inputs) == 2:
-        return _pairwise(call)
+        return pointwise(call)
     (x,) = call.inputs
     rank = len(x.shape)
     dims = normal_dims(call.get("dim"), rank) if rank else ()
@@ -53,14 +54,6 @@ def reduction(call: Call) -> Rule | None:
         linear=("self",) if is_sum else (),
         lowerings=lowerings,
     )
-
-
-def _pairwise(call: Call) -> Rule:
-    shape = call.outputs[0].shape
-    names = [f"d{i}" for i in range(len(shape))]
-    sizes = dict(zip(names, shape, strict=True))
-    inputs = [broadcast_groups(meta.shape, names, sizes) for meta in call.inputs]
-    return make_rule(call, inputs, [[[f] for f in names]], sizes)
 
 
 def topk(call: Call) -> Rule:

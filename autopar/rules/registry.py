@@ -1,7 +1,7 @@
 """Finds the rule of a node in the built-in tables and in what users add.
 
 The built-in tables are immutable. A `Registry` holds a user's additions; `default_registry()` is the one that
-`register_rule` writes to and that everything reads unless it is given another.
+`register_rule` writes to and that everything reads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 from types import MappingProxyType
 
 from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.operators import find_op
 from autopar.rules import (
     attention,
     contraction,
@@ -25,13 +26,13 @@ from autopar.rules import (
     reduction,
     shape,
 )
-from autopar.rules.call import Call, find_op, linear_sets, packet_name
+from autopar.rules.call import Call, linear_sets, packet_name
 from autopar.rules.equation import Equation
 from autopar.rules.rule import Lowering, Rule
 
 RuleFunction = Callable[[Call], Rule | None]
-Row = str | tuple[str, str] | RuleFunction
-"""An equation, an equation with its linear sets, or a function."""
+Row = tuple[str, str] | RuleFunction
+"""An equation with its linear sets, or a function."""
 
 
 @cache
@@ -85,10 +86,7 @@ class Registry:
         if row is None:
             return None
         call = Call.of(node, inputs)
-        if callable(row):
-            return row(call)
-        text, linear = row if isinstance(row, tuple) else (row, "")
-        return contraction.equation_rule(call, text, linear)
+        return contraction.equation_rule(call, *row) if isinstance(row, tuple) else row(call)
 
     def _find(self, op: str) -> Row | None:
         packet = packet_name(op)
@@ -110,9 +108,9 @@ def default_registry() -> Registry:
     return Registry()
 
 
-def rule_for(node: Node, inputs: tuple[TensorMeta, ...], registry: Registry | None = None) -> Rule | None:
-    """`Registry.rule_for` of the default registry or of the one given."""
-    return (registry or default_registry()).rule_for(node, inputs)
+def rule_for(node: Node, inputs: tuple[TensorMeta, ...]) -> Rule | None:
+    """`Registry.rule_for` of the default registry."""
+    return default_registry().rule_for(node, inputs)
 
 
 def register_rule(
@@ -128,6 +126,6 @@ def register_rule(
     default_registry().register(op_name, rule, linear=linear, lowerings=lowerings)
 
 
-def known_ops(registry: Registry | None = None) -> tuple[str, ...]:
+def known_ops() -> tuple[str, ...]:
     """Every op that has a rule."""
-    return (registry or default_registry()).known_ops()
+    return default_registry().known_ops()

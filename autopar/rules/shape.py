@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.rules.call import Call, Operand, broadcast_groups, make_rule, normal_dim, normal_dims
+from autopar.rules.call import Call, Operand, make_rule, normal_dim, normal_dims
 from autopar.rules.factorize import view_factors
 from autopar.rules.rule import Rule
 
@@ -72,25 +72,6 @@ def squeeze(call: Call) -> Rule:
     return _rearranged(call, [i for i in range(len(call.inputs[0].shape)) if i not in gone])
 
 
-def expand(call: Call) -> Rule:
-    """expand and broadcast_to; expand_as's second tensor is sharded like the result."""
-    out = call.outputs[0].shape
-    names = [f"d{i}" for i in range(len(out))]
-    sizes = dict(zip(names, out, strict=True))
-    inputs = [broadcast_groups(meta.shape, names, sizes) for meta in call.inputs]
-    return make_rule(call, inputs, [[[f] for f in names]], sizes, linear=("self",))
-
-
-def broadcast_tensors(call: Call) -> Rule:
-    """Every tensor expanded to the common shape."""
-    out = call.outputs[0].shape
-    names = [f"d{i}" for i in range(len(out))]
-    sizes = dict(zip(names, out, strict=True))
-    inputs = [broadcast_groups(meta.shape, names, sizes) for meta in call.inputs]
-    own = [[f] for f in names]
-    return make_rule(call, inputs, [own for _ in call.outputs], sizes, linear=("tensors",))
-
-
 def repeat(call: Call) -> Rule:
     """The rule of `repeat`: copies are the major factor of each dim."""
     (x,) = call.inputs
@@ -115,20 +96,12 @@ def repeat_interleave(call: Call) -> Rule | None:
 
 
 def select(call: Call) -> Rule:
-    """The rule of `select`: one index of a dim, which is blocked."""
+    """The rule of `select` and `unbind`: one index of a dim, or each in turn; the dim is blocked."""
     names, sizes = _names(call)
     dim = normal_dim(call["dim"], len(names))
     out = [[f] for i, f in enumerate(names) if i != dim]
-    return make_rule(call, [[[f] for f in names]], [out], sizes, blocked={names[dim]}, linear=("self",))
-
-
-def unbind(call: Call) -> Rule:
-    names, sizes = _names(call)
-    dim = normal_dim(call["dim"], len(names))
-    out = [[f] for i, f in enumerate(names) if i != dim]
-    return make_rule(
-        call, [[[f] for f in names]], [out for _ in call.outputs], sizes, blocked={names[dim]}, linear=("self",)
-    )
+    outputs = [out for _ in call.outputs]
+    return make_rule(call, [[[f] for f in names]], outputs, sizes, blocked={names[dim]}, linear=("self",))
 
 
 def slice_bounds(call: Call) -> tuple[int, int, int]:
@@ -239,12 +212,10 @@ TABLE = {
     **{f"aten.{name}": transpose for name in ("transpose", "t", "numpy_T", "swapaxes", "swapdims")},
     "aten.unsqueeze": unsqueeze,
     "aten.squeeze": squeeze,
-    **{f"aten.{name}": expand for name in ("expand", "expand_as", "broadcast_to")},
-    "aten.broadcast_tensors": broadcast_tensors,
     "aten.repeat": repeat,
     "aten.repeat_interleave": repeat_interleave,
     "aten.select": select,
-    "aten.unbind": unbind,
+    "aten.unbind": select,
     "aten.slice": slice_,
     "aten.narrow": slice_,
     **{f"aten.{name}": split for name in ("split", "split_with_sizes", "chunk")},

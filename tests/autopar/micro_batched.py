@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, ancestors, base_name, map_refs
+from autopar.ir.operators import arguments_of
 from autopar.options.accumulating_trace import AccumulatingTrace
-from autopar.rules.loss import MEAN, SUM, cross_entropy_arguments
+from autopar.rules.loss import MEAN, SUM
 from tests.autopar.interpret import run_layers, run_node, tensors_of
 
 
@@ -42,7 +43,7 @@ def _counts(graph: Graph, tensors: Mapping[str, Tensor], parts: list[dict[str, T
     found = {}
     for node in filter(_is_counted, graph.body):
         assert isinstance(node, Node)
-        ignored = cross_entropy_arguments(node)["ignore_index"]
+        ignored = arguments_of(node)["ignore_index"]
         targets = (_run(graph, tensors, p, {}, ancestors(graph, node.inputs[1]))[node.inputs[1]] for p in parts)
         found[Ref("count", hash(node.name))] = torch.stack([(t != ignored).sum() for t in targets]).double().mean()
     return found
@@ -52,7 +53,7 @@ def _is_counted(piece: Node | LayerRun) -> bool:
     """Plain cross-entropies over [N, C], which the run time divides by a number that it is given."""
     if not isinstance(piece, Node) or base_name(piece.op) != "cross_entropy_loss":
         return False
-    arguments = cross_entropy_arguments(piece)
+    arguments = arguments_of(piece)
     return arguments["reduction"] == MEAN and arguments["weight"] is None
 
 
@@ -95,7 +96,7 @@ def _run_scaled(graph: Graph, node: Node, values: dict[Ref, Tensor], count: Tens
     args = renamed(node.args)
     kwargs = tuple((name, renamed(value)) for name, value in node.kwargs)
     if count is not None:
-        given = cross_entropy_arguments(node) | {"self": Ref("input 0"), "target": Ref("input 1"), "reduction": SUM}
+        given = arguments_of(node) | {"self": Ref("input 0"), "target": Ref("input 1"), "reduction": SUM}
         order = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
         args, kwargs = tuple(given[name] for name in order), ()
     run_node(Node(node.name, node.op, args, kwargs, node.outputs), read)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.frontend.simplify import attention_arguments
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node
+from autopar.ir.operators import arguments_of
 from autopar.options.strategies import scopes_of
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
@@ -26,7 +26,7 @@ def attention_calls(graph: Graph) -> list[Node]:
 
 def masking(graph: Graph) -> list[tuple[bool, bool]]:
     """(has a mask, is_causal) of every attention call."""
-    calls = [attention_arguments(node) for node in attention_calls(graph)]
+    calls = [arguments_of(node) for node in attention_calls(graph)]
     return [(call["attn_mask"] is not None, call["is_causal"]) for call in calls]
 
 

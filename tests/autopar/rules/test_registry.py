@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.operators import find_op
 from autopar.rules import Call, Registry, Rule, known_ops, prove_rule, register_rule, rule_for
-from autopar.rules.call import find_op, make_rule
+from autopar.rules.call import make_rule
 from autopar.rules.registry import builtin_table
 from tests.autopar.rules.handmade_calls import f, make_node
 
@@ -27,12 +28,12 @@ def test_a_users_equation_is_found_and_proven(scaled_matmul: str) -> None:
     registry = Registry()
     registry.register(scaled_matmul, "m k, n k -> m n", linear=("a", "b"))
     node, inputs = make_node(scaled_matmul, f(4, 6), f(12, 6), 0.5)
-    rule = rule_for(node, inputs, registry)
+    rule = registry.rule_for(node, inputs)
     assert rule is not None
     report = prove_rule(node, inputs, rule)
     assert (report.wrong, report.missed) == ((), ())
     assert report.options_checked > 20
-    assert scaled_matmul in known_ops(registry)
+    assert scaled_matmul in registry.known_ops()
     assert scaled_matmul not in known_ops()
 
 
@@ -40,7 +41,7 @@ def test_a_users_wrong_equation_is_caught(scaled_matmul: str) -> None:
     registry = Registry()
     registry.register(scaled_matmul, "m k, n k -> n m")
     node, inputs = make_node(scaled_matmul, f(6, 6), f(6, 6), 0.5)
-    rule = rule_for(node, inputs, registry)
+    rule = registry.rule_for(node, inputs)
     assert rule is not None
     assert prove_rule(node, inputs, rule).wrong
 
@@ -55,7 +56,7 @@ def test_a_users_function_sees_arguments_by_name(scaled_matmul: str) -> None:
     registry = Registry()
     registry.register(scaled_matmul, by_hand)
     node, inputs = make_node(scaled_matmul, f(4, 6), f(12, 6), 0.5)
-    rule = rule_for(node, inputs, registry)
+    rule = registry.rule_for(node, inputs)
     assert rule is not None
     assert prove_rule(node, inputs, rule).missed == ()
 
@@ -64,7 +65,7 @@ def test_a_user_may_override_a_builtin_rule() -> None:
     registry = Registry()
     registry.register("aten.relu", "!a !b -> !a !b")
     node, inputs = make_node("aten.relu.default", f(4, 6))
-    mine, builtin = rule_for(node, inputs, registry), rule_for(node, inputs)
+    mine, builtin = registry.rule_for(node, inputs), rule_for(node, inputs)
     assert mine is not None and builtin is not None
     assert mine.shardable == ()
     assert builtin.shardable == ("d0", "d1")

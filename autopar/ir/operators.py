@@ -1,0 +1,38 @@
+"""torch's operators by their names, and the arguments of a call by the names that the operator's schema has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Node
+
+
+def find_op(name: str) -> torch._ops.OpOverload | None:
+    """The overload called `name` ("aten.linear.default"), or None if torch does not have it."""
+    parts = name.split(".")
+    if len(parts) != 3:
+        return None
+    namespace, packet, overload = parts
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def named_arguments(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, in the schema's order, with the defaults of those that are left out."""
+    schema = op._schema.arguments
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in defaults.items()}
+    given |= {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+    return {a.name: given[a.name] for a in schema if a.name in given}
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """`named_arguments` of a node; none for an operator that torch does not know."""
+    op = find_op(node.op)
+    return {} if op is None else named_arguments(op, node.args, dict(node.kwargs))
