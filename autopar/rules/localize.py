@@ -223,7 +223,8 @@ def _repeat(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tu
 
 def _repeat_interleave(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
     dim = normal_dim(call["dim"], len(out[0]))
-    return call.node.op, {"repeats": out[0][dim] // inputs[0][dim]}
+    known = {} if call.get("output_size") is None else {"output_size": out[0][dim]}
+    return call.node.op, {"repeats": out[0][dim] // inputs[0][dim], **known}
 
 
 def _convolution(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:

@@ -66,6 +66,16 @@ def topk(call: Call) -> Rule:
     return make_rule(call, [[[f] for f in names]], [out for _ in call.outputs], sizes, blocked={"k", names[dim]})
 
 
+def histogram(call: Call) -> Rule | None:
+    """Counts of parts add up. None where the bins span the data, which the parts of it do not know."""
+    if call["min"] == call["max"]:
+        return None
+    (x,) = call.inputs
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"bins": call["bins"]}
+    return make_rule(call, [[[f] for f in names]], [[["bins"]]], sizes, blocked={"bins"})
+
+
 def pointwise_loss(call: Call) -> Rule:
     """mse, l1, BCE ...: operands broadcast against each other, then none, mean (1) or sum (2) over every element."""
     tensors = [v for v in call.arguments.values() if isinstance(v, Operand)]
@@ -94,5 +104,6 @@ LOSSES = (
 TABLE = {
     **{f"aten.{name}": reduction for name in (*SUMS, *BLOCKED)},
     "aten.topk": topk,
+    "aten.histc": histogram,
     **{f"aten.{name}": pointwise_loss for name in LOSSES},
 }

@@ -26,6 +26,7 @@ CONTRACTION = [
     c("aten.mv.default", f(4, 6), f(6)),
     c("aten.dot.default", f(6), f(6)),
     c("aten.outer.default", f(6), f(4)),
+    c("autopar.expert_linear.default", f(12, 6), f(4, 6, 12), ints(12)),
     c("aten.addmm.default", f(6), f(4, 12), f(12, 6)),
     c("aten.addmm.default", f(4, 6), f(4, 12), f(12, 6), alpha=0.5, beta=2.0),
     c("aten.baddbmm.default", f(4, 1, 6), f(4, 6, 12), f(4, 12, 6)),
@@ -95,6 +96,7 @@ NORM = [
     c("aten.cumsum.default", f(4, 6), 1),
     c("aten.sort.default", f(4, 6), -1),
     c("aten.topk.default", f(4, 6, 12), 3, -1),
+    c("aten.histc.default", T((4, 6), grad=False), 4, -2, 2),
 ]
 LOOKUP = [
     c("aten.embedding.default", f(12, 6), ints(4, 6)),
@@ -150,6 +152,7 @@ SHAPE = [
     c("aten.broadcast_tensors.default", [f(4, 1, 6), f(12, 6)]),
     c("aten.repeat.default", f(4, 6), [2, 4, 3]),
     c("aten.repeat_interleave.self_int", f(4, 6), 4, 1),
+    c("aten.repeat_interleave.self_int", f(4, 6), 4, 1, output_size=24),
     c("aten.select.int", f(4, 6), 1, -1),
     c("aten.unbind.int", f(3, 4, 6), 0),
     c("aten.slice.Tensor", f(4, 12), 1, 6, 12),
