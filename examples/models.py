@@ -73,7 +73,7 @@ def gpt2(
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return _causal_lm("GPT2", seed, batch_size, seq_len, settings | config)
+    return causal_lm("GPT2", seed, batch_size, seq_len, settings | config)
 
 
 def opt(
@@ -106,37 +106,37 @@ def opt(
         "eos_token_id": 0,
         "tie_word_embeddings": True,
     }
-    return _causal_lm("OPT", seed, batch_size, seq_len, settings | config)
+    return causal_lm("OPT", seed, batch_size, seq_len, settings | config)
 
 
 def llama(**options: Any) -> Example:
     """Llama: rotary positions, RMSNorm, SwiGLU, as many key-value heads as heads. Options as `llama_gqa`."""
-    return _rotary_lm("Llama", {"tie_word_embeddings": False}, **options)
+    return rotary_lm("Llama", {"tie_word_embeddings": False}, **options)
 
 
 def llama_gqa(*, num_kv_heads: int = 2, **options: Any) -> Example:
     """Llama with grouped-query attention: each key-value head serves two heads, four query heads on two."""
-    return _rotary_lm("Llama", {"tie_word_embeddings": False}, num_kv_heads=num_kv_heads, **options)
+    return rotary_lm("Llama", {"tie_word_embeddings": False}, num_kv_heads=num_kv_heads, **options)
 
 
 def qwen2(**options: Any) -> Example:
     """Qwen2: Llama with biases on q, k, v and tied embeddings. Options as `llama_gqa`."""
-    return _rotary_lm("Qwen2", {"tie_word_embeddings": True}, **options)
+    return rotary_lm("Qwen2", {"tie_word_embeddings": True}, **options)
 
 
 def qwen3(*, width: int = 32, num_heads: int = 4, **options: Any) -> Example:
     """Qwen3: Llama with a norm on each head's q and k, and tied embeddings. Options as `llama_gqa`."""
     settings = {"tie_word_embeddings": True, "head_dim": width // num_heads}
-    return _rotary_lm("Qwen3", settings, width=width, num_heads=num_heads, **options)
+    return rotary_lm("Qwen3", settings, width=width, num_heads=num_heads, **options)
 
 
 def mixtral(*, num_experts: int = 4, num_choices: int = 2, **options: Any) -> Example:
     """Mixtral: Llama with a mixture of experts in place of each MLP. Options as `llama_gqa`."""
     settings = {"tie_word_embeddings": False, "num_local_experts": num_experts, "num_experts_per_tok": num_choices}
-    return _rotary_lm("Mixtral", settings, **options)
+    return rotary_lm("Mixtral", settings, **options)
 
 
-def _rotary_lm(
+def rotary_lm(
     family: str,
     own: Mapping[str, Any],
     *,
@@ -166,7 +166,7 @@ def _rotary_lm(
         "eos_token_id": 0,
         "pad_token_id": None,
     }
-    return _causal_lm(family, seed, batch_size, seq_len, settings | dict(own) | config)
+    return causal_lm(family, seed, batch_size, seq_len, settings | dict(own) | config)
 
 
 def bert(
@@ -193,7 +193,7 @@ def bert(
         "attention_probs_dropout_prob": dropout,
         "use_cache": False,
     }
-    model = _transformers_model("BertForMaskedLM", "BertConfig", seed, settings | config)
+    model = transformers_model("BertForMaskedLM", "BertConfig", seed, settings | config)
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(vocab_size, (batch_size, seq_len), generator=generator)
     masked = torch.rand(batch_size, seq_len, generator=generator) < 0.3
@@ -242,9 +242,9 @@ def t5(
         "eos_token_id": 1,
         "use_cache": False,
     }
-    model = _transformers_model("T5ForConditionalGeneration", "T5Config", seed, settings | config)
-    tokens, _ = _tokens_and_labels(seed, batch_size, seq_len, vocab_size)
-    _, labels = _tokens_and_labels(seed + 1, batch_size, target_len, vocab_size)
+    model = transformers_model("T5ForConditionalGeneration", "T5Config", seed, settings | config)
+    tokens, _ = tokens_and_labels(seed, batch_size, seq_len, vocab_size)
+    _, labels = tokens_and_labels(seed + 1, batch_size, target_len, vocab_size)
     real = torch.arange(seq_len) < seq_len - 3 * (torch.arange(batch_size)[:, None] % 2)
     inputs = tokens.masked_fill(~real, 0)
     return Example(model, {"input_ids": inputs, "attention_mask": real.long(), "labels": labels})
@@ -276,7 +276,7 @@ def vit(
         "attention_probs_dropout_prob": dropout,
         "num_labels": num_classes,
     }
-    model = _transformers_model("ViTForImageClassification", "ViTConfig", seed, settings | config)
+    model = transformers_model("ViTForImageClassification", "ViTConfig", seed, settings | config)
     generator = torch.Generator().manual_seed(seed + 1)
     pixels = torch.randn(batch_size, 3, image_height, image_width, generator=generator)
     labels = torch.randint(num_classes, (batch_size,), generator=generator)
@@ -298,7 +298,7 @@ def nanogpt(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = NanoGPT(NanoGPTConfig(vocab_size, seq_len, width, num_heads, layers, dropout))
-    tokens, labels = _tokens_and_labels(seed, batch_size, seq_len + 1, vocab_size)
+    tokens, labels = tokens_and_labels(seed, batch_size, seq_len + 1, vocab_size)
     return Example(model.train(), {"tokens": tokens[:, :-1].contiguous(), "targets": labels[:, 1:].contiguous()})
 
 
@@ -341,7 +341,7 @@ def transformer_encoder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = EncoderTagger(vocab_size, num_classes, width, num_heads, layers, dropout)
-    tokens, labels = _tokens_and_labels(seed, batch_size, seq_len, vocab_size)
+    tokens, labels = tokens_and_labels(seed, batch_size, seq_len, vocab_size)
     target = torch.where(labels == IGNORED_LABEL, labels, labels % num_classes)
     return Example(model.train(), {"tokens": tokens, "target": target}, tagging_loss)
 
@@ -385,26 +385,26 @@ def mlp(
     return Example(model.train(), {"features": features, "target": target}, F.mse_loss)
 
 
-def _causal_lm(family: str, seed: int, batch_size: int, seq_len: int, settings: Mapping[str, Any]) -> Example:
-    class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = _transformers_model(class_name, f"{family}Config", seed, {**settings, "use_cache": False})
+def causal_lm(family: str, seed: int, batch_size: int, seq_len: int, settings: Mapping[str, Any]) -> Example:
+    class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
+    model = transformers_model(class_name, f"{family}Config", seed, {**settings, "use_cache": False})
     model.loss_type = "ForCausalLM"  # transformers reads it off the class name, and warns of GPT-2's
-    tokens, labels = _tokens_and_labels(seed, batch_size, seq_len, settings["vocab_size"])
+    tokens, labels = tokens_and_labels(seed, batch_size, seq_len, settings["vocab_size"])
     return Example(model, {"input_ids": tokens, "labels": labels})
 
 
-def _transformers_model(class_name: str, config_name: str, seed: int, settings: Mapping[str, Any]) -> Any:
+def transformers_model(class_name: str, config_name: str, seed: int, settings: Mapping[str, Any]) -> Any:
     """A transformers model with seeded random weights, in training mode, fp32, attention through torch's sdpa."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = getattr(transformers, config_name)(**settings, attn_implementation="sdpa")
+        config = getattr(transformers, config_name)(**{"attn_implementation": "sdpa", **settings})
         model = getattr(transformers, class_name)(config)
     return model.train()
 
 
-def _tokens_and_labels(seed: int, batch_size: int, seq_len: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+def tokens_and_labels(seed: int, batch_size: int, seq_len: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Random tokens, and labels equal to them except for some ignored ones, fewer in each later row.
 
     Both int64 [batch_size, seq_len]. Unequal counts per row are what makes an average of averages wrong.

@@ -30,6 +30,7 @@ EXPECTED_COUNTS = {
     "llama_gqa": (LLAMA_BLOCK - 2 * (W * W // 2), 2 * V * W + W),
     "qwen2": (LLAMA_BLOCK + 3 * W, V * W + W),
     "qwen3": (LLAMA_BLOCK + 2 * (W // 4), V * W + W),
+    "mixtral": (LLAMA_BLOCK + 3 * 3 * (W * 2 * W) + 4 * W, 2 * V * W + W),
     "bert": (GPT_BLOCK, V * W + S * W + 2 * W + NORM + (LINEAR_W + NORM + V)),
     # An encoder block and a decoder block, without biases; 8 buckets of 4 heads on both sides.
     "t5": (12 * W * W + 2 * W + 16 * W * W + 3 * W, V * W + 2 * W + 2 * 8 * 4),
@@ -84,7 +85,7 @@ def test_untrained_loss_is_chance_and_every_parameter_has_a_gradient(name: str) 
     assert sum(float(p.grad.abs().sum()) for p in example.model.parameters() if p.grad is not None) > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"mixtral"}))  # whose loss jumps where a token changes its expert
 def test_gradient_is_the_slope_of_the_loss(name: str) -> None:
     """Central difference along the gradient's direction, against the gradient's norm."""
     example = EXAMPLES[name]()

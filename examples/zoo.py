@@ -1,0 +1,264 @@
+"""Tiny models of many architectures with a batch each: `ZOO[name].build()`.
+
+examples/models.py has the models that autopar is developed on; this table asks how far a model may differ from them.
+Configurations of transformers' classes are in examples/zoo_configs.py, modules written by hand in zoo_models.py. Most
+have two layers; batches hold 8 rows of 16 positions, 16 x 16 pixels or a few features, of a vocabulary of 96. No
+dropout; every factory is seeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.models import EXAMPLES, Example, bert, llama, rotary_lm, t5, tokens_and_labels, transformers_model, vit
+from examples.zoo_configs import (
+    CAUSAL,
+    EAGER,
+    ENCODER_SIZES,
+    EXPERTS,
+    IMAGE_SIZES,
+    IMAGES,
+    MASKED,
+    SEQ2SEQ_SIZES,
+    SEQ_LEN,
+    STATE_SPACE,
+    TEXT_SIZES,
+    VOCAB_SIZE,
+    WIDTH,
+    Table,
+)
+from examples.zoo_models import DLRM, LSTMLanguageModel, SwitchMLP, TwoTower, UNet, with_lora
+
+ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One architecture.
+
+    build: gives a model with its batch. axes: those of "ep" (experts) and "cp" (causal attention) that suit its calls.
+    """
+
+    family: str
+    build: Callable[[], Example]
+    axes: tuple[str, ...] = ()
+
+
+def _masked(family: str, settings: Mapping[str, Any]) -> Example:
+    model = transformers_model(f"{family}ForMaskedLM", f"{family}Config", 0, {**ENCODER_SIZES, **settings})
+    return replace(bert(), model=model)
+
+
+def _seq2seq(family: str) -> Example:
+    settings = {**SEQ2SEQ_SIZES, "max_position_embeddings": SEQ_LEN}
+    model = transformers_model(f"{family}ForConditionalGeneration", f"{family}Config", 0, settings)
+    return replace(t5(), model=model)
+
+
+def _image(family: str, settings: Mapping[str, Any]) -> Example:
+    settings = {"num_labels": 12, **EAGER, **settings}
+    model = transformers_model(f"{family}ForImageClassification", f"{family}Config", 0, settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("_token", "position_embeddings")):  # zeros, in which a LayerNorm has no finite slope
+                parameter.copy_(0.02 * _noise(*parameter.shape))
+    return replace(vit(image_height=16, image_width=16), model=model)
+
+
+def _noise(*shape: int, seed: int = 1) -> Tensor:
+    """Standard normal numbers, float32."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _by_hand(make: Callable[[], nn.Module]) -> nn.Module:
+    """The module with seeded random weights, in training mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().train()
+
+
+def _segformer() -> Example:
+    settings = {
+        "num_encoder_blocks": 2,
+        "depths": [1, 1],
+        "hidden_sizes": [16, 32],
+        "decoder_hidden_size": 32,
+        "sr_ratios": [2, 1],
+        "patch_sizes": [3, 3],
+        "strides": [2, 2],
+        "num_attention_heads": [2, 4],
+        "mlp_ratios": [2, 2],
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout_prob": 0.0,
+        "drop_path_rate": 0.0,
+        "num_labels": 4,
+        **EAGER,
+    }
+    model = transformers_model("SegformerForSemanticSegmentation", "SegformerConfig", 0, settings)
+    labels = torch.randint(4, (ROWS, 16, 16), generator=torch.Generator().manual_seed(2))
+    return Example(model, {"pixel_values": _noise(ROWS, 3, 16, 16), "labels": labels})
+
+
+def _whisper() -> Example:
+    settings = {
+        **SEQ2SEQ_SIZES,
+        "num_mel_bins": 8,
+        "max_source_positions": SEQ_LEN,
+        "max_target_positions": SEQ_LEN,
+    }
+    model = transformers_model("WhisperForConditionalGeneration", "WhisperConfig", 0, settings)
+    _, labels = tokens_and_labels(0, ROWS, 8, VOCAB_SIZE)
+    return Example(model, {"input_features": _noise(ROWS, 8, 2 * SEQ_LEN), "labels": labels})
+
+
+def _wav2vec2() -> Example:
+    settings = {
+        **TEXT_SIZES,
+        "conv_dim": [16, 16],
+        "conv_stride": [4, 2],
+        "conv_kernel": [8, 4],
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 4,
+        "apply_spec_augment": False,
+        "hidden_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "feat_proj_dropout": 0.0,
+        "final_dropout": 0.0,
+        "layerdrop": 0.0,
+        "pad_token_id": 0,
+        "ctc_loss_reduction": "mean",
+    }
+    model = transformers_model("Wav2Vec2ForCTC", "Wav2Vec2Config", 0, settings)
+    labels = torch.randint(1, VOCAB_SIZE, (ROWS, 4), generator=torch.Generator().manual_seed(2))
+    return Example(model, {"input_values": _noise(ROWS, 256), "labels": labels})
+
+
+def _matching(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy both ways: logits [B, B] of all pairs of a batch, target int64 [B], row r's other half."""
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
+
+
+def _image_matching(output: Any, target: Tensor) -> Tensor:
+    return _matching(output.logits_per_image, target)
+
+
+def _sigmoid_matching(output: Any, target: Tensor) -> Tensor:
+    """SigLIP's: each pair of the batch is a binary question. target: int64 [B], the text of every image."""
+    logits: Tensor = output.logits_per_image
+    signs = 2.0 * F.one_hot(target, logits.shape[1]) - 1.0
+    return -F.logsigmoid(signs * logits).sum(dim=-1).mean()
+
+
+def _image_text(family: str, loss_fn: Callable[..., Tensor]) -> Example:
+    settings = {"text_config": dict(TEXT_SIZES), "vision_config": dict(IMAGE_SIZES), "projection_dim": WIDTH}
+    model = transformers_model(f"{family}Model", f"{family}Config", 0, settings)
+    tokens, _ = tokens_and_labels(0, ROWS, SEQ_LEN, VOCAB_SIZE - 1)
+    tokens[:, -1] = VOCAB_SIZE - 1  # the end token, at which the text is pooled
+    inputs = {"input_ids": tokens, "pixel_values": _noise(ROWS, 3, 16, 16), "target": torch.arange(ROWS)}
+    return Example(model, inputs, loss_fn)
+
+
+def _llava() -> Example:
+    import transformers
+
+    image_token, num_patches = VOCAB_SIZE - 1, 16
+    settings = {
+        "vision_config": transformers.CLIPVisionConfig(**IMAGE_SIZES),
+        "text_config": transformers.LlamaConfig(**{**TEXT_SIZES, "max_position_embeddings": 32, "use_cache": False}),
+        "image_token_index": image_token,
+        "vision_feature_layer": -1,
+    }
+    model = transformers_model("LlavaForConditionalGeneration", "LlavaConfig", 0, settings)
+    tokens, labels = tokens_and_labels(0, ROWS, num_patches + SEQ_LEN, image_token)
+    tokens[:, :num_patches] = image_token
+    labels[:, :num_patches] = -100
+    return Example(model, {"input_ids": tokens, "pixel_values": _noise(ROWS, 3, 16, 16), "labels": labels})
+
+
+def _unet() -> Example:
+    labels = torch.randint(4, (ROWS, 16, 16), generator=torch.Generator().manual_seed(2))
+    return Example(_by_hand(UNet), {"pixels": _noise(ROWS, 3, 16, 16), "target": labels}, F.cross_entropy)
+
+
+def _lstm() -> Example:
+    tokens, labels = tokens_and_labels(0, ROWS, SEQ_LEN, VOCAB_SIZE)
+    loss_fn = EXAMPLES["transformer_encoder"]().loss_fn
+    return Example(_by_hand(LSTMLanguageModel), {"tokens": tokens, "target": labels}, loss_fn)
+
+
+def _lora() -> Example:
+    example = llama()
+    return replace(example, model=_by_hand(lambda: with_lora(example.model)))
+
+
+def _dlrm() -> Example:
+    sparse = torch.randint(64, (ROWS, 3, 4), generator=torch.Generator().manual_seed(2))
+    clicks = (_noise(ROWS, seed=3) > 0).float()
+    inputs = {"dense": _noise(ROWS, 8), "sparse": sparse, "target": clicks}
+    return Example(_by_hand(DLRM), inputs, F.binary_cross_entropy_with_logits)
+
+
+def _two_tower() -> Example:
+    inputs = {"left": _noise(ROWS, 16), "right": _noise(ROWS, 24, seed=2), "target": torch.arange(ROWS)}
+    return Example(_by_hand(TwoTower), inputs, _matching)
+
+
+def _switch() -> Example:
+    labels = torch.randint(8, (ROWS,), generator=torch.Generator().manual_seed(2))
+    return Example(_by_hand(SwitchMLP), {"features": _noise(ROWS, 16), "target": labels}, F.cross_entropy)
+
+
+def _rows(
+    family: str,
+    build: Callable[..., Example],
+    table: Table,
+    axes: tuple[str, ...] = (),
+) -> dict[str, Entry]:
+    return {name: Entry(family, partial(build, *arguments), axes) for name, arguments in table.items()}
+
+
+_OTHERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "mixtral": ("experts", ("ep", "cp")),
+    "bert": ("encoder", ()),
+    "t5": ("encoder-decoder", ()),
+    "vit": ("vision", ()),
+    "mlp": ("by hand", ()),
+}
+
+
+def _example(name: str) -> Entry:
+    family, axes = _OTHERS.get(name, ("decoder", ("cp",)))
+    return Entry(family, EXAMPLES[name], axes)
+
+
+ZOO: Mapping[str, Entry] = {
+    **{name: _example(name) for name in EXAMPLES},
+    **_rows("decoder", rotary_lm, CAUSAL, ("cp",)),
+    **_rows("experts", rotary_lm, EXPERTS, ("ep", "cp")),
+    **_rows("state space", rotary_lm, STATE_SPACE),
+    **_rows("encoder", _masked, MASKED),
+    "bart": Entry("encoder-decoder", partial(_seq2seq, "Bart")),
+    "pegasus": Entry("encoder-decoder", partial(_seq2seq, "Pegasus")),
+    **_rows("vision", _image, IMAGES),
+    "segformer": Entry("vision", _segformer),
+    "unet": Entry("vision", _unet),
+    "whisper": Entry("audio", _whisper),
+    "wav2vec2": Entry("audio", _wav2vec2),
+    "clip": Entry("image and text", partial(_image_text, "CLIP", _image_matching)),
+    "siglip": Entry("image and text", partial(_image_text, "Siglip", _sigmoid_matching)),
+    "llava": Entry("image and text", _llava),
+    "lstm": Entry("by hand", _lstm),
+    "lora": Entry("by hand", _lora, ("cp",)),
+    "dlrm": Entry("by hand", _dlrm),
+    "two_tower": Entry("by hand", _two_tower),
+    "switch": Entry("by hand", _switch, ("ep",)),
+}
