@@ -6,22 +6,44 @@ linear layer. Every rank has all experts: which rows a rank would multiply for i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from autopar.rules.call import Call, make_rule
 from autopar.rules.rule import Rule
-from codegen.runtime.experts import expert_linear as expert_linear_function
+from codegen.runtime import experts as experts_runtime
 
 EXPERT_LINEAR = "autopar.expert_linear.default"
 """`expert_linear(input [N, A], weight [E, A, B], experts [N]) -> [N, B]`: what traces of sorted rows are written as."""
 
-_LIBRARY = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "expert_linear(Tensor input, Tensor weight, Tensor experts) -> Tensor"
-)
-_LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "expert_linear", expert_linear_function, "CompositeImplicitAutograd"
-)
+
+@torch.library.custom_op("autopar::expert_linear", mutates_args=())
+def _operator(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    return experts_runtime.expert_linear(input, weight, experts)
+
+
+@_operator.register_fake
+def _shape(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[2])
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Programs differentiate the function itself; this is for those who call the operator, which proofs do."""
+    *factors, experts = ctx.saved_tensors
+    with torch.enable_grad():
+        leaves = [factor.detach().requires_grad_() for factor in factors]
+        result = experts_runtime.expert_linear(leaves[0], leaves[1], experts)
+    to_input, to_weight = torch.autograd.grad(result, leaves, gradient)
+    return to_input, to_weight, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup)
 
 
 def expert_linear(call: Call) -> Rule:
