@@ -27,6 +27,7 @@ from typing import Any
 
 from autopar.frontend.fx_import import FlatGraph
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, map_refs
+from autopar.rules.call import Call
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.registry import rule_for
 
@@ -37,12 +38,17 @@ def write_unsorted(flat: FlatGraph) -> None:
     """Rewrite every region that begins with a sort of whole numbers [N], as this file's docstring tells."""
     for sort in [node for node in flat.nodes if base_name(node.op) in ("sort", "argsort")]:
         metas = flat.metas()
-        if len(sort.outputs[0].shape) != 1 or metas[sort.inputs[0]].dtype.is_floating_point:
+        is_of_ids = len(sort.outputs[0].shape) == 1 and not metas[sort.inputs[0]].dtype.is_floating_point
+        if not is_of_ids or not _is_ascending(sort, metas):
             continue
         region = _Region(sort, flat.nodes, metas)
         nodes = region.rewritten()
         if nodes is not None and region.kinds.get(flat.loss) is None:
             flat.nodes = nodes
+
+
+def _is_ascending(sort: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
+    return not Call.of(sort, (metas[sort.inputs[0]],)).get("descending")
 
 
 class _StrangerError(Exception):
@@ -59,6 +65,7 @@ class _Region:
     def __init__(self, sort: Node, nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> None:
         self.nodes, self.metas = nodes, metas
         self.made_by = {node.name: node for node in nodes}
+        self.made_by_cast = {Ref(n.name): n.inputs[0] for n in nodes if base_name(n.op) in ("to", "to_copy")}
         self.sort, self.ids = sort, sort.inputs[0]
         self.num_rows = metas[self.ids].shape[0]
         order = Ref(sort.name, len(sort.outputs) - 1)
@@ -122,7 +129,7 @@ class _Region:
     def inverse(self, node: Node) -> Node:
         """q, as argsort(p) or as memory in which 0 to N - 1 are put to the places p."""
         if len(node.inputs) == 1:
-            is_inverse = self.is_a("order", node.inputs[0])
+            is_inverse = self.is_a("order", node.inputs[0]) and _is_ascending(node, self.metas)
         else:
             memory, order, values = node.inputs
             numbers = self.made_by.get(values.node)
@@ -139,8 +146,11 @@ class _Region:
         return node
 
     def taken(self, node: Node) -> Node:
-        """x[p // k], w[p] and y[q]; anything else is taken row by row."""
+        """x[p // k], w[p] and y[q] along the first dim; anything else is taken row by row."""
         source, index = node.inputs[0], node.inputs[-1]
+        is_first = node.args[1] == 0 if base_name(node.op) == "index_select" else node.args[1] == (index,)
+        if not is_first:
+            return self.row_by_row(node)
         kind, is_plain = self.kinds.get(index), len(node.inputs) == 2 and source not in self.kinds
         rows = self.metas[source].shape[0] if self.metas[source].shape else 0
         if kind == "inverse" and self.is_a(_ROWS, source):
@@ -164,11 +174,17 @@ class _Region:
             raise _StrangerError
         return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
 
+    def is_of_ids(self, ref: Ref) -> bool:
+        """Whether it holds the sorted ids, in whatever dtype."""
+        while ref in self.made_by_cast:
+            ref = self.made_by_cast[ref]
+        return self.is_a(_ROWS, ref) and self.now(ref) == self.ids
+
     def ends_of_experts(self, offsets: Ref, num_experts: int) -> bool:
         """Whether it is the cumsum of a histogram of the ids with a bin for each of so many."""
         total = self.made_by.get(offsets.node)
         counts = self.made_by.get(total.inputs[0].node) if total and base_name(total.op) == "cumsum" else None
-        if counts is None or base_name(counts.op) != "histc" or not self.is_a(_ROWS, counts.inputs[0]):
+        if counts is None or base_name(counts.op) != "histc" or not self.is_of_ids(counts.inputs[0]):
             return False
         given = dict(zip(("bins", "min", "max"), counts.args[1:], strict=False)) | dict(counts.kwargs)
         return given.get("bins") == num_experts and given.get("min", 0) == 0 and given.get("max") == num_experts - 1

@@ -29,16 +29,18 @@ def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class Mixture(nn.Module):
     """Sorts a row per token and choice by expert, multiplies runs of rows, and puts the results back.
 
-    bins: of the histogram that says where each expert's rows end.
+    bins: of the histogram that says where each expert's rows end. descending: the order of the ids.
     """
 
-    def __init__(self, between: Between, bins: int = EXPERTS, by_argsort: bool = False) -> None:
+    def __init__(
+        self, between: Between, bins: int = EXPERTS, by_argsort: bool = False, descending: bool = False
+    ) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH))
         self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
-        self.between, self.bins, self.by_argsort = between, bins, by_argsort
+        self.between, self.bins, self.by_argsort, self.descending = between, bins, by_argsort, descending
 
     def forward(self, x: Tensor) -> Tensor:
         weights, choices = self.router(x).softmax(-1).topk(CHOICES)
@@ -47,7 +49,7 @@ class Mixture(nn.Module):
             order = torch.argsort(ids)
             own, inverse = ids[order], torch.argsort(order)
         else:
-            own, order = torch.sort(ids)
+            own, order = torch.sort(ids, descending=self.descending)
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order))
         counts = torch.histc(own.float(), self.bins, 0, self.bins - 1)
@@ -74,6 +76,10 @@ def with_its_place(rows: Tensor, ids: Tensor) -> Tensor:
     return rows * torch.arange(len(rows)).unsqueeze(1)
 
 
+def columns_in_the_order_of_rows(rows: Tensor, ids: Tensor) -> Tensor:
+    return rows[:, torch.argsort(ids)]  # as many columns as rows
+
+
 def with_its_expert(rows: Tensor, ids: Tensor) -> Tensor:
     return rows * (1.0 + ids).unsqueeze(1)
 
@@ -85,11 +91,23 @@ def with_its_expert(rows: Tensor, ids: Tensor) -> Tensor:
         (lambda: Mixture(silu, by_argsort=True), True),
         (lambda: Mixture(with_its_expert), True),
         (lambda: Mixture(silu, bins=EXPERTS + 1), False),
+        (lambda: Mixture(silu, descending=True), False),
         (lambda: Mixture(less_its_mean), False),
+        (lambda: Mixture(columns_in_the_order_of_rows), False),
         (lambda: Mixture(added_up), False),
         (lambda: Mixture(with_its_place), False),
     ],
-    ids=["plain", "argsort", "reads ids", "more bins", "mean over rows", "cumsum over rows", "place of rows"],
+    ids=[
+        "plain",
+        "argsort",
+        "reads ids",
+        "more bins",
+        "descending",
+        "mean over rows",
+        "columns",
+        "cumsum over rows",
+        "place of rows",
+    ],
 )
 def test_mixture(model: Callable[[], nn.Module], is_rewritten: bool) -> None:
     torch.manual_seed(0)
