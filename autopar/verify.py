@@ -244,11 +244,15 @@ def _cast(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
 
 
+_GROUPED = getattr(torch, "_grouped_mm", None)
+"""What torch.nn.functional.grouped_mm calls."""
+
+
 class _GroupedInDouble(TorchFunctionMode):
     """Within it, grouped products of experts have fp64 too, which torch's own lack."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+        if func is _GROUPED and args[0].dtype == torch.float64:
             rows, weight, ends = args[0], args[1], kwargs["offs"].tolist()
             return torch.cat([rows[a:b] @ own for a, b, own in zip([0, *ends], ends, weight, strict=False)])
         return func(*args, **(kwargs or {}))
