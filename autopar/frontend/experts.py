@@ -26,8 +26,8 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.frontend.fx_import import FlatGraph
-from autopar.ir.graph import Node, Ref, TensorMeta, base_name, map_refs
-from autopar.rules.call import Call
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
+from autopar.ir.operators import arguments_of
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.registry import rule_for
 
@@ -39,7 +39,7 @@ def write_unsorted(flat: FlatGraph) -> None:
     for sort in [node for node in flat.nodes if base_name(node.op) in ("sort", "argsort")]:
         metas = flat.metas()
         is_of_ids = len(sort.outputs[0].shape) == 1 and not metas[sort.inputs[0]].dtype.is_floating_point
-        if not is_of_ids or not _is_ascending(sort, metas):
+        if not is_of_ids or not _is_ascending(sort):
             continue
         region = _Region(sort, flat.nodes, metas)
         nodes = region.rewritten()
@@ -47,8 +47,8 @@ def write_unsorted(flat: FlatGraph) -> None:
             flat.nodes = nodes
 
 
-def _is_ascending(sort: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
-    return not Call.of(sort, (metas[sort.inputs[0]],)).get("descending")
+def _is_ascending(sort: Node) -> bool:
+    return not arguments_of(sort)["descending"]
 
 
 class _StrangerError(Exception):
@@ -84,7 +84,7 @@ class _Region:
         """What stands for one call."""
         if any(ref in self.kinds for ref in node.inputs):
             node = _WRITERS.get(base_name(node.op), _Region.row_by_row)(self, node)
-        return replace(node, args=map_refs(node.args, self.now), kwargs=map_refs(node.kwargs, self.now))
+        return with_refs(node, self.now)
 
     def now(self, ref: Ref) -> Ref:
         """The value that stands for `ref`."""
@@ -129,7 +129,9 @@ class _Region:
     def inverse(self, node: Node) -> Node:
         """q, as argsort(p) or as memory in which 0 to N - 1 are put to the places p."""
         if len(node.inputs) == 1:
-            is_inverse = self.is_a("order", node.inputs[0]) and _is_ascending(node, self.metas)
+            is_inverse = self.is_a("order", node.inputs[0]) and _is_ascending(node)
+        elif len(node.inputs) != 3:
+            raise _StrangerError
         else:
             memory, order, values = node.inputs
             numbers = self.made_by.get(values.node)
@@ -148,8 +150,8 @@ class _Region:
     def taken(self, node: Node) -> Node:
         """x[p // k], w[p] and y[q] along the first dim; anything else is taken row by row."""
         source, index = node.inputs[0], node.inputs[-1]
-        is_first = node.args[1] == 0 if base_name(node.op) == "index_select" else node.args[1] == (index,)
-        if not is_first:
+        given = arguments_of(node)
+        if given.get("dim", 0) != 0 or given.get("indices", (index,)) != (index,):
             return self.row_by_row(node)
         kind, is_plain = self.kinds.get(index), len(node.inputs) == 2 and source not in self.kinds
         rows = self.metas[source].shape[0] if self.metas[source].shape else 0
@@ -167,10 +169,13 @@ class _Region:
         return self.row_by_row(node)
 
     def product(self, node: Node) -> Node:
-        """A grouped product over all sorted rows."""
+        """A grouped product over all sorted rows, without a bias, in their dtype."""
+        if len(node.inputs) != 3:
+            raise _StrangerError
         rows, weight, offsets = node.inputs
-        num_experts = self.metas[weight].shape[0]
-        if not self.is_a(_ROWS, rows) or weight in self.kinds or not self.ends_of_experts(offsets, num_experts):
+        held = self.metas[weight]
+        is_plain = len(held.shape) == 3 and weight not in self.kinds and held.dtype == node.meta.dtype
+        if not is_plain or not self.is_a(_ROWS, rows) or not self.ends_of_experts(offsets, held.shape[0]):
             raise _StrangerError
         return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
 
@@ -186,8 +191,8 @@ class _Region:
         counts = self.made_by.get(total.inputs[0].node) if total and base_name(total.op) == "cumsum" else None
         if counts is None or base_name(counts.op) != "histc" or not self.is_of_ids(counts.inputs[0]):
             return False
-        given = dict(zip(("bins", "min", "max"), counts.args[1:], strict=False)) | dict(counts.kwargs)
-        return given.get("bins") == num_experts and given.get("min", 0) == 0 and given.get("max") == num_experts - 1
+        given = arguments_of(counts)
+        return (given["bins"], given["min"], given["max"]) == (num_experts, 0, num_experts - 1)
 
 
 _WRITERS: Mapping[str, Callable[[_Region, Node], Node]] = {
