@@ -2,7 +2,7 @@
 
 Models sort the N = T k rows of T tokens and k choices by expert, so that an expert's matrix multiplies a run of rows:
 ids are sorted, rows are taken in that order, grouped products know where each expert's end, and results are put back
-(transformers' grouped_mm, torchtitan). Which row is where is data: a part of the sorted rows is no part of the batch.
+(transformers' grouped_mm). Which row is where is data: a part of the sorted rows is no part of the batch.
 In the order of the tokens it is. With p the order, and q its inverse,
 
     sorted                              in the order of the tokens
