@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.attention import EXCHANGES
 from cost_models import collective
 
 CollectiveSeconds = Callable[[collective.Kind, int, float], float]
@@ -120,8 +121,7 @@ class ContextCall:
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | None:
     """The call of one rank if the option cuts its keys along the sequence, else None. on_cpu: whose flash kernel takes
     all dtypes."""
-    joints = operator.rule.joints
-    axis = next((number for number, own in enumerate(option.axes) if own.label in joints), None)
+    axis = next((number for number, own in enumerate(option.axes) if own.lowering in EXCHANGES), None)
     if axis is None:
         return None
     query, key, value = operator.inputs[:3]
@@ -132,7 +132,7 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
     is_flash = len(operator.inputs) == 3 and (on_cpu or key.dtype.itemsize < WIDE_BYTES)
     return ContextCall(
-        exchange=joints[option.axes[axis].label].lowering,
+        exchange=str(option.axes[axis].lowering),
         axis=axis,
         size=size,
         is_causal=is_causal(operator.node),

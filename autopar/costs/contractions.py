@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
+from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.experts import EXPERT_LINEAR
-from cost_models import compute
+from autopar.rules.experts import EXPERT_LINEAR, ROUTED
+from cost_models import compute, routing
 
 BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
 """Calls that multiply a matrix per element of their leading dims, where both operands have such."""
@@ -44,9 +45,8 @@ class Contractions(Rates):
         products = (wrt_input, wrt_weight)[2 - len(factors) :]
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if operator.node.op == EXPERT_LINEAR:
-            # Rows are sorted by expert and put back, and so are their gradients.
-            sorting = self.memory_seconds(2 * self.sorted_bytes(operator, option))
-            forward, backward = forward + sorting, backward + sorting * any(factors)
+            load, moving = self.routed(operator, option)
+            forward, backward = forward * load + moving, backward * load + moving * any(factors)
         if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
@@ -58,6 +58,24 @@ class Contractions(Rates):
         """Bytes of the sorted rows that go into and come out of the experts' products (codegen/runtime/experts.py)."""
         pairs = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         return float(sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in pairs))
+
+    def routed(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(what the fullest rank has to compute by the mean, seconds in which rows reach their experts and return).
+
+        Rows are sorted by expert and put back; where ranks have experts each, they travel to them and back, and are
+        sorted again there (codegen/runtime/experts.py). Their gradients do the same.
+        """
+        num_bytes = self.sorted_bytes(operator, option)
+        axis = next((number for number, own in enumerate(option.axes) if own.lowering == ROUTED), None)
+        if axis is None:
+            return 1.0, self.memory_seconds(2 * num_bytes)
+        size, (num_experts, *_) = self.mesh.sizes[axis], operator.inputs[1].shape
+        rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
+        load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
+        parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
+        there, back = (num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in parts)
+        exchanges = sum(self.collective_seconds("all_to_all", axis, load * part) for part in (there, back))
+        return load, exchanges + self.memory_seconds(2 * (1 + load) * num_bytes)
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
@@ -115,13 +133,18 @@ class Contractions(Rates):
             rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
             depth = max(round(flops / (2 * rows * columns)), 1)
             if operator.node.op == EXPERT_LINEAR:
-                rows = max(rows // operator.inputs[1].shape[0], 1)
+                rows = max(rows // local_experts(operator, option, self.mesh), 1)
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
         device = self.cluster.device
         forward, wrt_input, wrt_weight = (
             compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape=shape), device) for shape in shapes
         )
         return forward, wrt_input, wrt_weight
+
+
+def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:
+    """Of the experts of an expert layer, how many each rank has."""
+    return num_local_dim(operator.inputs[1], option.inputs[1], mesh, -3)
 
 
 def contraction_flops(operator: Operator) -> float:

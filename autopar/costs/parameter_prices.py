@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.costs import host
 from autopar.costs.quantised_collectives import SentBytes, can_compress, quantising_bytes, sent_bytes_of
 from autopar.costs.rates import Rates, is_cpu
 from autopar.ir.graph import TensorMeta
+from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Stored
 from autopar.options.strategies import num_local
 from cost_models import collective
+
+
+def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
+    """The axes over which partial gradients are summed beside ZeRO, those that ZeRO may have together."""
+    partial = [number for number, placement in enumerate(stored.placements) if placement.kind == "Rp"]
+    over = zero_axes(axes, stored.placements)
+    together = [over] if over and not stored.zero else []
+    return [*together, *((number,) for number in partial if number not in over)]
 
 
 @dataclass
@@ -40,23 +50,20 @@ class ParameterPrices(Rates):
         share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
         per_micro, per_step = 0.0, 0.0
 
-        def shared(kind: collective.Kind, axis: int, num_bytes: float) -> float:
-            return self.collective_seconds(kind, axis, num_bytes * share) / share
+        def shared(kind: collective.Kind, axes: tuple[int, ...], num_bytes: float) -> float:
+            return self.joint_seconds(kind, axes, num_bytes * share) / share
 
-        size = 1
+        size, over = self.zero_size(stored), zero_axes(self.mesh.axes, stored.placements)
         if stored.zero:
-            axis = self.mesh.axes.index("dp")
-            size = self.mesh.sizes[axis]
             sent = self.sent(meta, stored)
-            reduces = shared("all_to_all" if sent.reduce_code else "reduce_scatter", axis, local * sent.reduce)
-            gathers = shared("all_gather", axis, local * sent.gather)
+            reduces = shared("all_to_all" if sent.reduce_code else "reduce_scatter", over, local * sent.reduce)
+            gathers = shared("all_gather", over, local * sent.gather)
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
                 per_micro += 2 * local * training.compute_bytes / size / self.cluster.device.host_link_bytes_per_second
-        for axis, placement in enumerate(stored.placements):
-            if placement.kind == "Rp" and not (stored.zero and self.mesh.axes[axis] == "dp"):
-                per_step += shared("all_reduce", axis, local * training.gradient_bytes / size)
+        for axes in summed_axes(self.mesh.axes, stored):
+            per_step += shared("all_reduce", axes, local * training.gradient_bytes / size)
         exposed = 1.0 - self.hidden_fraction
         return per_micro * exposed, per_step * exposed
 
@@ -187,6 +194,7 @@ class ParameterPrices(Rates):
 
     def zero_size(self, stored: Stored) -> int:
         """Ranks over which a parameter's state is sharded."""
-        return self.mesh.size("dp") if stored.zero else 1
+        over = zero_axes(self.mesh.axes, stored.placements) if stored.zero else ()
+        return math.prod(self.mesh.sizes[axis] for axis in over)
 
     # --- activations ------------------------------------------------------------------------------------------

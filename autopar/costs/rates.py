@@ -93,6 +93,13 @@ class Rates:
             self._times[key] = collective.seconds(kind, num_bytes, self.groups[axis], self.cluster)
         return self._times[key]
 
+    def joint_seconds(self, kind: collective.Kind, axes: tuple[int, ...], num_bytes: float) -> float:
+        """One collective on neighbouring axes as one."""
+        if len(axes) == 1:
+            return self.collective_seconds(kind, axes[0], num_bytes)
+        group = collective.Group(math.prod(self.mesh.sizes[axis] for axis in axes), self.groups[axes[-1]].stride)
+        return collective.seconds(kind, num_bytes, group, self.cluster)
+
     # --- resharding -------------------------------------------------------------------------------------------
 
     def step_seconds(self, step: Step, meta: TensorMeta) -> tuple[float, float]:

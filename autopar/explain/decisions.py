@@ -17,8 +17,8 @@ from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
 from cost_models.schedule import SCHEDULES
 
-PINS = ("pp", "ddp", "dp", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")
-AXES = ("pp", "ddp", "dp", "tp")
+PINS = ("pp", "ddp", "dp", "ep", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")
+AXES = ("pp", "ddp", "dp", "ep", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
         degrees = {**limits.degrees}
         if not plan.pipeline.stage_meshes:
             # The count that a rank's rows allow depends on dp, which is therefore kept.
-            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "dp") if axis in plan.mesh.axes}
-            degrees.setdefault("dp", 1)
+            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "ep") if axis in plan.mesh.axes}
+            degrees["dp"] = data_ranks // plan.mesh.size("ddp")
         for count in neighbours(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
     if limits.offload is None and not is_cpu(request.cluster):

@@ -10,14 +10,26 @@ import math
 import re
 from dataclasses import dataclass
 
+from autopar.ir.placement import Placements, Rp
+
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
 """Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism."""
 
-SEARCHED_AXES = ("pp", "ddp", "dp", "tp")
+SEARCHED_AXES = ("pp", "ddp", "dp", "ep", "tp")
 """Axes that a plan can have; the others are predicted for given strategies."""
 
-DATA_AXES = ("ddp", "dp")
-"""Axes that shard the batch. ZeRO shards over `dp` alone; over `ddp` are copies of its shards."""
+DATA_AXES = ("ddp", "dp", "ep")
+"""Axes that shard the batch; `ep` shards the experts of a mixture beside it."""
+
+ZERO_AXES = ("dp", "ep")
+"""Axes over which ZeRO shards what all their ranks have whole; over `ddp` are copies of its shards."""
+
+
+def zero_axes(axes: tuple[str, ...], placements: Placements) -> tuple[int, ...]:
+    """The numbers of the axes over which ZeRO shards what is stored so: of ZERO_AXES those on which every rank has it
+    whole and a partial sum of its gradient."""
+    named = zip(axes, placements, strict=True)
+    return tuple(number for number, (axis, p) in enumerate(named) if axis in ZERO_AXES and p == Rp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def divides(shape: tuple[int, ...], placements: Placements, axis_sizes: tuple[in
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A parameter's decision: how it is used on each axis, and its ZeRO stage over `dp`."""
+    """A parameter's decision: how it is used on each axis, and its ZeRO stage (over `mesh.zero_axes`)."""
 
     placements: Placements
     zero: int = 0

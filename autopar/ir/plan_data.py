@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.compression import Compression
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, Stored
 from autopar.ir.stage_mesh import StageMesh, stage_meshes_text
 
@@ -141,7 +141,7 @@ class PlanData:
     def compresses(self) -> bool:
         """Whether ZeRO's collectives over several ranks are there to be compressed, and are."""
         is_sharded = any(s.zero for scope in self.scopes.values() for s in scope.parameters.values())
-        return bool(self.compression) and is_sharded and self.mesh.size("dp") > 1
+        return bool(self.compression) and is_sharded and any(self.mesh.size(axis) > 1 for axis in ZERO_AXES)
 
     @property
     def fullest_group(self) -> int:

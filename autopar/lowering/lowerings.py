@@ -43,7 +43,8 @@ def lower_call(
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
-        return replace(call, target="runtime.expert_linear")
+        over = () if lowering is None else (Raw(scope.shared.mesh.axes[lowering.axes[0]]),)
+        return replace(call, target="runtime.expert_linear", args=(*call.args, *over))
     if lowering is None:
         return call
     if lowering.name == "mean":

@@ -12,12 +12,12 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, LayerRun, Ref
-from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placements, Stored
 from autopar.ir.plan_data import ScopePlan, labels_text
 from autopar.options.offers import Offers
 from autopar.options.reshard import steps
-from autopar.options.strategies import Operator, Option, Scope, is_joint, options_of, scopes_of
+from autopar.options.strategies import Operator, Option, Scope, cuts_context, options_of, scopes_of
 from autopar.options.validate import check_scopes, ref_name
 from autopar.plan import Plan
 from search.problem import Solution
@@ -91,9 +91,9 @@ class Deriver:
         operator = self.operators[scope.name, name]
         sources = tuple(self.lies[scope.name, ref] for ref in operator.node.inputs)
         weights = tuple(float(meta.num_bytes) for meta in operator.inputs)
-        # Joint options are asked for, so a plan file names them.
+        # Context parallelism is asked for, so a plan file names it.
         options = self.options[scope.name, name]
-        plain = [i for i, option in enumerate(options) if not is_joint(operator, option)]
+        plain = [i for i, option in enumerate(options) if not cuts_context(option)]
         return plain[default_option(tuple(options[i] for i in plain), sources, self.mesh.sizes, weights)]
 
     def pieces(self, scope: Scope) -> list[Any]:
@@ -196,13 +196,17 @@ def on_axes(assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ..
     def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(values[i] for i in source)
 
+    def stored(before: Stored) -> Stored:
+        placements = pick(before.placements)
+        return Stored(placements, before.zero if zero_axes(wanted, placements) else 0)
+
     return Assignment(
         {
             key: Option(pick(o.axes), tuple(pick(p) for p in o.inputs), tuple(pick(p) for p in o.outputs))
             for key, o in assignment.operators.items()
         },
         {key: pick(placements) for key, placements in assignment.tensors.items()},
-        {k: Stored(pick(s.placements), s.zero if "dp" in wanted else 0) for k, s in assignment.parameters.items()},
+        {key: stored(each) for key, each in assignment.parameters.items()},
     )
 
 

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
-from autopar.ir.mesh import DATA_AXES, Mesh
-from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
+from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
+from autopar.ir.placement import Placement, Placements, R, S, divides
 from autopar.options.strategies import Option, Scope, placement_choices, scopes_of
 
 Uses = dict[Ref, list[tuple[str, str, int]]]
@@ -37,12 +37,11 @@ class Offers:
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
 
     def can_shard(self, meta: TensorMeta, placements: Placements) -> bool:
-        """Whether ZeRO may shard a parameter: it is trained, and its gradient is partial over dp."""
-        axes = self.mesh.axes
-        return "dp" in axes and meta.requires_grad and placements[axes.index("dp")] == Rp
+        """Whether ZeRO may shard a parameter: it is trained, and its gradient is partial over some axis of ZeRO."""
+        return meta.requires_grad and bool(zero_axes(self.mesh.axes, placements))
 
     def batch_input(self, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
-        """A batch tensor can be cut anywhere for free: dp along the batch, other axes along any other dim."""
+        """A batch tensor can be cut anywhere for free: data axes along the batch, other axes along any other dim."""
         per_axis = []
         for axis in self.mesh.axes:
             dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]

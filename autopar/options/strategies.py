@@ -2,7 +2,8 @@
 
 The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` and `ddp` shard the factor that runs
 over the batch, every other axis shards any other factor. Which factor is the batch's is found by following the batch
-dim of the inputs through the rules. Section counts (fused QKV, merged dims) travel the same way, from the operator that
+dim of the inputs through the rules. `ep` shards the batch too, but the weights of experts by expert, which is followed
+back to the parameters. Section counts (fused QKV, merged dims) travel the same way, from the operator that
 needs them to the ones that can provide them.
 """
 
@@ -17,6 +18,8 @@ from autopar.ir.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta,
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
 from autopar.options.fused import Fusion, Fusions
+from autopar.rules.attention import EXCHANGES
+from autopar.rules.experts import EXPERT_LINEAR, ROUTED
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options, find_factor
@@ -41,7 +44,8 @@ class Option:
 class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
-    batch: the factor (and sections) that runs over the batch. runs: of the scope's calls, what one kernel may do.
+    batch: the factor (and sections) that runs over the batch. experts: of what makes a weight of experts, the factor
+    that runs over these. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -51,6 +55,7 @@ class Operator:
     known: bool
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
+    experts: str | None = None
     runs: Fusions | None = None
 
     @property
@@ -107,6 +112,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     rules = {(s.name, n.name): rule_or_blank(n, s.metas) for s in scopes for n in s.nodes}
     batch = _follow_batch(graph, scopes, rules)
     sections = _follow_sections(graph, scopes, rules)
+    experts = {key: factor for scope in scopes for key, factor in _follow_experts(scope, rules).items()}
     found = {}
     for scope in scopes:
         runs = Fusions(scope.nodes, scope.metas, _leaving(graph, scope))
@@ -122,9 +128,17 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 known=is_known,
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
+                experts=experts.get(key),
                 runs=runs,
             )
     return found
+
+
+@derived
+def num_experts(graph: Graph) -> int:
+    """The greatest common divisor of the experts of all layers whose rows may travel to them; 0 without any."""
+    calls = [(scope, node) for scope in scopes_of(graph) for node in scope.nodes if node.op == EXPERT_LINEAR]
+    return math.gcd(*(scope.metas[node.inputs[1]].shape[0] for scope, node in calls))
 
 
 def _leaving(graph: Graph, scope: Scope) -> set[Ref]:
@@ -161,9 +175,14 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     return tuple(found)
 
 
-def is_joint(operator: Operator, option: Option) -> bool:
-    """Whether some axis cuts several factors together, the ranks exchanging what they lack (`rule.Joint`)."""
-    return any(label in operator.rule.joints for label in option.labels)
+def can_cut_context(operator: Operator) -> bool:
+    """Whether queries and keys of the call may be cut along the sequence together, the ranks exchanging keys."""
+    return any(joint.lowering in EXCHANGES for joint in operator.rule.joints.values())
+
+
+def cuts_context(option: Option) -> bool:
+    """Whether some axis cuts queries and keys along the sequence together."""
+    return any(axis.lowering in EXCHANGES for axis in option.axes)
 
 
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
@@ -177,8 +196,11 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     options = axis_options(operator.rule, size, operator.inputs, operator.node.outputs, sections)
     batch_label = None if batch is None else batch[0] if batch[1] == 1 else f"{batch[0]}/{batch[1]}"
     is_batch = [option.label.split("/")[0] == batch[0] if batch else False for option in options]
+    routed = [option for option in options if option.lowering == ROUTED]
+    if axis == "ep" and (routed or operator.experts):
+        return routed or [option for option in options if option.label == operator.experts]
     if axis not in DATA_AXES:
-        return [option for option, b in zip(options, is_batch, strict=True) if not b]
+        return [option for option, b in zip(options, is_batch, strict=True) if not b and option not in routed]
     if any(option.label == batch_label for option in options):
         return [option for option in options if option.label == batch_label]
     return [option for option in options if option.label in ("R", "Rp", "P")]
@@ -230,6 +252,21 @@ def _follow_batch(
                             marks[scope.name, Ref(node.name, index)] = {placement}
         if len(found) == before:
             break
+    return found
+
+
+def _follow_experts(scope: Scope, rules: Mapping[tuple[str, str], tuple[Rule, bool]]) -> dict[tuple[str, str], str]:
+    """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use."""
+    wanted = {node.inputs[1]: S(0) for node in scope.nodes if node.op == EXPERT_LINEAR}
+    found: dict[tuple[str, str], str] = {}
+    for node in reversed(scope.nodes):
+        mark, key = wanted.get(Ref(node.name)), (scope.name, node.name)
+        factor = factor_of(rules[key][0], rules[key][0].outputs[0], mark) if mark else None
+        if factor is not None and factor[1] == 1 and len(node.outputs) == 1:
+            found[key] = factor[0]
+            for ref, dims in zip(node.inputs, rules[key][0].inputs, strict=True):
+                if placement := find_factor(rules[key][0], dims, *factor):
+                    wanted[ref] = placement
     return found
 
 

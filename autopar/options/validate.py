@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.errors import PlanError
 from autopar.files.text_files import near
 from autopar.ir.graph import Graph, Ref, TensorMeta
+from autopar.ir.mesh import ZERO_AXES
 from autopar.ir.placement import Placements, divides
 from autopar.ir.plan_data import ScopePlan, placements_text
 from autopar.options.offers import Offers
@@ -110,11 +111,13 @@ def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, st
     for name, at in decided.parameters.items():
         if at.zero and not offers.can_shard(stored[name], at.placements):
             is_trained = stored[name].requires_grad
-            why = "is not Rp on dp" if is_trained else "is not trained"
+            why = f"is not Rp on {' or '.join(ZERO_AXES)}" if is_trained else "is not trained"
             raise PlanError(
                 f"{plan.place(scope.name, 'parameters', name)} has zero={at.zero} but {why}",
                 values=placements_text(at.placements, plan.mesh),
-                alternatives="zero=0, or dp=Rp" if is_trained and "dp" in plan.mesh.axes else "zero=0",
+                alternatives=", or ".join(
+                    ["zero=0", *(f"{a}=Rp" for a in ZERO_AXES if a in plan.mesh.axes * is_trained)]
+                ),
             )
 
 

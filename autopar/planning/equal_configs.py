@@ -9,6 +9,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
+from autopar.options.strategies import num_experts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
@@ -66,6 +67,7 @@ def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
 
     ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
     gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
+    Neighbours of a group may have different experts, unless there are several groups, which are pinned then.
     tp joins neighbours, unless the links between nodes are faster than those inside.
     """
     cluster, pinned = request.cluster, request.constraints.degrees.get("ddp")
@@ -75,11 +77,23 @@ def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
         groups += [dp // size for size in ranks if 1 < size < dp and dp % size == 0]
     is_inverted = inter_node_rate(cluster) > cluster.intra_node.achievable_bytes_per_second
     spans_nodes = dp * tp > cluster.devices_per_node > 1
-    for ddp in dict.fromkeys(groups):
-        if dp % ddp == 0:
-            yield named_mesh(dp // ddp, tp, ddp)
-            if is_inverted and spans_nodes and 1 < tp < dp * tp:
-                yield named_mesh(dp // ddp, tp, ddp, tp_first=True)
+    degrees = [
+        (ddp, ep)
+        for ddp in dict.fromkeys(groups)
+        if dp % ddp == 0
+        for ep in expert_degrees(request, dp // ddp)
+        if ddp == 1 or ep == 1 or pinned is not None
+    ]
+    for ddp, ep in degrees:
+        yield named_mesh(dp // ddp // ep, tp, ddp, ep)
+        if is_inverted and spans_nodes and 1 < tp < dp * tp:
+            yield named_mesh(dp // ddp // ep, tp, ddp, ep, tp_first=True)
+
+
+def expert_degrees(request: Request, dp: int) -> list[int]:
+    """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned."""
+    pinned, experts = request.constraints.degrees.get("ep"), num_experts(request.trace(request.global_batch_size))
+    return [ep for ep in divisors(math.gcd(dp, experts) if experts else 1) if pinned in (None, ep)]
 
 
 def inter_node_rate(cluster: Cluster) -> float:
@@ -121,7 +135,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         for tp in divisors(devices // pp)
         if tp <= most or tp == degrees.get("tp")
     ]
-    wanted = [s for s in found if _agrees(degrees, s)]
+    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s[1] // degrees.get("ddp", 1))]
     if not wanted:
         pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]

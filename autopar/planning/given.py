@@ -9,6 +9,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.chain import chain
 from autopar.ir.graph import Graph, layer_names
+from autopar.ir.mesh import ZERO_AXES
 from autopar.options.assignment import Candidate, expand
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan
@@ -146,10 +147,12 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
     ]
     if pipeline.num_pipeline_ranks > 1:
         pinned += [("schedule", limits.schedule, pipeline.schedule), ("chunks", limits.chunks, pipeline.num_chunks)]
-    if plan.mesh.size("dp") > 1:
+    if any(plan.mesh.size(axis) > 1 for axis in ZERO_AXES):
         pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
     if not pipeline.stage_meshes:
-        pinned += [(axis, limits.degrees.get(axis), plan.mesh.size(axis)) for axis in ("ddp", "dp", "tp")]
+        sizes = {axis: plan.mesh.size(axis) for axis in ("ddp", "ep", "tp")}
+        sizes["dp"] = plan.mesh.num_data_ranks // sizes["ddp"]
+        pinned += [(axis, limits.degrees.get(axis), size) for axis, size in sizes.items()]
     for name, asked, given in pinned:
         if asked is not None and asked != given:
             raise PlanError(

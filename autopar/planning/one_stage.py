@@ -1,8 +1,8 @@
 """The search without pipelines: meshes and micro-batch counts around the exact inner problem under a memory budget.
 
-For every way to write the number of devices as dp x tp (pinned degrees kept), and for micro-batch counts from few to
-many, the inner problem is solved to optimality: every call, tensor, parameter and ZeRO stage at once. Meshes and counts
-that could not win even with free memory are skipped.
+For every way to write the number of devices as dp x ep x tp (pinned degrees kept), and for micro-batch counts from few
+to many, the inner problem is solved to optimality: every call, tensor, parameter and ZeRO stage at once. Meshes and
+counts that could not win even with free memory are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.options.assignment import Assignment, Candidate, compress
 from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
 from autopar.planning.best_first import BestFirst, Bound
-from autopar.planning.equal_configs import shapes
+from autopar.planning.equal_configs import expert_degrees, shapes
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
 from autopar.planning.search_space import build_search_space
@@ -86,16 +86,16 @@ def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """Every dp x tp of the cluster's devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
+    """Every dp x ep x tp of all devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
     legal = sorted((dp, tp) for _, dp, tp in shapes(request, num_units=1, most_tp=request.cluster.num_devices))
     count = request.constraints.micro_batches or 1
     dividing = [(dp, tp) for dp, tp in legal if request.global_batch_size // dp % count == 0]
-    return [named_mesh(dp, tp) for dp, tp in dividing or legal]
+    return [named_mesh(dp // ep, tp, ep=ep) for dp, tp in dividing or legal for ep in expert_degrees(request, dp)]
 
 
 def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
     """Counts that cut the global batch into equal micro-batches of whole rows per rank, few first."""
-    rows = request.global_batch_size // mesh.size("dp")
+    rows = request.global_batch_size // mesh.num_data_ranks
     pinned = request.constraints.micro_batches
     if pinned is not None:
         if rows % pinned:

@@ -155,7 +155,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
 def _unequal(request: Request) -> UnequalSearch | None:
     """The search over unlike stage meshes, where there may be such; on few GPUs only."""
     limits = request.constraints
-    is_open = limits.degrees.get("ddp", 1) == 1 and limits.schedule in (None, *HOLDING)
+    is_open = limits.degrees.get("ddp", 1) == limits.degrees.get("ep", 1) == 1 and limits.schedule in (None, *HOLDING)
     devices = request.cluster.num_devices
     is_small = not is_cpu(request.cluster) and devices <= UNEQUAL_DEVICES and not math.log2(devices).is_integer()
     if not is_open or not is_small or limits.degrees.get("pp") == 1:
@@ -175,7 +175,8 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
         if not plain:
             return None
         best = min(plain, key=lambda plan: plan.prediction.step_seconds)
-        pinned = {"pp": 1, "dp": best.mesh.size("dp"), "tp": best.mesh.size("tp")}
+        mesh = best.mesh
+        pinned = {"pp": 1, "dp": mesh.num_data_ranks, "ep": mesh.size("ep"), "tp": mesh.size("tp")}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
     return OneStageSearch(replace(request, constraints=limits))
 
@@ -219,7 +220,7 @@ def _refuse_idle(best: Candidate, request: Request) -> None:
         return
     options = best.assignment.operators.values()
     is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
-    can_split = any(mesh.size("dp") > 1 for mesh in meshes(request))
+    can_split = any(mesh.num_data_ranks > 1 for mesh in meshes(request))
     if is_split or can_split:
         return
     rows, devices = request.global_batch_size, request.cluster.num_devices

@@ -25,7 +25,7 @@ from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.saved import saved_tensors
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.options.offers import Offers
 from autopar.options.reshard import steps
@@ -187,7 +187,7 @@ class _Builder:
 
     def _stages(self) -> tuple[int, ...]:
         """Stages open to a scope. With one micro-batch stage 1 is never better than 2, which costs the same."""
-        if "dp" not in self.pricer.mesh.axes:
+        if not set(ZERO_AXES) & set(self.pricer.mesh.axes):
             return (0,)
         if self.constraints.zero is not None:
             return (self.constraints.zero,)

@@ -105,7 +105,7 @@ class SharedAssignments:
         return self.solved_layers[number]
 
     def _solved_key(self, tp: int, rows: int, multiplier: float) -> Key:
-        return tp, self.has_data(tp, rows), min(rows, TYPICAL_ROWS), multiplier
+        return tp, 1, self.has_data(tp, rows), min(rows, TYPICAL_ROWS), multiplier
 
     def _main(self, tp: int) -> int:
         """The number of the group that decisions are made for: with room for two data-parallel ranks if there is one,

@@ -1,8 +1,9 @@
 """Solutions of the inner problem that pipelines are made of, each solved once for all meshes that share it.
 
-What forward and backward cost on one rank depends on the tensor-parallel degree and on the rows of one data-parallel
-rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every option on dp2 x tpN is one
-on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its parameters cost is priced anew.
+What forward and backward cost on one rank depends on the degrees of tensor and expert parallelism and on the rows of
+one data-parallel rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every option
+on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its parameters cost
+is priced anew.
 
 A solved layer minimises seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory frontier);
 the multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks.
@@ -20,8 +21,8 @@ from autopar.costs.layer_costs import ComputeSeconds, LayerCost
 from autopar.costs.price import Pricer
 from autopar.costs.stage_boundaries import boundary_bytes
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Rp, Stored
+from autopar.ir.mesh import Mesh, zero_axes
+from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
 from autopar.options.carried import carried, covers
@@ -109,20 +110,18 @@ def stored_parameters(
     assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...], zero: int
 ) -> dict[tuple[str, str], Stored]:
     """The parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO stage
-    wherever one is possible: where every rank of `dp` reads all of a parameter, and has a partial sum of its
-    gradient."""
+    wherever one is possible."""
     source = axis_sources(axes, wanted)
-    on_dp = wanted.index("dp") if "dp" in wanted else None
     found = {}
     for key, stored in assignment.parameters.items():
         placements = tuple(stored.placements[i] for i in source)
-        can = on_dp is not None and placements[on_dp] == Rp
-        found[key] = Stored(placements, zero if can else 0)
+        found[key] = Stored(placements, zero if zero_axes(wanted, placements) else 0)
     return found
 
 
-Key = tuple[int, bool, int, float]
-"""(tensor-parallel degree, whether there is a data axis, rows per data-parallel rank, multiplier)"""
+Key = tuple[int, int, bool, int, float]
+"""(tensor-parallel degree, expert-parallel degree, whether there is a data axis beside, rows per data-parallel rank,
+multiplier)"""
 
 
 @dataclass
@@ -137,8 +136,8 @@ class SolvedLayers:
     _call_costs: dict[tuple[Mesh, int, float], CallCosts] = field(default_factory=dict)
     _storage: dict[tuple[tuple[str, ...], frozenset[tuple[tuple[str, str], Stored]]], int] = field(default_factory=dict)
     _stored_as: dict[tuple[Key, tuple[str, ...]], int] = field(default_factory=dict)
-    _search_spaces: dict[tuple[int, bool, int], SearchSpace] = field(default_factory=dict)
-    _fastest: dict[tuple[int, bool, int], Solution] = field(default_factory=dict)
+    _search_spaces: dict[tuple[int, int, bool, int], SearchSpace] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int, bool, int], Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
     _known: Known = field(default_factory=dict)
 
@@ -164,17 +163,18 @@ class SolvedLayers:
         return free is not None and free.solved is priced.solved
 
     def _make(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
-        tp, has_data = mesh.size("tp"), mesh.num_data_ranks > 1
-        fits_dp = 2 * tp <= self.request.cluster.num_devices
+        tp, ep = mesh.size("tp"), mesh.size("ep")
+        has_data = mesh.num_data_ranks > ep
+        fits_dp = 2 * tp * ep <= self.request.cluster.num_devices
         solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
         # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
-        costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp)
+        costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp, ep=ep)
         whole = rows * costed.num_data_ranks
         graph = self.request.trace.estimate(whole)
-        solved_key = (tp, solved_with_data, self.typical_rows or rows, multiplier)
+        solved_key = (tp, ep, solved_with_data, self.typical_rows or rows, multiplier)
         assignment = self.assignment(*solved_key)
         if assignment is not None and not covers(assignment, graph):  # a model that is another one with few rows
-            solved_key = (tp, has_data, rows, multiplier)
+            solved_key = (tp, ep, has_data, rows, multiplier)
             assignment = self.assignment(*solved_key)
         if assignment is None:
             return None
@@ -226,25 +226,25 @@ class SolvedLayers:
         """The prices on a solved layer's mesh."""
         return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
 
-    def assignment(self, tp: int, has_dp: bool, rows: int, multiplier: float) -> Assignment | None:
+    def assignment(self, tp: int, ep: int, has_dp: bool, rows: int, multiplier: float) -> Assignment | None:
         """The assignment that minimises seconds plus multiplier times bytes; where that is the one that minimises
         seconds, the same object."""
-        key = (tp, has_dp, rows, multiplier)
+        key = (tp, ep, has_dp, rows, multiplier)
         if key not in self._assignments:
             try:
                 found = self._solve(*key)
-                fastest = self.assignment(tp, has_dp, rows, 0.0) if multiplier else None
+                fastest = self.assignment(tp, ep, has_dp, rows, 0.0) if multiplier else None
                 self._assignments[key] = fastest if fastest == found else found
             except InfeasibleError:
                 self._assignments[key] = None
         return self._assignments[key]
 
-    def _solve(self, tp: int, has_dp: bool, rows: int, multiplier: float) -> Assignment:
-        key = (tp, has_dp, rows)
+    def _solve(self, tp: int, ep: int, has_dp: bool, rows: int, multiplier: float) -> Assignment:
+        key = (tp, ep, has_dp, rows)
         if key not in self._search_spaces:
-            mesh = named_mesh(2 if has_dp else 1, tp)
+            mesh = named_mesh(2 if has_dp else 1, tp, ep=ep)
             whole = rows * mesh.num_data_ranks
-            limits = replace(self.request.constraints, zero=0 if has_dp else None)
+            limits = replace(self.request.constraints, zero=0 if mesh.num_data_ranks > 1 else None)
             graph = self.request.trace.estimate(whole)
             self._search_spaces[key] = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits)
             self._fastest[key] = solve(self._search_spaces[key].problem)
@@ -263,8 +263,8 @@ def solved_anew(
 
 def solved_on(solved_key: Key) -> tuple[tuple[str, ...], int]:
     """The axes of the mesh that an assignment is made on, and the rows of the graph over all its ranks."""
-    tp, has_data, rows, _ = solved_key
-    mesh = named_mesh(2 if has_data else 1, tp)
+    tp, ep, has_data, rows, _ = solved_key
+    mesh = named_mesh(2 if has_data else 1, tp, ep=ep)
     return mesh.axes, rows * mesh.num_data_ranks
 
 
@@ -283,8 +283,8 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
 
 
 @cache
-def named_mesh(dp: int, tp: int, ddp: int = 1, tp_first: bool = False) -> Mesh:
-    """ddp x dp x tp without axes of one rank; tp_first: neighbours differ in dp, and tp joins distant ranks."""
-    data = [("ddp", ddp), ("dp", dp)]
+def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, tp_first: bool = False) -> Mesh:
+    """ddp x dp x ep x tp without axes of one rank; tp_first: neighbours differ in data, and tp joins distant ranks."""
+    data = [("ddp", ddp), ("dp", dp), ("ep", ep)]
     named = [(a, n) for a, n in ([("tp", tp), *data] if tp_first else [*data, ("tp", tp)]) if n > 1]
     return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))

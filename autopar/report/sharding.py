@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.ir.graph import Node, Ref
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, Stored
 from autopar.options.assignment import Assignment
 from autopar.options.strategies import Scope
@@ -63,7 +63,7 @@ def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: Dim
             word = names.of(scope.name, Ref(name), placement, len(meta.shape))
             fused = f", {placement.sections} fused parts alike" if placement.sections > 1 else ""
             parts.append(f"split by {word} over {axis}{fused}")
-        elif stored.zero and axis == "dp":
+        elif stored.zero and axis in ZERO_AXES and placement.kind == "Rp":
             parts.append(zero_words(stored.zero, axis, bool(scope.layer)))
         else:
             parts.append(f"copied over {axis}" + (", gradients summed" if placement.kind == "Rp" else ""))

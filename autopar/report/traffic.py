@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.context import context_call
+from autopar.costs.parameter_prices import summed_axes
 from autopar.costs.quantised_collectives import sent_bytes_of
 from autopar.costs.rates import Training
 from autopar.ir.graph import Ref
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, zero_axes
 from autopar.ir.placement import Placement
 from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, Scope, num_local
@@ -111,22 +113,29 @@ def traffic_bytes(
             continue
         meta = scope.metas[Ref(name)]
         local = num_local(meta, stored.placements, mesh)
+        over = zero_axes(mesh.axes, stored.placements)
+        size = math.prod(mesh.sizes[axis] for axis in over) if stored.zero else 1
         if stored.zero:
             reduces = 1 if stored.zero == 1 else num_micro_batches
             widths = (training.compute_bytes, training.gradient_bytes)
-            sent = sent_bytes_of(training.compression, meta, mesh.size("dp"), *widths)
+            sent = sent_bytes_of(training.compression, meta, size, *widths)
             how = f"all_to_all{packed['reduce']}" if sent.reduce_code else "reduce_scatter"
-            _add(totals, f"gradients: {how} over dp", reduces, local * sent.reduce)
-            how, weight = f"all_gather{packed['gather'] if sent.gather_code else ''} over dp", local * sent.gather
+            _add(totals, f"gradients: {how} over {_names(mesh, over)}", reduces, local * sent.reduce)
+            how, weight = (
+                f"all_gather{packed['gather'] if sent.gather_code else ''} over {_names(mesh, over)}",
+                local * sent.gather,
+            )
             if stored.zero == 3:
                 _add(totals, f"parameters: {how}, forward and again backward", 2 * num_micro_batches, weight)
             else:
                 _add(totals, f"parameters: {how} after the update", 1, weight)
-        for axis, placement in zip(mesh.axes, stored.placements, strict=True):
-            if placement.kind == "Rp" and not (stored.zero and axis == "dp"):
-                share = mesh.size("dp") if stored.zero else 1
-                _add(totals, f"gradients: all_reduce over {axis}", 1, local * training.gradient_bytes / share)
+        for axes in summed_axes(mesh.axes, stored):
+            _add(totals, f"gradients: all_reduce over {_names(mesh, axes)}", 1, local * training.gradient_bytes / size)
     return totals
+
+
+def _names(mesh: Mesh, axes: tuple[int, ...]) -> str:
+    return " x ".join(mesh.axes[axis] for axis in axes)
 
 
 def _add(totals: dict[tuple[str, int], float], words: str, count: int, num_bytes: float) -> None:

@@ -15,6 +15,7 @@ from autopar.ir.graph import Node, map_refs
 from autopar.ir.operators import find_op
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand
+from autopar.rules.experts import ROUTED
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.simulate import SimulatedMesh, meshes
 from codegen.runtime.attention import attention
@@ -22,11 +23,12 @@ from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout import dropout
 from codegen.runtime.embedding import vocab_embedding
+from codegen.runtime.experts import expert_linear
 from codegen.runtime.layout import Layout
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
-COMMUNICATING = frozenset({"cross_entropy", *EXCHANGES})
+COMMUNICATING = frozenset({"cross_entropy", ROUTED, *EXCHANGES})
 
 
 def call_op(
@@ -117,6 +119,9 @@ def _lowered(
         return (_attention(lowering, call, inputs, mesh),)
     if lowering.name in EXCHANGES:
         return (_context_attention(lowering, call, inputs, mesh),)
+    if lowering.name == ROUTED:
+        rows, weight, experts = (inputs[call.tensor(name).index] for name in ("input", "weight", "experts"))
+        return (expert_linear(rows, weight, experts, mesh.axes[lowering.axes[0]]),)
     raise ValueError(f"the proof does not know the lowering {lowering.name!r}")
 
 

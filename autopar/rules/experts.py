@@ -1,7 +1,8 @@
 """Layers of a mixture of experts, whose rows choose a matrix each (codegen/runtime/experts.py).
 
 A row's result depends on that row and its expert alone, so rows may be cut as a batch is; features are those of any
-linear layer. Every rank has all experts: which rows a rank would multiply for its own ones is data.
+linear layer. Experts are cut together with rows only, which then travel to the rank that has their expert and back:
+which rows those are is data.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import torch
 from torch import Tensor
 
 from autopar.rules.call import Call, make_rule
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Joint, Rule
 from codegen.runtime import experts as experts_runtime
 
 EXPERT_LINEAR = "autopar.expert_linear.default"
 """`expert_linear(input [N, A], weight [E, A, B], experts [N]) -> [N, B]`: what traces of sorted rows are written as."""
+
+ROUTED = "routed"
+"""The lowering of calls whose ranks have experts each."""
+
+ROWS_AND_EXPERTS = "n+e"
+"""The label of the option that cuts rows and experts."""
 
 
 @torch.library.custom_op("autopar::expert_linear", mutates_args=())
@@ -57,6 +64,7 @@ def expert_linear(call: Call) -> Rule:
         sizes,
         blocked={"e"},
         linear=("input", "weight"),
+        joints={ROWS_AND_EXPERTS: Joint(("n", "e", "n"), "n", ROUTED, frozenset("n"))},
     )
 
 

@@ -35,6 +35,8 @@ class LoweringCall:
     arange          start + step * global position                               layout_shape, layout (of the result)
     all_gather,     attention whose keys are sharded over axes[0], by that        axes
     ring            exchange (codegen/runtime/context_attention.py)
+    routed          rows that travel to the rank of axes[0] with their expert     axes
+                    (codegen/runtime/experts.py)
 
     axes: numbers of mesh axes. divisor: product of the sizes of the mesh axes that shard a mean.
     layout: one placement per mesh axis, S or R, of a tensor of global shape layout_shape.
@@ -71,7 +73,7 @@ def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int,
 
     Two axes on one factor must divide the factor, not just the tensor dim that it is a part of (groups of a
     convolution: 6 groups of 2 channels do not split over 2 x 2 ranks, though 12 channels do). A lowering that works
-    over one axis may be needed by one axis only, and factors that are sharded together by no other axis.
+    over one axis may be needed by one axis only, and factors that are sharded together by no other axis unless free.
     """
     by_factor: dict[str, list[tuple[int, int]]] = {}
     alone: set[str] = set()
@@ -79,7 +81,8 @@ def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int,
         for factor, sections in rule.sharded_by(option.label):
             by_factor.setdefault(factor, []).append((sections, size))
         if option.label in rule.joints:
-            alone.update(rule.joints[option.label].factors)
+            joint = rule.joints[option.label]
+            alone.update(set(joint.factors) - joint.free)
     for factor, shards in by_factor.items():
         places = tuple(S(0, sections) for sections, _ in shards)
         if not divides((rule.sizes[factor],), places, tuple(size for _, size in shards)):

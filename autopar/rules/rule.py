@@ -63,12 +63,13 @@ class Joint:
     """Several factors that one axis shards together, in whole runs; `lowering` exchanges what a rank lacks.
 
     inputs: the factor by which each input is sharded; None: it is whole on every rank. The outputs are sharded by
-    `output`.
+    `output`. free: factors that other axes may shard too.
     """
 
     inputs: tuple[str | None, ...]
     output: str
     lowering: str
+    free: frozenset[str] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:

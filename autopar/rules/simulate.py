@@ -145,6 +145,20 @@ class SimulatedAxis:
         """[n, *part] -> [*part]: the sum over ranks of their parts[this rank]; no gradient."""
         return torch.stack(self.board.exchange(self.rank, parts))[:, self.rank].sum(0)
 
+    def exchange_parts(self, parts: Tensor) -> Tensor:
+        """[n, *part] -> [n, *part]: result[i] is rank i's parts[this rank]; no gradient."""
+        return torch.stack(self.board.exchange(self.rank, parts))[:, self.rank]
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """[sum(sent), ...] -> [sum(received), ...]: from rank after rank, its rows for this one; no gradient."""
+        ends = self.board.exchange(self.rank, torch.tensor(sent).cumsum(0))
+        parts = self.board.exchange(self.rank, rows)
+        mine = [
+            part[end[self.rank] - count : end[self.rank]]
+            for part, end, count in zip(parts, ends, received, strict=True)
+        ]
+        return torch.cat(mine)
+
     def pass_on(self, part: Tensor) -> Arrived:
         """What the rank before this one passes on; no gradient."""
         return Arrived(self.board.exchange(self.rank, part)[self.rank - 1])

@@ -4,6 +4,7 @@ A plain dict:
 
     {"pp": 2, "dp": 2, "tp": 2,                           pipeline ranks, degrees of mesh axes
      "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
+     "ep": 2,                                             of the dp ranks, how many share out the experts
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per pipeline rank
      "recompute": "full",                                 of every layer: none, offload, selective or full
@@ -30,13 +31,22 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import AXIS_NAMES, DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
-from autopar.options.strategies import Operator, Option, Scope, is_joint, operators_of, scopes_of
+from autopar.options.strategies import (
+    Operator,
+    Option,
+    Scope,
+    can_cut_context,
+    cuts_context,
+    num_experts,
+    operators_of,
+    scopes_of,
+)
 from autopar.rules.attention import EXCHANGES
 from autopar.settings.arguments import whole, word
 from cost_models.schedule import SCHEDULES
 
-_AXES = ("pp", "ddp", "dp", "tp")
-_SHARDING_AXES = ("ddp", "dp", "tp")
+_AXES = ("pp", "ddp", "dp", "ep", "tp")
+_SHARDING_AXES = ("ddp", "dp", "ep", "tp")
 _SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
@@ -143,12 +153,20 @@ class Constraints:
     def check(self, graph: Graph) -> None:
         """Raises ConstraintError for a pattern that matches nothing, with the nearest names, and for a model without
         attention that `context` is about."""
-        if self.context and not any(operator.rule.joints for operator in operators_of(graph).values()):
+        if self.context and not any(map(can_cut_context, operators_of(graph).values())):
             raise ConstraintError(
                 "no attention call of the model can be cut along its sequence",
                 values=f"context={self.context}",
                 alternatives='scaled_dot_product_attention without dropout (attn_implementation="sdpa"), '
                 "as many queries as keys under a causal mask, no learned mask",
+            )
+        ep, experts = self.degrees.get("ep", 1), num_experts(graph)
+        if ep > 1 and (not experts or experts % ep):
+            legal = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
+            raise ConstraintError(
+                "ep shares out the experts of a mixture" + (", and does not divide their number" if experts else ""),
+                values=f"ep={ep}, {experts or 'no'} experts" + ("" if experts else " that autopar recognises"),
+                alternatives=f"ep of {legal}" if experts else "ep left out",
             )
         parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
         activations = sorted(activation_names(graph))
@@ -175,10 +193,10 @@ class Constraints:
 
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
         """The options that agree with `context`. Raises ConstraintError where tp does not divide the sequence."""
-        if not operator.rule.joints or self.context == "auto":
+        if not can_cut_context(operator) or self.context == "auto":
             return options
         if self.context is None:
-            return tuple(option for option in options if not is_joint(operator, option))
+            return tuple(option for option in options if not cuts_context(option))
         kept = tuple(o for o in options if any(axis.lowering == self.context for axis in o.axes))
         cutting = [axis for axis in mesh.axes if axis not in DATA_AXES]
         if not kept and cutting:

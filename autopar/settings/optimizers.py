@@ -21,7 +21,7 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.frontend import fakes
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placement, Stored
 from autopar.options.strategies import scopes_of
 from autopar.plan import Plan
@@ -117,7 +117,7 @@ def limited(limits: Constraints, needs: Needs, graph: Graph) -> Constraints:
         return limits
     names = _names(needs, graph)
     is_all = all(p.is_buffer or p.name in names for p in graph.parameters)
-    whole = tuple((axis, Placement("R")) for axis in ("ddp", "dp", "tp"))
+    whole = tuple((axis, Placement("R")) for axis in (*DATA_AXES, "tp"))
     globs = ["*"] if is_all else [glob.escape(name) for name in _one_of_each_class(names, graph)]
     pins: tuple[Pattern, ...] = tuple((each, whole) for each in globs)
     warnings.warn(f"{needs.problem}: only plans that do so are considered", stacklevel=6)
@@ -161,8 +161,10 @@ def _check_whole(needs: Needs, name: str, stored: Stored, axes: tuple[str, ...],
     for axis, placement in zip(axes, stored.placements, strict=True):
         if not placement.is_replicated and mesh.size(axis) > 1:
             raise _refused(needs, f"{name} is {placement} on {axis}{mesh.size(axis)}")
-    if stored.zero and mesh.size("dp") > 1:
-        raise _refused(needs, f"{name} has zero={stored.zero} on dp{mesh.size('dp')}")
+    sharing = [axes[number] for number in zero_axes(axes, stored.placements) if mesh.size(axes[number]) > 1]
+    if stored.zero and sharing:
+        over = " x ".join(f"{axis}{mesh.size(axis)}" for axis in sharing)
+        raise _refused(needs, f"{name} has zero={stored.zero} on {over}")
 
 
 def _refused(needs: Needs, found: str) -> ConstraintError:

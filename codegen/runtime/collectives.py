@@ -57,6 +57,14 @@ def all_to_all(output: Tensor, parts: Tensor, group: Group, async_op: bool = Fal
     return work
 
 
+def all_to_all_rows(output: Tensor, rows: Tensor, received: list[int], sent: list[int], group: Group) -> None:
+    """output [sum(received), ...] is, in rank order, the runs of rows [sum(sent), ...] that each rank has for this one:
+    sent[i] are for rank i, received[i] come from it."""
+    width = rows.shape[1:].numel()
+    arriving, leaving = ([count * width for count in counts] for counts in (received, sent))
+    dist.all_to_all_single(as_sent(output), as_sent(rows), arriving, leaving, group=group)
+
+
 def pass_on(output: Tensor, part: Tensor, rank: int, group: Group) -> list[Work]:
     """Starts to send `part` to the rank after `rank` of the group, and to receive that of the rank before it."""
     size = dist.get_world_size(group)

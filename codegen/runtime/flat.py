@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import collectives
 from .collectives import Work
 from .mesh import Axis, Mesh
-from .parameters import Param, Slot, parse_placement
+from .parameters import ZERO_AXES, Param, Slot, parse_placement
 
 if TYPE_CHECKING:
     # Only programs that compress or offload have these beside them.
@@ -32,10 +32,11 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What parameters of one bucket have in common. others: further axes with partial gradients."""
+    """What parameters of one bucket have in common. zero_axes: that ZeRO shards over; others: further axes with partial
+    gradients."""
 
     stage: int
-    zero_axis: str
+    zero_axes: tuple[str, ...]
     others: tuple[str, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -62,16 +63,16 @@ class Entry:
 
 
 def key_of(spec: Param, mesh: Mesh) -> Key:
-    """The bucket a parameter belongs to. A ZeRO axis of one rank means stage 0."""
-    partial = [axis.name for axis in mesh.axes if axis.size > 1 and spec.placements.get(axis.name) == "Rp"]
-    stage = spec.zero if mesh.axis(spec.zero_axis).size > 1 else 0
-    if not spec.requires_grad:
-        partial, stage = [], stage if stage == 3 else 0
-    zero_axis = spec.zero_axis if stage else ""
+    """The bucket a parameter belongs to. ZeRO axes of one rank mean stage 0."""
+    lies = {axis.name: spec.placements.get(axis.name, "R") for axis in mesh.axes if axis.size > 1}
+    partial = [name for name, text in lies.items() if text == "Rp" and spec.requires_grad]
+    zero = spec.zero if spec.requires_grad or spec.zero == 3 else 0
+    shared = partial if spec.requires_grad else [name for name, text in lies.items() if text in ("R", "Rp")]
+    zero_axes = tuple(name for name in shared if name in ZERO_AXES) if zero else ()
     return Key(
-        stage=stage,
-        zero_axis=zero_axis,
-        others=tuple(name for name in partial if name != zero_axis),
+        stage=zero if zero_axes else 0,
+        zero_axes=zero_axes,
+        others=tuple(name for name in partial if name not in zero_axes),
         dtype=spec.dtype,
         requires_grad=spec.requires_grad,
     )
@@ -111,7 +112,7 @@ class Bucket:
     ) -> None:
         self.key = key
         self.mesh = mesh
-        self.axis = mesh.axis(key.zero_axis) if key.stage else Axis("none")
+        self.axis = mesh.joint(key.zero_axes) if key.stage else Axis("none")
         self.others = mesh.joint(key.others)
         is_host_gathered = host is not None and host.holds_parameters and key.stage == 3
         self.host = host if key.requires_grad or is_host_gathered else None

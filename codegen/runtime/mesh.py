@@ -32,8 +32,8 @@ class Axis:
     The methods of the first half change a tensor's placement on this axis, forward and backward (`reshard.py`); with
     one rank they return their argument. Negative dims count from the end. `sections` k: the dim is k equal sections,
     each split over the ranks. The second half is plain communication without gradients; a simulation of several ranks
-    overrides gather_parts, scatter_sum, exchange_parts, pass_on, sum_over and max_over, and for overlapped.py start_sum
-    and start_scatter_sum.
+    overrides gather_parts, scatter_sum, exchange_parts, exchange_rows, pass_on, sum_over and max_over, and for
+    overlapped.py start_sum and start_scatter_sum.
 
     wait=False: returns at once, and nothing may read the result before `Mesh.finish`. For sums that are only wanted at
     the end: a rank that is ahead need not wait for the others in mid-step.
@@ -134,6 +134,13 @@ class Axis:
         sent = parts.detach().contiguous()
         result = torch.empty_like(sent)
         collectives.all_to_all(result, sent, self.group)
+        return result
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """[sum(sent), ...] -> [sum(received), ...]: the first sent[0] rows go to rank 0 and so on, and those that come
+        are in rank order. No gradient."""
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        collectives.all_to_all_rows(result, rows.detach().contiguous(), received, sent, self.group)
         return result
 
     def start_sum(self, x: Tensor) -> Arrival:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     # Only programs that offload activations have it beside them.
     from .offload import Offload
 
+ZERO_AXES = ("dp", "ep")
+"""Axes over which ZeRO shards what is Rp on them, over both as one."""
+
 Mode = Literal["none", "selective", "full"]
 """What a layer recomputes in backward (`recompute.py`)."""
 
@@ -30,15 +33,15 @@ class Param:
 
     placements: axis name -> "R" (equal on all ranks, and so are its gradients; what an axis not named has), "Rp" (equal
     on all ranks, gradients are partial sums), "S(dim)" or "S(dim/sections)" (sharded).
-    zero: 0 stores it whole; 1 shards the optimiser state over `zero_axis`; 2 the accumulated gradients too; 3 the
-    parameter itself too, gathered for use. aliases: further names of the same tensor (tied weights). persistent:
-    whether a buffer belongs to the state dict. increment: what every step adds to a buffer that counts forwards.
+    zero: 0 stores it whole; 1 shards the optimiser state over the axes of `ZERO_AXES` on which it is Rp; 2 the
+    accumulated gradients too; 3 the parameter itself too, gathered for use. aliases: further names of the same tensor
+    (tied weights). persistent: whether a buffer belongs to the state dict. increment: what every step adds to a buffer
+    that counts forwards.
     """
 
     shape: tuple[int, ...]
     placements: Mapping[str, str]
     zero: int
-    zero_axis: str
     aliases: tuple[str, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -49,7 +52,6 @@ class Param:
         self,
         shape: tuple[int, ...],
         zero: int = 0,
-        zero_axis: str = "dp",
         aliases: tuple[str, ...] = (),
         dtype: str = "float32",
         requires_grad: bool = True,
@@ -62,10 +64,11 @@ class Param:
             parse_placement(text)
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
-        if zero and requires_grad and kept.get(zero_axis) != "Rp":
-            raise ValueError(f"ZeRO shards over an Rp axis only, {zero_axis} has {kept.get(zero_axis, 'R')}")
+        if zero and requires_grad and not any(kept.get(axis) == "Rp" for axis in ZERO_AXES):
+            lies = ", ".join(f"{axis} has {kept.get(axis, 'R')}" for axis in ZERO_AXES)
+            raise ValueError(f"ZeRO shards over an Rp axis only, {lies}")
         about = (getattr(torch, dtype), requires_grad, persistent, increment)
-        values = (tuple(shape), kept, zero, zero_axis, tuple(aliases), *about)
+        values = (tuple(shape), kept, zero, tuple(aliases), *about)
         for name, value in zip(Param.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 

@@ -125,7 +125,7 @@ class Pipeline:
                 f"or plan for {running} devices"
             )
         joints = [
-            {self._others(spec, stage_mesh) for spec in self._specs_at(i)}
+            {names for spec in self._specs_at(i) for names in self._joints(spec, stage_mesh)}
             for i, stage_mesh in enumerate(self.stage_meshes)
         ]
         shapes = [(stage_mesh.axes, stage_mesh.sizes) for stage_mesh in self.stage_meshes]
@@ -138,8 +138,9 @@ class Pipeline:
             if stage.pipeline_rank == pipeline_rank:
                 yield from (spec for _, spec, _ in stage.parameters())
 
-    def _others(self, spec: Param, stage_mesh: StageMesh) -> tuple[str, ...]:
-        return key_of(spec, stage_mesh.seen_by(stage_mesh.first_rank)).others
+    def _joints(self, spec: Param, stage_mesh: StageMesh) -> tuple[tuple[str, ...], ...]:
+        key = key_of(spec, stage_mesh.seen_by(stage_mesh.first_rank))
+        return key.others, key.zero_axes
 
     # What goes between stages -----------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class Pipeline:
             copies = []
             for stage in stages:
                 spec = self._parameter(stage, name)
-                layout = (spec.shape, dict(spec.placements), spec.zero, spec.zero_axis, spec.dtype, spec.requires_grad)
+                layout = (spec.shape, dict(spec.placements), spec.zero, spec.dtype, spec.requires_grad)
                 copies.append(layout)
             if any(copy != copies[0] for copy in copies):
                 raise ValueError(f"the copies of {name} in stages {stages} must lie alike on their meshes")

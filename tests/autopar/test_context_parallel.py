@@ -13,7 +13,7 @@ from autopar.costs.context import ContextCall, context_call
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
-from autopar.options.strategies import is_joint, scopes_of
+from autopar.options.strategies import cuts_context, scopes_of
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
 from autopar.report.traffic import context_rows
@@ -164,7 +164,7 @@ def test_the_report_tells_what_is_exchanged() -> None:
 def test_nobody_exchanges_unless_asked() -> None:
     best = search_plans(request_for("llama_gqa", tp=4)).best
     options = best.assignment.operators
-    assert not [key for key in options if is_joint(best.operators[key], options[key])]
+    assert not [key for key in options if cuts_context(options[key])]
     assert any(operator.rule.joints for operator in best.operators.values())
     auto = search_plans(request_for("llama_gqa", tp=4, context="auto")).best
     assert auto.plan.prediction.step_seconds <= best.plan.prediction.step_seconds * (1 + 1e-9)
