@@ -29,7 +29,7 @@ _RUNTIME_HOME = {
     "count_valid": "cross_entropy",
     "context_attention": "context_attention",
     "arange": "layout",
-    "expert_linear": "experts",
+    **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
 }
 _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
 """Calls that draw the mask of a dropout."""

@@ -41,13 +41,16 @@ class Contractions(Rates):
             forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
             return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
-        factors = [meta.requires_grad for meta in operator.inputs if len(meta.shape) > 1][-2:]
+        is_routed = operator.node.op == EXPERT_LINEAR
+        read = operator.inputs[:2] if is_routed else [meta for meta in operator.inputs if len(meta.shape) > 1][-2:]
+        factors = [meta.requires_grad for meta in read]
         products = (wrt_input, wrt_weight)[2 - len(factors) :]
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
-        if operator.node.op == EXPERT_LINEAR:
+        if is_routed:
             load, moving = self.routed(operator, option)
             forward, backward = forward * load + moving, backward * load + moving * any(factors)
-        if any(len(meta.shape) == 1 and meta.requires_grad for meta in operator.inputs):
+        biases = operator.inputs[3:] if is_routed else [meta for meta in operator.inputs if len(meta.shape) == 1]
+        if any(meta.requires_grad for meta in biases):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
             size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
@@ -65,17 +68,17 @@ class Contractions(Rates):
         Rows are sorted by expert and put back; where ranks have experts each, they travel to them and back, and are
         sorted again there (codegen/runtime/experts.py). Their gradients do the same.
         """
-        num_bytes = self.sorted_bytes(operator, option)
+        parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
+        ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
+        moved = [num_local(m, lies, self.mesh) * m.dtype.itemsize for (m, lies), goes in ways if goes]
         axis = next((number for number, own in enumerate(option.axes) if own.lowering == ROUTED), None)
         if axis is None:
-            return 1.0, self.memory_seconds(2 * num_bytes)
+            return 1.0, self.memory_seconds(2 * sum(moved))
         size, (num_experts, *_) = self.mesh.sizes[axis], operator.inputs[1].shape
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
-        parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
-        there, back = (num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in parts)
-        exchanges = sum(self.collective_seconds("all_to_all", axis, load * part) for part in (there, back))
-        return load, exchanges + self.memory_seconds(2 * (1 + load) * num_bytes)
+        exchanges = sum(self.collective_seconds("all_to_all", axis, load * part) for part in moved)
+        return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str

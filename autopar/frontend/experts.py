@@ -11,6 +11,7 @@ In the order of the tokens it is. With p the order, and q its inverse,
     w[p]                                w
     histc(sort(ids))                    histc(ids)
     grouped_mm(y, weight, offsets)      expert_linear(y, weight, ids)       offsets = cumsum(histc(ids))
+    grouped_mm(...) + bias[sort(ids)]   expert_linear(..., bias)
     y[q]                                y
     f(y)                                f(y)                                where f does with each row the same
 
@@ -21,6 +22,8 @@ the whole region is left as it was: exact, and computed by every rank for all to
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +31,7 @@ from typing import Any
 from autopar.frontend.fx_import import FlatGraph
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
 from autopar.ir.operators import arguments_of
-from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.experts import EXPERT_LINEAR, row_factor
 from autopar.rules.registry import rule_for
 
 _ROWS = "rows"
@@ -78,6 +81,7 @@ class _Region:
             nodes = [node if node is self.sort else self.unsorted(node) for node in self.nodes]
         except _StrangerError:
             return None
+        nodes = self.with_biases(nodes)
         return nodes if any(node.op == EXPERT_LINEAR and self.ids in node.inputs for node in nodes) else None
 
     def unsorted(self, node: Node) -> Node:
@@ -102,17 +106,9 @@ class _Region:
     def row_by_row(self, node: Node) -> Node:
         """A call that does with each row the same."""
         rule = rule_for(node, tuple(self.metas[ref] for ref in node.inputs))
-        if rule is None or "*" in rule.lowerings:
+        rows = [ref for ref in node.inputs if ref in self.kinds]
+        if rule is None or not row_factor(node, rule, rows) or any(self.kinds[ref] != _ROWS for ref in rows):
             raise _StrangerError
-        first = {dims[0] if dims else () for dims in rule.outputs}
-        factor = next(iter(first))[0] if len(first) == 1 and all(len(dim) == 1 for dim in first) else ""
-        if not factor or factor in rule.blocked or factor in rule.lowerings:
-            raise _StrangerError
-        for ref, dims in zip(node.inputs, rule.inputs, strict=True):
-            holders = [number for number, dim in enumerate(dims) if factor in dim]
-            is_right = self.kinds[ref] == _ROWS and holders == [0] if ref in self.kinds else not holders
-            if not is_right or (holders and dims[0] != (factor,)):
-                raise _StrangerError
         return self.made(node)
 
     def tokens(self, node: Node) -> Node:
@@ -178,6 +174,32 @@ class _Region:
         if not is_plain or not self.is_a(_ROWS, rows) or not self.ends_of_experts(offsets, held.shape[0]):
             raise _StrangerError
         return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
+
+    def with_biases(self, nodes: list[Node]) -> list[Node]:
+        """A product and the row of a table [E, B] that is added for each row's expert, as one call."""
+        made_by = {Ref(node.name): node for node in nodes}
+        uses = Counter(ref for node in nodes for ref in node.inputs)
+        found: dict[str, Node] = {}
+        for node in nodes:
+            if base_name(node.op) != "add" or len(node.inputs) != 2 or arguments_of(node)["alpha"] != 1:
+                continue
+            for product, bias in itertools.permutations(made_by.get(ref) for ref in node.inputs):
+                if product is None or bias is None or product.op != EXPERT_LINEAR or len(product.inputs) > 3:
+                    continue
+                own = self.bias_of(product, bias)
+                if own is not None and uses[Ref(product.name)] == 1 and product.meta == node.meta:
+                    found[node.name] = replace(product, name=node.name, args=(*product.args, own))
+        return [found.get(node.name, node) for node in nodes]
+
+    def bias_of(self, product: Node, bias: Node) -> Ref | None:
+        """The table of which `bias` takes the rows of the experts; None where it does not."""
+        if base_name(bias.op) not in ("index", "index_select") or len(bias.inputs) != 2 or bias.inputs[1] != self.ids:
+            return None
+        given, (table, _) = arguments_of(bias), bias.inputs
+        is_first = given.get("dim", 0) == 0 and given.get("indices", (self.ids,)) == (self.ids,)
+        num_experts, _, width = self.metas[product.inputs[1]].shape
+        is_alike = self.metas[table].shape == (num_experts, width) and self.metas[table].dtype == product.meta.dtype
+        return table if is_first and is_alike else None
 
     def is_of_ids(self, ref: Ref) -> bool:
         """Whether it holds the sorted ids, in whatever dtype."""

@@ -19,7 +19,7 @@ from autopar.ir.placement import Placement, R, S
 from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.experts import EXPERT_LINEAR
-from autopar.rules.localize import LocalCall, local_call
+from autopar.rules.localize import LocalCall, LoweringCall, local_call
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.expressions import given
@@ -43,8 +43,7 @@ def lower_call(
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
-        over = () if lowering is None else (Raw(scope.shared.mesh.axes[lowering.axes[0]]),)
-        return replace(call, target="runtime.expert_linear", args=(*call.args, *over))
+        return _expert_linear(scope, operator, lowering, call)
     if lowering is None:
         return call
     if lowering.name == "mean":
@@ -72,6 +71,23 @@ def lower_call(
     if lowering.name == "attention":
         return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
     raise AssertionError(f"no statement for lowering {lowering.name}")
+
+
+def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall | None, call: Call) -> Call:
+    """A layer of experts, between what brings its rows to them and what brings them back where that is its part."""
+    rows, weight, experts, *bias = call.args
+    axes = () if lowering is None else (Raw(scope.shared.mesh.axes[lowering.axes[0]]),)
+    num_experts, route = operator.inputs[1].shape[0], operator.route
+    routes = scope.once("Routes", (experts, num_experts, *axes), "routes", experts, call.section)
+    if not route.arrives:
+        rows = scope.once("dispatch", (rows, routes), "rows", rows, call.section)
+    product = replace(call, target="runtime.expert_linear", args=(rows, weight, routes, *bias))
+    if not route.returns:
+        return product
+    (result,) = call.results
+    made = Var(scope.fresh_name("product"), replace(result.type, tensor=("", 0)))
+    scope.pending.append(replace(product, results=(made,)))
+    return replace(call, target="runtime.combine", args=(made, routes))
 
 
 def _context_attention(call: Call, exchange: str, axis: str) -> Call:

@@ -66,6 +66,7 @@ class Lowering:
     losses: list[tuple[Node, Ref, int]] = field(default_factory=list)
     layer_runs: list[LayerRunSpec] = field(default_factory=list)
     num_dropout_calls: int = 0
+    made: dict[tuple[str, tuple[object, ...]], Var] = field(default_factory=dict)
     known: Mapping[Ref, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -245,6 +246,17 @@ class Lowering:
             forward=step.forward or "",
             backward=backward or "",
         )
+
+    def once(self, function: str, args: tuple[object, ...], name: str, like: Var, section: str) -> Var:
+        """What a function of the run time makes of these arguments, made for the first call that asks for it.
+
+        name: wished for the result; like: what the result has the type of.
+        """
+        key = function, tuple((arg.name, arg.type) if isinstance(arg, Var) else arg for arg in args)
+        if key not in self.made:
+            self.made[key] = Var(self.fresh_name(name), replace(like.type, tensor=("", 0)))
+            self.pending.append(Call(f"runtime.{function}", args, (), (self.made[key],), section=section))
+        return self.made[key]
 
     # --- targets ----------------------------------------------------------------------------------------------
 

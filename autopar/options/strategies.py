@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta,
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
 from autopar.options.fused import Fusion, Fusions
+from autopar.options.routes import Route, routes_of
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.experts import EXPERT_LINEAR, ROUTED
 from autopar.rules.localize import combines
@@ -45,7 +46,8 @@ class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
     batch: the factor (and sections) that runs over the batch. experts: of what makes a weight of experts, the factor
-    that runs over these. runs: of the scope's calls, what one kernel may do.
+    that runs over these. route: of a layer of experts, how its rows come and go. runs: of the scope's calls, what one
+    kernel may do.
     """
 
     scope: str
@@ -56,6 +58,7 @@ class Operator:
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     experts: str | None = None
+    route: Route = Route()
     runs: Fusions | None = None
 
     @property
@@ -115,7 +118,14 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     experts = {key: factor for scope in scopes for key, factor in _follow_experts(scope, rules).items()}
     found = {}
     for scope in scopes:
-        runs = Fusions(scope.nodes, scope.metas, _leaving(graph, scope))
+        leaving = _leaving(graph, scope)
+        runs = Fusions(scope.nodes, scope.metas, leaving)
+        routes = routes_of(
+            scope.nodes,
+            {node.name: rules[scope.name, node.name][0] for node in scope.nodes},
+            {name: factor for (owner, name), factor in batch.items() if owner == scope.name},
+            leaving,
+        )
         for node in scope.nodes:
             key = (scope.name, node.name)
             rule, is_known = rules[key]
@@ -129,6 +139,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
                 experts=experts.get(key),
+                route=routes.get(node.name, Route()),
                 runs=runs,
             )
     return found
@@ -257,7 +268,8 @@ def _follow_batch(
 
 def _follow_experts(scope: Scope, rules: Mapping[tuple[str, str], tuple[Rule, bool]]) -> dict[tuple[str, str], str]:
     """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use."""
-    wanted = {node.inputs[1]: S(0) for node in scope.nodes if node.op == EXPERT_LINEAR}
+    layers = [node for node in scope.nodes if node.op == EXPERT_LINEAR]
+    wanted = {ref: S(0) for node in layers for ref in (node.inputs[1], *node.inputs[3:])}
     found: dict[tuple[str, str], str] = {}
     for node in reversed(scope.nodes):
         mark, key = wanted.get(Ref(node.name)), (scope.name, node.name)

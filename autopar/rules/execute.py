@@ -15,7 +15,7 @@ from autopar.ir.graph import Node, map_refs
 from autopar.ir.operators import find_op
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand
-from autopar.rules.experts import ROUTED
+from autopar.rules.experts import ROUTED, routed_linear
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.simulate import SimulatedMesh, meshes
 from codegen.runtime.attention import attention
@@ -23,7 +23,6 @@ from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout import dropout
 from codegen.runtime.embedding import vocab_embedding
-from codegen.runtime.experts import expert_linear
 from codegen.runtime.layout import Layout
 
 Tensors = tuple[Tensor, ...]
@@ -120,8 +119,8 @@ def _lowered(
     if lowering.name in EXCHANGES:
         return (_context_attention(lowering, call, inputs, mesh),)
     if lowering.name == ROUTED:
-        rows, weight, experts = (inputs[call.tensor(name).index] for name in ("input", "weight", "experts"))
-        return (expert_linear(rows, weight, experts, mesh.axes[lowering.axes[0]]),)
+        bias = inputs[3] if len(inputs) > 3 else None
+        return (routed_linear(inputs[0], inputs[1], inputs[2], bias, mesh.axes[lowering.axes[0]]),)
     raise ValueError(f"the proof does not know the lowering {lowering.name!r}")
 
 

@@ -7,17 +7,21 @@ which rows those are is data.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.ir.graph import Node, Ref
 from autopar.rules.call import Call, make_rule
 from autopar.rules.rule import Joint, Rule
-from codegen.runtime import experts as experts_runtime
+from codegen.runtime.experts import Routes, RoutingAxis, combine, dispatch
+from codegen.runtime.experts import expert_linear as multiplied
 
 EXPERT_LINEAR = "autopar.expert_linear.default"
-"""`expert_linear(input [N, A], weight [E, A, B], experts [N]) -> [N, B]`: what traces of sorted rows are written as."""
+"""`expert_linear(input [N, A], weight [E, A, B], experts [N], bias [E, B]) -> [N, B]`: what traces of sorted rows are
+written as. The bias may be absent."""
 
 ROUTED = "routed"
 """The lowering of calls whose ranks have experts each."""
@@ -26,46 +30,73 @@ ROWS_AND_EXPERTS = "n+e"
 """The label of the option that cuts rows and experts."""
 
 
+def routed_linear(
+    input: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, axis: RoutingAxis | None = None
+) -> Tensor:
+    """`input[n] @ weight[experts[n]] + bias[experts[n]]` for every row n; axis: of ranks that have an equal run of the
+    experts each."""
+    routes = Routes(experts, len(weight) * (1 if axis is None else axis.size), axis)
+    return combine(multiplied(dispatch(input, routes), weight, routes, bias), routes)
+
+
 @torch.library.custom_op("autopar::expert_linear", mutates_args=())
-def _operator(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    return experts_runtime.expert_linear(input, weight, experts)
+def _operator(input: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
+    return routed_linear(input, weight, experts, bias)
 
 
 @_operator.register_fake
-def _shape(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def _shape(input: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
     return input.new_empty(input.shape[0], weight.shape[2])
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Programs differentiate the function itself; this is for those who call the operator, which proofs do."""
-    *factors, experts = ctx.saved_tensors
+    input, weight, experts, bias = ctx.saved_tensors
+    factors = [factor for factor in (input, weight, bias) if factor is not None]
     with torch.enable_grad():
         leaves = [factor.detach().requires_grad_() for factor in factors]
-        result = experts_runtime.expert_linear(leaves[0], leaves[1], experts)
-    to_input, to_weight = torch.autograd.grad(result, leaves, gradient)
-    return to_input, to_weight, None
+        result = routed_linear(leaves[0], leaves[1], experts, *leaves[2:])
+    to_input, to_weight, *rest = torch.autograd.grad(result, leaves, gradient)
+    return to_input, to_weight, None, rest[0] if rest else None
 
 
 _operator.register_autograd(_backward, setup_context=_setup)
 
 
 def expert_linear(call: Call) -> Rule:
-    """input [n, a], weight [e, a, b], experts [n] -> [n, b]."""
-    weight = call.tensor("weight")
+    """input [n, a], weight [e, a, b], experts [n], perhaps bias [e, b] -> [n, b]."""
+    weight, bias = call.tensor("weight"), call.get("bias")
     sizes = dict(zip("eab", weight.shape, strict=True)) | {"n": call.tensor("input").shape[0]}
+    last = [] if bias is None else [[["e"], ["b"]]]
     return make_rule(
         call,
-        [[["n"], ["a"]], [["e"], ["a"], ["b"]], [["n"]]],
+        [[["n"], ["a"]], [["e"], ["a"], ["b"]], [["n"]], *last],
         [[["n"], ["b"]]],
         sizes,
         blocked={"e"},
-        linear=("input", "weight"),
-        joints={ROWS_AND_EXPERTS: Joint(("n", "e", "n"), "n", ROUTED, frozenset("n"))},
+        additive={3} if last else (),
+        linear=("input bias", "weight bias"),
+        joints={ROWS_AND_EXPERTS: Joint(("n", "e", "n", "e")[: len(call.inputs)], "n", ROUTED, frozenset("n"))},
     )
+
+
+def row_factor(node: Node, rule: Rule, rows: Collection[Ref]) -> str:
+    """The factor of the first dim of everything that a call makes, where it does with each row the same and by itself;
+    "" where it may not. rows: of its inputs, those that have the factor."""
+    first = {dims[0] if dims else () for dims in rule.outputs}
+    factor = next(iter(first))[0] if len(first) == 1 and all(len(dim) == 1 for dim in first) else ""
+    if not factor or factor in rule.blocked or factor in rule.lowerings or "*" in rule.lowerings:
+        return ""
+    for ref, dims in zip(node.inputs, rule.inputs, strict=True):
+        holders = [number for number, dim in enumerate(dims) if factor in dim]
+        is_right = holders == [0] and dims[0] == (factor,) if ref in rows else not holders
+        if not is_right:
+            return ""
+    return factor
 
 
 TABLE = {"autopar.expert_linear": expert_linear}

@@ -2,7 +2,8 @@
 
 Shapes: N rows (tokens times choices), E experts, A features in, B features out. Over an axis of n ranks, each with N
 rows and E / n experts, rows travel to the rank that has their expert, are multiplied there, and travel back; M of them
-arrive at a rank, which depends on the data and may be none or n N.
+arrive at a rank, which depends on the data and may be none or n N. Several layers in a row share one way there and one
+back: between `dispatch` and `combine` may be anything that does with each row the same and by itself.
 """
 
 from __future__ import annotations
@@ -27,58 +28,56 @@ class RoutingAxis(Protocol):
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor: ...
 
 
-def expert_linear(input: Tensor, weight: Tensor, experts: Tensor, axis: RoutingAxis | None = None) -> Tensor:
-    """`input[n] @ weight[experts[n]]` for every row n.
-
-    input [N, A], weight [E, A, B] (of the ranks of `axis` each has an equal run of the experts), experts [N] (whole
-    numbers from 0 to E - 1) -> [N, B]. An expert without a row gets a gradient of zeros.
-    """
-    routes = Routes(experts, len(weight) * (1 if axis is None else axis.size), axis)
-    return routes.combine(routes.linear(routes.dispatch(input), weight))
-
-
 class Routes:
-    """Where rows meet their experts: sorted by expert, on the rank of `axis` that has it, and back.
+    """The ways of rows to their experts: sorted by expert, on the rank of `axis` that has it.
 
-    experts [N]: each row's, from 0 to num_experts - 1. Several layers in a row share one way there and one back:
-    `combine(f(linear(dispatch(x), w)))` for any f that treats rows alike and each by itself. Every rank of the axis
-    must make the same calls. Reads the numbers of rows on the host.
+    experts [N]: each row's, from 0 to num_experts - 1. Every rank of the axis must make the same calls. Reads the
+    numbers of rows on the host.
     """
 
     def __init__(self, experts: Tensor, num_experts: int, axis: RoutingAxis | None = None) -> None:
         self.axis = axis if axis is not None and axis.size > 1 else None
-        self.order = experts.argsort()
+        self.order = experts.argsort(stable=True)
         counts = experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
-        self.arranged = None
+        self.arranged: Tensor | None = None
         if self.axis is not None:
             arriving = self.axis.exchange_parts(counts.view(self.axis.size, -1))
             own = torch.arange(arriving.shape[1], device=experts.device).repeat(self.axis.size)
             self.sent, self.received = counts.view(self.axis.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
-            self.arranged = own.repeat_interleave(arriving.flatten(), output_size=sum(self.received)).argsort()
+            came = own.repeat_interleave(arriving.flatten(), output_size=sum(self.received))
+            self.arranged = came.argsort(stable=True)
             counts = arriving.sum(0)
         self.counts = counts
 
-    def dispatch(self, rows: Tensor) -> Tensor:
-        """[N, ...] in the order of the tokens -> [M, ...] sorted by expert, of all ranks' rows those of this one's."""
-        rows = _taken(rows, self.order)
-        if self.axis is not None and self.arranged is not None:
-            rows = _exchanged(rows, self.axis, self.sent, self.received)
-            rows = _taken(rows, self.arranged)
+
+def dispatch(rows: Tensor, routes: Routes) -> Tensor:
+    """[N, ...] in the order of the tokens -> [M, ...] sorted by expert: of all ranks' rows, those of this one's."""
+    rows = _taken(rows, routes.order)
+    if routes.axis is None or routes.arranged is None:
         return rows
+    return _taken(_exchanged(rows, routes.axis, routes.sent, routes.received), routes.arranged)
 
-    def combine(self, rows: Tensor) -> Tensor:
-        """[M, ...] -> [N, ...]: what `dispatch` did, undone."""
-        if self.axis is not None and self.arranged is not None:
-            rows = _taken(rows, self.arranged.argsort())
-            rows = _exchanged(rows, self.axis, self.received, self.sent)
-        return _taken(rows, self.order.argsort())
 
-    def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Dispatched rows [M, A], weight [E / n, A, B] -> [M, B]: each row times its expert's matrix."""
-        if _has_kernel(rows, weight):
-            return F.grouped_mm(rows, weight, offs=self.counts.cumsum(0, dtype=torch.int32))
-        parts = zip(torch.split(rows, self.counts.tolist()), weight.unbind(), strict=True)
-        return torch.cat([part @ matrix for part, matrix in parts])
+def combine(rows: Tensor, routes: Routes) -> Tensor:
+    """[M, ...] -> [N, ...]: what `dispatch` did, undone."""
+    if routes.axis is not None and routes.arranged is not None:
+        rows = _taken(rows, routes.arranged.argsort())
+        rows = _exchanged(rows, routes.axis, routes.received, routes.sent)
+    return _taken(rows, routes.order.argsort())
+
+
+def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None = None) -> Tensor:
+    """Dispatched rows [M, A], weight [E / n, A, B], bias [E / n, B] -> [M, B]: each row times its expert's matrix, plus
+    its expert's bias.
+
+    An expert without a row gets a gradient of zeros.
+    """
+    if _has_kernel(rows, weight):
+        products = F.grouped_mm(rows, weight, offs=routes.counts.cumsum(0, dtype=torch.int32))
+    else:
+        parts = zip(torch.split(rows, routes.counts.tolist()), weight.unbind(), strict=True)
+        products = torch.cat([part @ matrix for part, matrix in parts])
+    return products if bias is None else products + bias.repeat_interleave(routes.counts, 0, output_size=len(rows))
 
 
 class _Taken(torch.autograd.Function):

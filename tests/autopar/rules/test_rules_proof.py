@@ -27,6 +27,7 @@ CONTRACTION = [
     c("aten.dot.default", f(6), f(6)),
     c("aten.outer.default", f(6), f(4)),
     c("autopar.expert_linear.default", f(12, 6), f(4, 6, 12), ints(12)),
+    c("autopar.expert_linear.default", f(12, 6), f(4, 6, 12), ints(12), f(4, 12)),
     c("aten.addmm.default", f(6), f(4, 12), f(12, 6)),
     c("aten.addmm.default", f(4, 6), f(4, 12), f(12, 6), alpha=0.5, beta=2.0),
     c("aten.baddbmm.default", f(4, 1, 6), f(4, 6, 12), f(4, 12, 6)),

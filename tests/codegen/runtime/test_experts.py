@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from codegen.runtime.experts import expert_linear
+from autopar.rules.experts import routed_linear
 
 ROUTINGS = {
     "mixed": [2, 0, 3, 1, 2, 2, 0, 3],
@@ -22,7 +22,7 @@ def test_rows_meet_their_experts(ids: list[int], width: int) -> None:
     experts = torch.tensor(ids, dtype=torch.int64)
     x = torch.randn(len(ids), 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 6, width, generator=generator, dtype=torch.float64, requires_grad=True)
-    found = expert_linear(x, weight, experts)
+    found = routed_linear(x, weight, experts)
     expected = torch.einsum("na,nab->nb", x, weight[experts])
     torch.testing.assert_close(found, expected)
     direction = torch.randn(found.shape, generator=generator, dtype=torch.float64)
@@ -45,6 +45,6 @@ def test_keeps_sorted_rows_and_no_products() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        expert_linear(x, weight, torch.tensor([0, 1, 0, 1]))
+        routed_linear(x, weight, torch.tensor([0, 1, 0, 1]))
     del kept[weight.untyped_storage().data_ptr()]
     assert max(kept.values()) == 4 * 6 * 4

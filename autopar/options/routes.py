@@ -1,0 +1,90 @@
+"""Where the rows of experts' layers leave the order of the tokens, and where they return to it.
+
+A layer of experts takes its rows sorted by expert, on the rank that has the expert (codegen/runtime/experts.py). Where
+another one follows, and nothing but calls that treat each row by itself is between them, what puts rows back and what
+sorts them again cancel: rows return after the last layer only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Node, Ref, base_name
+from autopar.rules.experts import EXPERT_LINEAR, row_factor
+from autopar.rules.localize import REWRITES
+from autopar.rules.rule import Rule
+
+SLICING = frozenset({"split", "split_with_sizes", "slice", "narrow"})
+"""Of the calls whose arguments are sizes, those whose sizes are not those of rows, of which any number may arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the rows of one layer of experts come and go.
+
+    arrives: they come from a layer before it, sorted. is_first: where they do not, no call before it has sorted them.
+    returns: they are put back after it.
+    """
+
+    arrives: bool = False
+    is_first: bool = True
+    returns: bool = True
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether they are sorted before it."""
+        return self.is_first and not self.arrives
+
+
+def routes_of(
+    nodes: tuple[Node, ...],
+    rules: Mapping[str, Rule],
+    batches: Mapping[str, tuple[str, int]],
+    leaving: Collection[Ref],
+) -> dict[str, Route]:
+    """The route of every layer of experts of a scope, by the name of its call. batches: call -> the factor (and
+    sections) that runs over the batch. leaving: what is read outside of the scope."""
+    layers = [node for node in nodes if node.op == EXPERT_LINEAR]
+    ids = {Ref(node.name): node.inputs[2] for node in layers}
+    if not layers:
+        return {}
+    for node in nodes:
+        sorted_by = {ids[ref] for ref in node.inputs if ref in ids}
+        if node.op != EXPERT_LINEAR and len(sorted_by) == 1:
+            is_sized = base_name(node.op) in set(REWRITES) - SLICING
+            factor = "" if is_sized else row_factor(node, rules[node.name], [ref for ref in node.inputs if ref in ids])
+            if factor and batches.get(node.name) == (factor, 1):
+                ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}
+    stays = _staying(nodes, ids, leaving)
+    found, seen = {}, set[tuple[Ref, Ref]]()
+    for node in layers:
+        rows, own = node.inputs[0], node.inputs[2]
+        found[node.name] = Route(
+            arrives=rows in stays and ids[rows] == own,
+            is_first=(rows, own) not in seen,
+            returns=Ref(node.name) not in stays,
+        )
+        seen.add((rows, own))
+    return found
+
+
+def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collection[Ref]) -> set[Ref]:
+    """Of the values that may be sorted, `ids` by the ids that they are sorted by, those that nobody reads otherwise."""
+    users: dict[Ref, list[Node]] = {}
+    for node in nodes:
+        for ref in node.inputs:
+            users.setdefault(ref, []).append(node)
+    stays: set[Ref] = set()
+
+    def is_sorted_for(user: Node, ref: Ref) -> bool:
+        if user.op == EXPERT_LINEAR:
+            return user.inputs.index(ref) == 0 and user.inputs.count(ref) == 1 and user.inputs[2] == ids[ref]
+        return any(Ref(user.name, index) in stays for index in range(len(user.outputs)))
+
+    for node in reversed(nodes):
+        made = [Ref(node.name, index) for index in range(len(node.outputs))]
+        used = [ref for ref in made if ref in users or ref in leaving]
+        if used and all(r in ids and r not in leaving and all(is_sorted_for(u, r) for u in users[r]) for r in used):
+            stays |= set(used)
+    return stays
