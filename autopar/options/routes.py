@@ -70,21 +70,26 @@ def routes_of(
 
 
 def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collection[Ref]) -> set[Ref]:
-    """Of the values that may be sorted, `ids` by the ids that they are sorted by, those that nobody reads otherwise."""
+    """Of the values that may be sorted, `ids` by the ids that they are sorted by, those that nobody reads otherwise and
+    that are made of nothing that is put back."""
     users: dict[Ref, list[Node]] = {}
     for node in nodes:
         for ref in node.inputs:
             users.setdefault(ref, []).append(node)
-    stays: set[Ref] = set()
+    stays = {ref for ref in ids if ref in users and ref not in leaving}
+
+    def made_by(node: Node) -> list[Ref]:
+        return [ref for ref in (Ref(node.name, index) for index in range(len(node.outputs))) if ref in users]
 
     def is_sorted_for(user: Node, ref: Ref) -> bool:
         if user.op == EXPERT_LINEAR:
             return user.inputs.index(ref) == 0 and user.inputs.count(ref) == 1 and user.inputs[2] == ids[ref]
-        return any(Ref(user.name, index) in stays for index in range(len(user.outputs)))
+        return all(each in stays for each in made_by(user))
 
-    for node in reversed(nodes):
-        made = [Ref(node.name, index) for index in range(len(node.outputs))]
-        used = [ref for ref in made if ref in users or ref in leaving]
-        if used and all(r in ids and r not in leaving and all(is_sorted_for(u, r) for u in users[r]) for r in used):
-            stays |= set(used)
+    def can_stay(node: Node) -> bool:
+        is_made = node.op == EXPERT_LINEAR or all(ref in stays for ref in node.inputs if ref in ids)
+        return is_made and all(r in stays and all(is_sorted_for(u, r) for u in users[r]) for r in made_by(node))
+
+    while wrong := [node for node in nodes if not stays.isdisjoint(made_by(node)) and not can_stay(node)]:
+        stays -= {ref for node in wrong for ref in made_by(node)}
     return stays

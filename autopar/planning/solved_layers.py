@@ -28,7 +28,7 @@ from autopar.options.assignment import Assignment, axis_sources, on_axes
 from autopar.options.carried import carried, covers
 from autopar.options.strategies import Operator, operators_of
 from autopar.planning.parallel_config import ParallelConfig
-from autopar.planning.request import Request, decode, pricer_for
+from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
@@ -127,7 +127,7 @@ multiplier)"""
 @dataclass
 class SolvedLayers:
     """Solves layers on demand. Large requests reuse the assignments made for `typical_rows` at other numbers of rows,
-    and those made with a data axis where there is none."""
+    those made with a data axis where there is none, and those for the fewest ranks that share out experts."""
 
     request: Request
     typical_rows: int | None = None
@@ -171,7 +171,8 @@ class SolvedLayers:
         costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp, ep=ep)
         whole = rows * costed.num_data_ranks
         graph = self.request.trace.estimate(whole)
-        solved_key = (tp, ep, solved_with_data, self.typical_rows or rows, multiplier)
+        solved_ep = ep if self.typical_rows is None or ep == 1 else divisors(ep)[1]
+        solved_key = (tp, solved_ep, solved_with_data, self.typical_rows or rows, multiplier)
         assignment = self.assignment(*solved_key)
         if assignment is not None and not covers(assignment, graph):  # a model that is another one with few rows
             solved_key = (tp, ep, has_data, rows, multiplier)

@@ -1,0 +1,213 @@
+"""Experts shared out over ranks: exact under any routing, as many bytes as priced, and found by the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  # registers grouped_mm_fallback
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir.mesh import Mesh
+from autopar.options.strategies import operators_of, options_of
+from autopar.planning.planner import search_plans
+from autopar.planning.request import pricer_for
+from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.simulate import meshes, run_ranks
+from codegen.runtime.experts import Routes, combine, dispatch, expert_linear
+from tests.autopar.requests import graph_of, request_for
+
+IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
+ROWS, LENGTH, CHOICES, EXPERTS, WIDTH = 8, 4, 2, 4, 8
+
+
+class Routed(nn.Module):
+    """A mixture whose batch says which experts every token goes to, written with a sort as transformers writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, tokens: Tensor, choices: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens).view(-1, WIDTH)
+        ids = choices.reshape(-1)
+        own, order = torch.sort(ids)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        ends = torch.histc(own.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        grouped = torch.ops.transformers.grouped_mm_fallback
+        rows = F.silu(grouped(x[order // CHOICES], self.up, ends) + self.bias[own])
+        rows = grouped(rows, self.down, ends)[inverse]
+        y = x + rows.view(-1, CHOICES, WIDTH).sum(1)
+        return F.cross_entropy(self.head(y), labels.view(-1))
+
+
+def batch(routing: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = ROWS, LENGTH, CHOICES
+    choices = {
+        "mixed": torch.randint(EXPERTS, shape, generator=generator),
+        "skewed": (torch.rand(shape, generator=generator) > 0.9).long() * 3,
+        "one expert has all": torch.full(shape, 2),
+    }[routing]
+    tokens = torch.randint(16, (2, ROWS, LENGTH), generator=generator)
+    return {"tokens": tokens[0], "choices": choices, "labels": tokens[1]}
+
+
+def verified(routing: str, **constraints: Any) -> Any:
+    torch.manual_seed(0)
+    return autopar.verify(Routed(), IDEAL, example_inputs=batch(routing), constraints=constraints)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["mixed", "skewed", "one expert has all"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"ep": 4},
+        {"ep": 2, "tp": 2},
+        {"dp": 4, "ep": 2, "zero": 0},
+        {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2},
+        {"dp": 4, "ep": 2, "zero": 3},
+    ],
+    ids=str,
+)
+def test_programs_train_as_one_process_does(routing: str, pins: dict[str, Any]) -> None:
+    report = verified(routing, **pins)
+    assert report.ok(1e-5), report
+    assert f"ep{pins['ep']}" in report.mesh
+
+
+def test_rows_travel_once_there_and_once_back() -> None:
+    torch.manual_seed(0)
+    compiled = autopar.compile(Routed(), IDEAL, example_inputs=batch("mixed"), constraints={"ep": 4})
+    text = compiled.source
+    assert [text.count(f" {name}(") for name in ("Routes", "dispatch", "expert_linear", "combine")] == [1, 1, 2, 1]
+    assert 'Param((4, 8, 16), ep="S(0)")' in text and 'Param((4, 16), ep="S(0)")' in text
+
+
+def test_what_is_read_between_two_layers_returns() -> None:
+    """The sum over the batch's rows needs them in their own order, and so are they sorted again after it."""
+
+    class Summed(Routed):
+        def forward(self, tokens: Tensor, choices: Tensor, labels: Tensor) -> Tensor:
+            x = self.embed(tokens).view(-1, WIDTH)
+            ids = choices.reshape(-1)
+            own, order = torch.sort(ids)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order))
+            ends = torch.histc(own.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+            grouped = torch.ops.transformers.grouped_mm_fallback
+            rows = grouped(x[order // CHOICES], self.up, ends) + self.bias[own]
+            more = rows[inverse].square().mean()
+            rows = grouped(rows.relu(), self.down, ends)[inverse]
+            y = x + rows.view(-1, CHOICES, WIDTH).sum(1)
+            return F.cross_entropy(self.head(y), labels.view(-1)) + more
+
+    torch.manual_seed(0)
+    compiled = autopar.compile(Summed(), IDEAL, example_inputs=batch("mixed"), constraints={"ep": 4})
+    assert [compiled.source.count(f" {name}(") for name in ("dispatch", "combine")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [({"ep": 3}, "does not divide their number"), ({"ep": 4, "dp": 2, "tp": 2}, "do not make")],
+    ids=str,
+)
+def test_refused_degrees(pins: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConstraintError, match=says):
+        autopar.compile(Routed(), IDEAL, example_inputs=batch("mixed"), constraints=pins)
+
+
+def test_a_model_without_experts_has_no_ranks_for_them() -> None:
+    with pytest.raises(ConstraintError, match="no experts that autopar recognises"):
+        autopar.compile(
+            nn.Linear(4, 4),
+            IDEAL,
+            example_inputs=(torch.zeros(8, 4), torch.zeros(8, 4)),
+            loss_fn=F.mse_loss,
+            constraints={"ep": 2},
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_as_many_bytes_travel_as_are_priced(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a balanced batch, forward and backward: what the search asks the prices of."""
+    graph = graph_of("mixtral", 8)
+    mesh = Mesh(("ep",), (ranks,))
+    pricer = pricer_for(request_for("mixtral"), mesh, 1)
+    asked: list[float] = []
+
+    def noted(kind: str, axis: int, num_bytes: float) -> float:
+        assert kind == "all_to_all"
+        asked.append(num_bytes)
+        return 0.0
+
+    monkeypatch.setattr(pricer, "collective_seconds", noted)
+    monkeypatch.setattr("autopar.costs.contractions.routing.fullest_load", lambda *_: 1.0)
+    layer = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
+    (rows, width), (num_experts, *_) = layer[0].inputs[0].shape, layer[0].inputs[1].shape
+    for operator in layer:
+        pricer.routed(operator, options_of(operator, mesh)[0])
+    sent, lock = [], threading.Lock()
+
+    def work(rank: tuple[int, ...]) -> None:
+        (axis,) = axes[rank].axes
+        counting = Counting(axis, sent, lock)
+        routes = Routes(torch.arange(rows // ranks) % num_experts, num_experts, counting)  # type: ignore[arg-type]
+        x = torch.randn(rows // ranks, width, requires_grad=True)
+        inner, outer = (op.inputs[1].shape for op in layer)
+        y = expert_linear(dispatch(x, routes), torch.randn(num_experts // ranks, *inner[1:]), routes)
+        y = expert_linear(y[:, : outer[1]], torch.randn(num_experts // ranks, *outer[1:]), routes)
+        combine(y, routes).sum().backward()
+
+    axes = meshes((ranks,))
+    run_ranks(list(axes), work, together=True)
+    assert sum(sent) / ranks == 2 * sum(asked)  # forward and backward
+
+
+@dataclasses.dataclass
+class Counting:
+    """A simulated axis that counts the bytes of the rows that it exchanges."""
+
+    axis: Any
+    sent: list[int]
+    lock: threading.Lock
+
+    @property
+    def size(self) -> int:
+        return int(self.axis.size)
+
+    def exchange_parts(self, parts: Tensor) -> Tensor:
+        return self.axis.exchange_parts(parts)  # type: ignore[no-any-return]
+
+    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        with self.lock:
+            self.sent.append(rows.numel() * rows.element_size())
+        return self.axis.exchange_rows(rows, sent, received)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_search_over_ep_equals_trying_every_degree() -> None:
+    """The free search against the best of all pinned ones, with ample memory and with little."""
+    for memory in ({}, {"memory": 40_000_000}):
+        free = search_plans(request_for("mixtral", "4 a100-80g", **memory)).best.plan.prediction.step_seconds
+        tried = []
+        for ep in (1, 2, 4):
+            try:
+                pinned = search_plans(request_for("mixtral", "4 a100-80g", ep=ep, **memory))
+                tried.append(pinned.best.plan.prediction.step_seconds)
+            except InfeasibleError:
+                continue
+        assert free == pytest.approx(min(tried), rel=1e-9)
