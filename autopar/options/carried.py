@@ -58,7 +58,7 @@ class _Carrier:
 
     def _option(self, key: tuple[str, str], option: Option, marks: Mapping[tuple[str, Ref], Placement]) -> Option:
         operator = self.operators[key]
-        if operator.batch is None:
+        if operator.batch is None or not _has_sections(option):
             return option
         inputs = [marks.get((key[0], ref)) for ref in operator.node.inputs]
         outputs = [marks.get((key[0], Ref(key[1], i))) for i in range(len(option.outputs))]
@@ -96,6 +96,11 @@ class _Carrier:
     def _sections(self, count: int, of_batch: int) -> int:
         inside, rest = divmod(count, of_batch * self.source_rows)
         return count if rest else of_batch * self.rows * inside
+
+
+def _has_sections(option: Option) -> bool:
+    """Whether it puts a tensor in sections on some axis."""
+    return any(p.sections > 1 for placements in (*option.inputs, *option.outputs) for p in placements)
 
 
 def covers(assignment: Assignment, graph: Graph) -> bool:

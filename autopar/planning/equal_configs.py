@@ -18,6 +18,11 @@ from cost_models.machine import Cluster
 GROUP_NODES = (1, 2, 4)
 """ZeRO groups smaller than the data axis fill as many nodes."""
 
+EXPERT_NODES = (1, 2, 4, 8)
+"""Nodes over which experts are shared out, on more than FEW_DEVICES devices."""
+
+FEW_DEVICES = 8
+
 TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
 
@@ -81,7 +86,7 @@ def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
         (ddp, ep)
         for ddp in dict.fromkeys(groups)
         if dp % ddp == 0
-        for ep in expert_degrees(request, dp // ddp)
+        for ep in expert_degrees(request, dp // ddp, tp)
         if ddp == 1 or ep == 1 or pinned is not None
     ]
     for ddp, ep in degrees:
@@ -90,10 +95,16 @@ def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
             yield named_mesh(dp // ddp // ep, tp, ddp, ep, tp_first=True)
 
 
-def expert_degrees(request: Request, dp: int) -> list[int]:
-    """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned."""
+def expert_degrees(request: Request, dp: int, tp: int) -> list[int]:
+    """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned. On many devices
+    these are as many as fill, with tp, whole nodes."""
     pinned, experts = request.constraints.degrees.get("ep"), num_experts(request.trace(request.global_batch_size))
-    return [ep for ep in divisors(math.gcd(dp, experts) if experts else 1) if pinned in (None, ep)]
+    degrees = divisors(math.gcd(dp, experts) if experts else 1)
+    if pinned is not None:
+        return [ep for ep in degrees if ep == pinned]
+    cluster = request.cluster
+    whole = {cluster.devices_per_node * nodes // tp for nodes in EXPERT_NODES}
+    return [ep for ep in degrees if ep == 1 or ep in whole or cluster.num_devices <= FEW_DEVICES]
 
 
 def inter_node_rate(cluster: Cluster) -> float:
@@ -135,7 +146,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         for tp in divisors(devices // pp)
         if tp <= most or tp == degrees.get("tp")
     ]
-    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s[1] // degrees.get("ddp", 1))]
+    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s[1] // degrees.get("ddp", 1), s[2])]
     if not wanted:
         pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]

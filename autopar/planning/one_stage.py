@@ -90,7 +90,7 @@ def meshes(request: Request) -> list[Mesh]:
     legal = sorted((dp, tp) for _, dp, tp in shapes(request, num_units=1, most_tp=request.cluster.num_devices))
     count = request.constraints.micro_batches or 1
     dividing = [(dp, tp) for dp, tp in legal if request.global_batch_size // dp % count == 0]
-    return [named_mesh(dp // ep, tp, ep=ep) for dp, tp in dividing or legal for ep in expert_degrees(request, dp)]
+    return [named_mesh(dp // ep, tp, ep=ep) for dp, tp in dividing or legal for ep in expert_degrees(request, dp, tp)]
 
 
 def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
