@@ -2,13 +2,16 @@
 
 A node belongs to the layer named by the first `<list>.<index>` of its module path. Consecutive layers of one list
 are folded when their subgraphs are isomorphic: same operators, constants, shapes, dtypes, gradient flow, parameter
-names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only.
+names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only. A layer that
+is like none of its neighbours (layers that alternate, stages of a convolutional network) is a run of its own if it is
+made of several modules with parameters, of which nothing else reads any.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,6 +129,7 @@ def _fold(
     body: list[Node | LayerRun] = []
     renamed: dict[Ref, Ref] = {}
     classes: dict[Any, LayerClass] = {}
+    alone = _alone([piece for piece in pieces if isinstance(piece, _Segment)], flat, users)
     position = 0
     while position < len(pieces):
         first = pieces[position]
@@ -139,7 +143,7 @@ def _fold(
             if not isinstance(following, _Segment) or not _continues(run, following, users):
                 break
             run.append(following)
-        if len(run) == 1:
+        if len(run) == 1 and first.path not in alone:
             body += [_rename(node, renamed) for node in first.nodes]
         else:
             taken = {piece.name for piece in body} | {node.name for node in flat.nodes}
@@ -149,6 +153,20 @@ def _fold(
             renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(run[-1].outputs)}
         position += len(run)
     return body, renamed
+
+
+def _alone(segments: list[_Segment], flat: FlatGraph, users: dict[Ref, set[str]]) -> set[str]:
+    """Paths of the layers that may be runs of one layer."""
+    times = Counter(segment.path for segment in segments)
+    lists = Counter(segment.prefix for segment in segments)
+    found = set[str]()
+    for segment in segments:
+        own = [name for name in flat.parameters if name.startswith(f"{segment.path}.")]
+        modules = {name.rpartition(".")[0] for name in own if Ref(name) in users}
+        is_shared = any(users.get(Ref(name), set()) - {segment.path} for name in own)
+        if times[segment.path] == 1 < lists[segment.prefix] and len(modules) > 1 and not is_shared:
+            found.add(segment.path)
+    return found
 
 
 def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
@@ -194,8 +212,8 @@ def _layer_run(
     renamed: dict[Ref, Ref],
     taken_names: set[str],
 ) -> LayerRun:
-    first, second = run[0], run[1]
-    carried = _wiring(first, second) or ()
+    first = run[0]
+    carried = (_wiring(first, run[1]) or ()) if len(run) > 1 else ()
     if first.key not in classes:
         taken = {layer.name for layer in classes.values()} | {class_name(flat.classes[""])}
         classes[first.key] = _layer_class(first, carried, flat, metas, taken)
@@ -263,10 +281,9 @@ def _extend(
     for piece in body:
         if isinstance(piece, LayerRun):
             prefix, _, start = piece.instances[0].rpartition(".")
-            cut = next(
-                (c for c in cuts if c.path == prefix and c.first <= int(piece.instances[-1].rpartition(".")[2])), None
-            )
-            if cut:
+            last = int(piece.instances[-1].rpartition(".")[2])
+            cut = next((c for c in cuts if c.path == prefix and c.first <= last), None)
+            if cut and len(piece.instances) >= KEPT_BLOCKS:
                 paths = (f"{prefix}.{i}" for i in range(int(start), cut.num_blocks))
                 piece = replace(piece, instances=tuple(paths))
         extended.append(piece)
