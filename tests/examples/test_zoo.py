@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from examples.models import Example
+from benchmarks.zoo import in_fp64
 from examples.zoo import ZOO
 
 QUICK = ("switch", "dlrm", "two_tower", "mpt", "mistral", "deit")
@@ -19,11 +18,6 @@ CHANCE = {"switch": 8, "unet": 4, "segformer": 4, "vit": 12, "transformer_encode
 """The number of classes where it is not the vocabulary's."""
 NO_CHANCE = ("mlp", "dlrm", "two_tower", "clip", "siglip", "wav2vec2")
 """Whose loss has another form than the cross-entropy of classes."""
-
-
-def in_fp64(example: Example) -> Example:
-    inputs = {k: v.double() if v.is_floating_point() else v for k, v in example.inputs.items()}
-    return replace(example, model=example.model.double(), inputs=inputs)
 
 
 def test_forty_five_architectures_and_all_sorts() -> None:
