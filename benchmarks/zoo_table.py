@@ -3,7 +3,7 @@
     python -m benchmarks.zoo_table
 
 A model and plan that were run more than once are shown as they were last. Rows of models that the zoo has no more are
-left out, and models that were never run are named below the table.
+left out.
 """
 
 from __future__ import annotations

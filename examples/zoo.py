@@ -2,8 +2,8 @@
 
 examples/models.py has the models that autopar is developed on; this table asks how far a model may differ from them.
 Configurations of transformers' classes are in examples/zoo_configs.py and zoo_encoders.py, modules written by hand in
-zoo_models.py. Most have two layers; batches hold 8 rows of 16 positions, 16 x 16 pixels or a few features, of a
-vocabulary of 96. No dropout; every factory is seeded.
+zoo_models.py and zoo_modules.py. Most have two layers; batches hold 8 rows of 16 positions, 16 x 16 pixels or a few
+features, of a vocabulary of 96. No dropout; every factory is seeded.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from examples.zoo_configs import (
 )
 from examples.zoo_encoders import ENCODER_SIZES, IMAGES, MASKED
 from examples.zoo_models import DLRM, LSTMLanguageModel, SwitchMLP, TwoTower, UNet, with_lora
+from examples.zoo_modules import Autoencoder, Conformer, DiT, GraphNetwork, Mixer, Siamese
 
 ROWS = 8
 
@@ -232,6 +233,57 @@ def _switch() -> Example:
     return Example(_by_hand(SwitchMLP), {"features": _noise(ROWS, 16), "target": labels}, F.cross_entropy)
 
 
+def _dit() -> Example:
+    times = torch.linspace(0.1, 1.0, ROWS)
+    inputs = {"pixels": _noise(ROWS, 3, 16, 16), "times": times, "target": _noise(ROWS, 3, 16, 16, seed=2)}
+    return Example(_by_hand(DiT), inputs, F.mse_loss)
+
+
+def _conformer() -> Example:
+    labels = torch.randint(12, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+    loss_fn = EXAMPLES["transformer_encoder"]().loss_fn
+    return Example(_by_hand(Conformer), {"frames": _noise(ROWS, 8, 2 * SEQ_LEN), "target": labels}, loss_fn)
+
+
+def _mixer() -> Example:
+    labels = torch.randint(12, (ROWS,), generator=torch.Generator().manual_seed(2))
+    return Example(_by_hand(Mixer), {"pixels": _noise(ROWS, 3, 16, 16), "target": labels}, F.cross_entropy)
+
+
+def _graph_network() -> Example:
+    generator = torch.Generator().manual_seed(2)
+    edges, labels = (
+        torch.randint(10, (ROWS, 2, 24), generator=generator),
+        torch.randint(6, (ROWS,), generator=generator),
+    )
+    return Example(
+        _by_hand(GraphNetwork), {"nodes": _noise(ROWS, 10, 8), "edges": edges, "target": labels}, F.cross_entropy
+    )
+
+
+def _weighted(losses: dict[str, Tensor], target: Tensor) -> Tensor:
+    """The squared error of what was made, and the autoencoder's other losses. target: float [B, F]."""
+    return F.mse_loss(losses["made"], target) + 0.1 * losses["prior"] + 0.01 * losses["fooled"]
+
+
+def _autoencoder() -> Example:
+    features = _noise(ROWS, 16)
+    inputs = {"features": features, "noise": _noise(ROWS, 8, seed=2), "target": features}
+    return Example(_by_hand(Autoencoder), inputs, _weighted)
+
+
+def _triplet(vectors: tuple[Tensor, Tensor, Tensor], margin: Tensor) -> Tensor:
+    """Mean of what the positive is not nearer than the negative, by a margin per row, float [B]."""
+    anchor, positive, negative = vectors
+    return (margin + (anchor - positive).norm(dim=-1) - (anchor - negative).norm(dim=-1)).relu().mean()
+
+
+def _siamese() -> Example:
+    names = ("anchor", "positive", "negative")
+    inputs = {name: _noise(ROWS, 32, seed=seed) for seed, name in enumerate(names)}
+    return Example(_by_hand(Siamese), {**inputs, "margin": torch.full((ROWS,), 2.0)}, _triplet)
+
+
 def _rows(
     family: str,
     build: Callable[..., Example],
@@ -274,5 +326,11 @@ ZOO: Mapping[str, Entry] = {
     "lora": Entry("by hand", _lora, ("cp",)),
     "dlrm": Entry("by hand", _dlrm),
     "two_tower": Entry("by hand", _two_tower),
+    "dit": Entry("by hand", _dit),
+    "conformer": Entry("by hand", _conformer),
+    "mixer": Entry("by hand", _mixer),
+    "graph_network": Entry("by hand", _graph_network),
+    "autoencoder": Entry("by hand", _autoencoder),
+    "siamese": Entry("by hand", _siamese),
     "switch": Entry("by hand", _switch, ("ep",)),
 }
