@@ -1,9 +1,9 @@
 """Tiny models of many architectures with a batch each: `ZOO[name].build()`.
 
 examples/models.py has the models that autopar is developed on; this table asks how far a model may differ from them.
-Configurations of transformers' classes are in examples/zoo_configs.py, modules written by hand in zoo_models.py. Most
-have two layers; batches hold 8 rows of 16 positions, 16 x 16 pixels or a few features, of a vocabulary of 96. No
-dropout; every factory is seeded.
+Configurations of transformers' classes are in examples/zoo_configs.py and zoo_encoders.py, modules written by hand in
+zoo_models.py and zoo_modules.py. Most have two layers; batches hold 8 rows of 16 positions, 16 x 16 pixels or a few
+features, of a vocabulary of 96. No dropout; every factory is seeded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from examples.models import EXAMPLES, Example, bert, llama, rotary_lm, t5, token
 from examples.zoo_configs import (
     CAUSAL,
     EAGER,
-    ENCODER_SIZES,
     EXPERTS,
     IMAGE_SIZES,
-    IMAGES,
-    MASKED,
+    SEQ2SEQ,
     SEQ2SEQ_SIZES,
     SEQ_LEN,
     STATE_SPACE,
@@ -34,7 +32,9 @@ from examples.zoo_configs import (
     WIDTH,
     Table,
 )
+from examples.zoo_encoders import ENCODER_SIZES, IMAGES, MASKED
 from examples.zoo_models import DLRM, LSTMLanguageModel, SwitchMLP, TwoTower, UNet, with_lora
+from examples.zoo_modules import Autoencoder, Conformer, DiT, GraphNetwork, Mixer, Siamese
 
 ROWS = 8
 
@@ -51,25 +51,41 @@ class Entry:
     axes: tuple[str, ...] = ()
 
 
+def _no_dropout(family: str) -> dict[str, float]:
+    """Zero for each field of the configuration that has a rate of some dropout by default."""
+    import transformers
+
+    defaults = getattr(transformers, f"{family}Config")().to_dict()
+    return {name: 0.0 for name, value in defaults.items() if "drop" in name and isinstance(value, float)}
+
+
+def _causal(family: str, settings: Mapping[str, Any]) -> Example:
+    return rotary_lm(family, {**_no_dropout(family), **settings})
+
+
 def _masked(family: str, settings: Mapping[str, Any]) -> Example:
-    model = transformers_model(f"{family}ForMaskedLM", f"{family}Config", 0, {**ENCODER_SIZES, **settings})
-    return replace(bert(), model=model)
+    settings = {**ENCODER_SIZES, **_no_dropout(family), **settings}
+    return replace(bert(), model=transformers_model(f"{family}ForMaskedLM", f"{family}Config", 0, settings))
 
 
-def _seq2seq(family: str) -> Example:
-    settings = {**SEQ2SEQ_SIZES, "max_position_embeddings": SEQ_LEN}
-    model = transformers_model(f"{family}ForConditionalGeneration", f"{family}Config", 0, settings)
-    return replace(t5(), model=model)
+def _seq2seq(family: str, settings: Mapping[str, Any]) -> Example:
+    settings = {**SEQ2SEQ_SIZES, "max_position_embeddings": SEQ_LEN, **_no_dropout(family), **settings}
+    class_name = "MarianMTModel" if family == "Marian" else f"{family}ForConditionalGeneration"
+    return replace(t5(), model=transformers_model(class_name, f"{family}Config", 0, settings))
 
 
 def _image(family: str, settings: Mapping[str, Any]) -> Example:
-    settings = {"num_labels": 12, **EAGER, **settings}
+    settings = {"num_labels": 12, **EAGER, **_no_dropout(family), **settings}
+    size = settings.get("image_size", 16)
+    side = size if isinstance(size, int) else size[0]
     model = transformers_model(f"{family}ForImageClassification", f"{family}Config", 0, settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("_token", "position_embeddings")):  # zeros, in which a LayerNorm has no finite slope
+            if name.endswith(
+                ("_token", "_tokens", "position_embeddings")
+            ):  # zeros, in which a LayerNorm has no finite slope
                 parameter.copy_(0.02 * _noise(*parameter.shape))
-    return replace(vit(image_height=16, image_width=16), model=model)
+    return replace(vit(image_height=side, image_width=side), model=model)
 
 
 def _noise(*shape: int, seed: int = 1) -> Tensor:
@@ -217,6 +233,57 @@ def _switch() -> Example:
     return Example(_by_hand(SwitchMLP), {"features": _noise(ROWS, 16), "target": labels}, F.cross_entropy)
 
 
+def _dit() -> Example:
+    times = torch.linspace(0.1, 1.0, ROWS)
+    inputs = {"pixels": _noise(ROWS, 3, 16, 16), "times": times, "target": _noise(ROWS, 3, 16, 16, seed=2)}
+    return Example(_by_hand(DiT), inputs, F.mse_loss)
+
+
+def _conformer() -> Example:
+    labels = torch.randint(12, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+    loss_fn = EXAMPLES["transformer_encoder"]().loss_fn
+    return Example(_by_hand(Conformer), {"frames": _noise(ROWS, 8, 2 * SEQ_LEN), "target": labels}, loss_fn)
+
+
+def _mixer() -> Example:
+    labels = torch.randint(12, (ROWS,), generator=torch.Generator().manual_seed(2))
+    return Example(_by_hand(Mixer), {"pixels": _noise(ROWS, 3, 16, 16), "target": labels}, F.cross_entropy)
+
+
+def _graph_network() -> Example:
+    generator = torch.Generator().manual_seed(2)
+    edges, labels = (
+        torch.randint(10, (ROWS, 2, 24), generator=generator),
+        torch.randint(6, (ROWS,), generator=generator),
+    )
+    return Example(
+        _by_hand(GraphNetwork), {"nodes": _noise(ROWS, 10, 8), "edges": edges, "target": labels}, F.cross_entropy
+    )
+
+
+def _weighted(losses: dict[str, Tensor], target: Tensor) -> Tensor:
+    """The squared error of what was made, and the autoencoder's other losses. target: float [B, F]."""
+    return F.mse_loss(losses["made"], target) + 0.1 * losses["prior"] + 0.01 * losses["fooled"]
+
+
+def _autoencoder() -> Example:
+    features = _noise(ROWS, 16)
+    inputs = {"features": features, "noise": _noise(ROWS, 8, seed=2), "target": features}
+    return Example(_by_hand(Autoencoder), inputs, _weighted)
+
+
+def _triplet(vectors: tuple[Tensor, Tensor, Tensor], margin: Tensor) -> Tensor:
+    """Mean of what the positive is not nearer than the negative, by a margin per row, float [B]."""
+    anchor, positive, negative = vectors
+    return (margin + (anchor - positive).norm(dim=-1) - (anchor - negative).norm(dim=-1)).relu().mean()
+
+
+def _siamese() -> Example:
+    names = ("anchor", "positive", "negative")
+    inputs = {name: _noise(ROWS, 32, seed=seed) for seed, name in enumerate(names)}
+    return Example(_by_hand(Siamese), {**inputs, "margin": torch.full((ROWS,), 2.0)}, _triplet)
+
+
 def _rows(
     family: str,
     build: Callable[..., Example],
@@ -242,12 +309,11 @@ def _example(name: str) -> Entry:
 
 ZOO: Mapping[str, Entry] = {
     **{name: _example(name) for name in EXAMPLES},
-    **_rows("decoder", rotary_lm, CAUSAL, ("cp",)),
-    **_rows("experts", rotary_lm, EXPERTS, ("ep", "cp")),
-    **_rows("state space", rotary_lm, STATE_SPACE),
+    **_rows("decoder", _causal, CAUSAL, ("cp",)),
+    **_rows("experts", _causal, EXPERTS, ("ep", "cp")),
+    **_rows("state space", _causal, STATE_SPACE),
     **_rows("encoder", _masked, MASKED),
-    "bart": Entry("encoder-decoder", partial(_seq2seq, "Bart")),
-    "pegasus": Entry("encoder-decoder", partial(_seq2seq, "Pegasus")),
+    **_rows("encoder-decoder", _seq2seq, SEQ2SEQ),
     **_rows("vision", _image, IMAGES),
     "segformer": Entry("vision", _segformer),
     "unet": Entry("vision", _unet),
@@ -260,5 +326,11 @@ ZOO: Mapping[str, Entry] = {
     "lora": Entry("by hand", _lora, ("cp",)),
     "dlrm": Entry("by hand", _dlrm),
     "two_tower": Entry("by hand", _two_tower),
+    "dit": Entry("by hand", _dit),
+    "conformer": Entry("by hand", _conformer),
+    "mixer": Entry("by hand", _mixer),
+    "graph_network": Entry("by hand", _graph_network),
+    "autoencoder": Entry("by hand", _autoencoder),
+    "siamese": Entry("by hand", _siamese),
     "switch": Entry("by hand", _switch, ("ep",)),
 }

@@ -32,6 +32,27 @@ CAUSAL: Table = {
     "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 8}),
     "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 8}),
     "smollm3": ("SmolLM3", {"num_key_value_heads": 2}),
+    "nemotron": ("Nemotron", {"head_dim": 8}),
+    "persimmon": ("Persimmon", {}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8, **EAGER},
+    ),
+    "codegen": ("CodeGen", {"rotary_dim": 4, **EAGER}),
+    "gpt_bigcode": ("GPTBigCode", {}),
+    "olmo": ("Olmo", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 8}),
+    "exaone4": ("Exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    "seed_oss": ("SeedOss", {"head_dim": 8}),
+    "apertus": ("Apertus", {}),
+    "helium": ("Helium", {"head_dim": 8}),
+    "biogpt": ("BioGpt", {}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 8}),
+    "arcee": ("Arcee", {}),
+    "diffllama": ("DiffLlama", {}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 8}),
+    "minicpm3": ("MiniCPM3", {}),
+    "xglm": ("XGLM", {"ffn_dim": 64, "attention_heads": 4, "num_layers": 2, "d_model": WIDTH, **EAGER}),
 }
 """Dense decoders: the family in transformers' class names, and the fields that differ from a Llama's."""
 
@@ -122,6 +143,38 @@ EXPERTS: Table = {
             "mamba_dt_rank": 4,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 8,
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}),
+    "jetmoe": ("JetMoe", {"num_local_experts": 4, "kv_channels": 8, "num_key_value_heads": 2}),
+    "minimax": ("MiniMax", {"num_local_experts": 4, "head_dim": 8, "block_size": 8}),
 }
 """Decoders with experts."""
 
@@ -141,50 +194,77 @@ STATE_SPACE: Table = {
         },
     ),
     "rwkv": ("Rwkv", {"attention_hidden_size": WIDTH, "context_length": SEQ_LEN, **EAGER}),
-}
-"""Recurrent decoders, some with attention in between."""
-
-ENCODER_SIZES: Mapping[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": WIDTH,
-    "intermediate_size": 4 * WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 2 * SEQ_LEN,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "pad_token_id": 0,
-}
-
-MASKED: Table = {
-    "roberta": ("Roberta", {}),
-    "albert": ("Albert", {"embedding_size": 16}),
-    "distilbert": ("DistilBert", {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dim": 4 * WIDTH}),
-    "deberta_v2": (
-        "DebertaV2",
+    "zamba2": (
+        "Zamba2",
         {
-            "relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_buckets": 8,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 2,
+            "chunk_size": 8,
+            "layers_block_type": ["mamba", "hybrid"],
+            "hybrid_layer_ids": [1],
+            "num_mem_blocks": 1,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "hybrid_override_pattern": "M*",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "head_dim": 8,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "head_dim": 8,
+        },
+    ),
+    "lfm2": ("Lfm2", {"full_attn_idxs": [1], "conv_L_cache": 3}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "xlstm": (
+        "xLSTM",
+        {
+            "num_heads": 4,
+            "chunkwise_kernel": "chunkwise--native_autograd",
+            "sequence_kernel": "native_sequence__native",
+            "step_kernel": "native",
+            "mode": "train",
+            "chunk_size": 8,
             **EAGER,
         },
     ),
-    "electra": ("Electra", {"embedding_size": 16}),
-    "modernbert": (
-        "ModernBert",
-        {
-            "local_attention": 8,
-            "global_attn_every_n_layers": 2,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "cls_token_id": None,
-            "sep_token_id": None,
-            "mlp_dropout": 0.0,
-            "intermediate_size": 64,
-        },
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {"lru_width": WIDTH, "block_types": ["recurrent", "attention"], "attention_window_size": 8},
     ),
 }
-"""Encoders for masked language modelling, on the batch of examples.models.bert."""
+"""Recurrent decoders, some with attention in between."""
 
 SEQ2SEQ_SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -204,6 +284,19 @@ SEQ2SEQ_SIZES: Mapping[str, Any] = {
     "decoder_start_token_id": 0,
     "use_cache": False,
 }
+
+SEQ2SEQ: Table = {
+    "bart": ("Bart", {}),
+    "pegasus": ("Pegasus", {}),
+    "mbart": ("MBart", {}),
+    "blenderbot": ("Blenderbot", {}),
+    "marian": ("Marian", {}),
+    "m2m100": ("M2M100", {}),
+    "plbart": ("PLBart", {}),
+    "pegasus_x": ("PegasusX", EAGER),
+    "bigbird_pegasus": ("BigBirdPegasus", {"attention_type": "original_full", **EAGER}),
+}
+"""Encoder-decoders, on the batch of examples.models.t5."""
 
 IMAGE_SIZES: Mapping[str, Any] = {
     "image_size": 16,
@@ -225,25 +318,3 @@ TEXT_SIZES: Mapping[str, Any] = {
     "eos_token_id": VOCAB_SIZE - 1,
     "pad_token_id": 1,
 }
-
-IMAGES: Table = {
-    "deit": ("DeiT", {**IMAGE_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-    "swin": (
-        "Swin",
-        {
-            "image_size": 16,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "window_size": 4,
-            "drop_path_rate": 0.0,
-        },
-    ),
-    "convnext": (
-        "ConvNext",
-        {"patch_size": 2, "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "image_size": 16},
-    ),
-    "resnet": ("ResNet", {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic"}),
-}
-"""Image classifiers, on 16 x 16 pixels and 12 classes."""

@@ -17,9 +17,11 @@ for reasoning", Artificial Intelligence 113 (1999), sections 4 and 5.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -204,36 +206,68 @@ def _blocks(shape: tuple[int, ...], max_cells: int) -> Iterator[tuple[slice, ...
 
 def _greedy_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by_fill: bool) -> tuple[int, ...]:
     """Eliminate, again and again, the variable with the least score; ties go to the lowest index."""
-    adjacent: list[set[int]] = [set() for _ in sizes]
-    for a, b in pairs:
-        adjacent[a].add(b)
-        adjacent[b].add(a)
+    graph = _Scored(sizes)
+    for a, b in {(min(pair), max(pair)) for pair in pairs}:
+        graph.connect(a, b)
 
-    def score(v: int) -> tuple[float, float]:
-        cells = float(sizes[v]) * math.prod(float(sizes[u]) for u in adjacent[v])
-        if not by_fill:
-            return cells, 0.0
-        around = sorted(adjacent[v])
-        fill = sum(sizes[a] * sizes[b] for i, a in enumerate(around) for b in around[i + 1 :] if b not in adjacent[a])
-        return float(fill), cells
+    def entry(v: int) -> tuple[int, int, int]:
+        return (graph.fill[v], graph.cells[v], v) if by_fill else (graph.cells[v], 0, v)
 
-    scores = {v: score(v) for v in range(len(sizes))}
-    order: list[int] = []
-    while scores:
-        chosen = min(scores, key=lambda v: (scores[v], v))
-        order.append(chosen)
-        del scores[chosen]
-        around = adjacent[chosen]
-        for v in around:
-            adjacent[v] |= around
-            adjacent[v] -= {v, chosen}
-        # A fill edge between two neighbours of w changes w's fill score although w is no neighbour of ``chosen``.
-        touched = set(around)
-        if by_fill:
-            touched |= {w for v in around for w in adjacent[v]}
-        for v in touched:
-            scores[v] = score(v)
+    entries = [entry(v) for v in range(len(sizes))]
+    heap, order = sorted(entries), dict[int, None]()
+    while heap:
+        smallest = heapq.heappop(heap)
+        chosen = smallest[2]
+        if chosen not in order and smallest == entries[chosen]:
+            order[chosen] = None
+            for v in graph.eliminate(chosen):
+                if entry(v) != entries[v]:
+                    entries[v] = entry(v)
+                    heapq.heappush(heap, entries[v])
     return tuple(order)
+
+
+class _Scored:
+    """A graph with both scores of every variable, in exact integers that follow each edge that comes or goes.
+
+    Counted anew, the scores of a variable that thousands neighbour (the ZeRO stage of an unrolled recurrence) would
+    take their square for each of them.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.adjacent: list[set[int]] = [set() for _ in sizes]
+        self.around = [0] * len(sizes)
+        """The sum of the neighbours' sizes."""
+        self.cells, self.fill = list(sizes), [0] * len(sizes)
+
+    def connect(self, a: int, b: int) -> set[int]:
+        """Add an edge; returns the common neighbours, which need it no longer as fill."""
+        sizes, common = self.sizes, self.adjacent[a] & self.adjacent[b]
+        shared = sum(sizes[v] for v in common)
+        for v in common:
+            self.fill[v] -= sizes[a] * sizes[b]
+        for v, other in ((a, b), (b, a)):
+            self.fill[v] += sizes[other] * (self.around[v] - shared)
+            self.around[v] += sizes[other]
+            self.cells[v] *= sizes[other]
+            self.adjacent[v].add(other)
+        return common
+
+    def eliminate(self, chosen: int) -> set[int]:
+        """Take a variable out and connect its neighbours; returns those whose scores may have changed."""
+        sizes, around = self.sizes, sorted(self.adjacent[chosen])
+        for v in around:
+            apart = self.around[v] - sizes[chosen] - sum(sizes[u] for u in self.adjacent[v] & self.adjacent[chosen])
+            self.fill[v] -= sizes[chosen] * apart
+            self.around[v] -= sizes[chosen]
+            self.cells[v] //= sizes[chosen]
+            self.adjacent[v].remove(chosen)
+        touched = set(around)
+        for a, b in combinations(around, 2):
+            if b not in self.adjacent[a]:
+                touched |= self.connect(a, b)
+        return touched
 
 
 def _plan_for(order: tuple[int, ...], sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> Plan:

@@ -18,6 +18,8 @@ from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, with_refs
 from autopar.ir.operators import find_op
 
 _COPY = "aten.copy_.default"
+_DROPOUT = "aten.dropout_.default"
+"""Whose functional form draws what no other random operator does: the same mask under every plan."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
 _SAME = frozenset({"alias", "detach", "to"})
 
@@ -80,7 +82,7 @@ class _Functionaliser:
         overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
-        if torch.Tag.nondeterministic_seeded in overload.tags:
+        if torch.Tag.nondeterministic_seeded in overload.tags and node.op != _DROPOUT:
             raise refused_random(node.op, at(self.flat, node))
         if functional_name(node.op) is None:
             raise TraceError(

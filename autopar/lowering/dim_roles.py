@@ -30,9 +30,12 @@ class _Classes:
         self.parents: dict[Hashable, Hashable] = {}
 
     def find(self, one: Hashable) -> Hashable:
-        """The representative of its class."""
-        while one in self.parents:
-            one = self.parents[one]
+        """The representative of its class; what lies on the way to it is brought closer."""
+        parents = self.parents
+        while one in parents:
+            above = parents[one]
+            parents[one] = parents.get(above, above)
+            one = parents[one]
         return one
 
     def join(self, one: Hashable, other: Hashable) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -73,3 +75,11 @@ def test_the_summary_counts_models_and_gathers_causes() -> None:
     assert zoo.summary(rows) == (
         "free: 1 of 3 models, largest error 3.0e-07\n2 x TraceError: no: mlp (free), vit (free)"
     )
+
+
+@pytest.mark.slow
+def test_eager_training_has_what_classes_note_when_they_are_first_built() -> None:
+    """The ranks start before Segformer's class is loaded, which registers the hidden states that its head reads."""
+    command = [sys.executable, "-m", "benchmarks.zoo", "--only", "mlp,segformer", "--plans", "dp2 x tp2 zero 3"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=zoo.ROOT, timeout=200, check=False)
+    assert found.returncode == 0 and "2 of 2 models" in found.stdout, found.stdout + found.stderr

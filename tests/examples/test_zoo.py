@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from examples.models import Example
+from benchmarks.zoo import in_fp64
 from examples.zoo import ZOO
 
 QUICK = ("switch", "dlrm", "two_tower", "mpt", "mistral", "deit")
@@ -21,13 +20,8 @@ NO_CHANCE = ("mlp", "dlrm", "two_tower", "clip", "siglip", "wav2vec2")
 """Whose loss has another form than the cross-entropy of classes."""
 
 
-def in_fp64(example: Example) -> Example:
-    inputs = {k: v.double() if v.is_floating_point() else v for k, v in example.inputs.items()}
-    return replace(example, model=example.model.double(), inputs=inputs)
-
-
-def test_forty_five_architectures_and_all_sorts() -> None:
-    assert len(ZOO) >= 45
+def test_150_architectures_and_all_sorts() -> None:
+    assert len(ZOO) >= 150
     sorts = {"decoder", "experts", "state space", "encoder", "encoder-decoder", "vision", "audio", "image and text"}
     assert sorts | {"by hand"} == {entry.family for entry in ZOO.values()}
 

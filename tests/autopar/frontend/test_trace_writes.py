@@ -155,3 +155,29 @@ def test_other_constants_are_refused_with_the_remedy() -> None:
     with pytest.raises(TraceError, match="neither a parameter nor a buffer") as caught:
         trace(Constants(torch.arange(4.0)), (LEFT,))
     assert "register_buffer" in str(caught.value)
+
+
+class Drops(nn.Module):
+    """A dropout between two linears, whose operand is used again."""
+
+    def __init__(self, p: float, inplace: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(p, inplace=inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        dropped = self.dropout(hidden)
+        return (self.second(dropped) + hidden.mean()).square().mean()
+
+
+def test_a_dropout_in_place_is_one_whose_operand_is_dropped_too() -> None:
+    """At p = 0 nothing is left of it; at p = 0.5 the graph is that of `hidden = dropout(hidden)`."""
+    model = Drops(0.0, inplace=True)
+    assert_equals_eager(trace(model, (LEFT,)), model, {"x": LEFT}, model(LEFT))
+    written, functional = (trace(Drops(0.5, inplace), (LEFT,)) for inplace in (True, False))
+    calls = [piece for piece in written.body if isinstance(piece, Node)]
+    assert [node.op for node in calls] == [node.op for node in functional.body if isinstance(node, Node)]
+    (dropout,) = (node for node in calls if node.op == "aten.dropout.default")
+    users = [node.op for node in calls if dropout.name in {ref.node for ref in node.inputs}]
+    assert users == ["aten.linear.default", "aten.mean.default"]
