@@ -236,6 +236,13 @@ def _convolution(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) 
     return call.node.op, {"groups": channels // inputs[weight.index][1]}
 
 
+def _transposed_convolution(
+    call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]
+) -> tuple[str, dict[str, Any]]:
+    weight = call.tensor("weight")
+    return call.node.op, {"groups": out[0][1 - len(weight.shape)] // inputs[weight.index][1]}
+
+
 def _group_norm(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
     return call.node.op, {"num_groups": call["num_groups"] * out[0][1] // call.outputs[0].shape[1]}
 
@@ -256,6 +263,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "unflatten": _unflatten,
     "split": _split,
     "split_with_sizes": _split,
+    **{f"conv_transpose{n}d": _transposed_convolution for n in (1, 2, 3)},
     "slice": _slice,
     "narrow": _slice,
     "repeat": _repeat,

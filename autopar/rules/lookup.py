@@ -107,6 +107,57 @@ def one_hot(call: Call) -> Rule:
     return make_rule(call, [own], [[*own, ["c"]]], sizes, blocked={"c"})
 
 
+def scatter(call: Call) -> Rule | None:
+    """self [..., x, ...] with index [..., j, ...] entries of it replaced by src or a number: dims x and j are blocked.
+
+    None where index covers other dims only in part, or src is larger than it.
+    """
+    x, index, src = call.tensor("self"), call.tensor("index"), call.get("src")
+    rank = len(x.shape)
+    dim = normal_dim(call["dim"], max(rank, 1))
+    is_covered = all(a == b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d != dim)
+    if rank == 0 or not is_covered or (src is not None and src.shape != index.shape):
+        return None
+    names = [f"d{i}" for i in range(rank)]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"j": index.shape[dim]}
+    own = [[f] for f in names]
+    parts = [["j"] if i == dim else [f] for i, f in enumerate(names)]
+    groups: dict[int, Groups] = {x.index: own, index.index: parts}
+    groups |= {src.index: parts} if src is not None else {}
+    tensors = [groups[i] for i in range(len(groups))]
+    linear = "self value" if src is None else "self src"
+    return make_rule(call, tensors, [own], sizes, blocked={names[dim], "j"}, linear=(linear,))
+
+
+def scatter_sum(call: Call) -> Rule | None:
+    """self [..., x, ...] + sum over j of src [..., j, ...] at index: parts of j give partial sums; self is one.
+
+    The dim x that is written to is blocked. None where index, or src, covers the other dims only in part.
+    """
+    along = call.packet == "index_add"
+    x, index, src = call.tensor("self"), call.tensor("index"), call.tensor("source" if along else "src")
+    rank = len(x.shape)
+    if rank == 0 or rank != len(src.shape) or (along and call["alpha"] != 1):
+        return None
+    dim = normal_dim(call["dim"], rank)
+    names = [f"d{i}" for i in range(rank)]
+    if (not along and index.shape != src.shape) or any(x.shape[i] != src.shape[i] for i in range(rank) if i != dim):
+        return None
+    sizes = dict(zip(names, x.shape, strict=True)) | {"j": src.shape[dim]}
+    own = [[f] for f in names]
+    parts = [["j"] if i == dim else [f] for i, f in enumerate(names)]
+    groups: dict[int, Groups] = {x.index: own, src.index: parts, index.index: [["j"]] if along else parts}
+    return make_rule(
+        call,
+        [groups[i] for i in range(len(groups))],
+        [own],
+        sizes,
+        blocked={names[dim]},
+        additive={x.index},
+        linear=(f"self {'source' if along else 'src'}",),
+    )
+
+
 TABLE = {
     "aten.embedding": embedding,
     "aten.gather": gather,
@@ -114,4 +165,7 @@ TABLE = {
     "aten.index_select": index_select,
     "aten.index": index_tensor,
     "aten.one_hot": one_hot,
+    "aten.scatter": scatter,
+    "aten.scatter_add": scatter_sum,
+    "aten.index_add": scatter_sum,
 }

@@ -23,8 +23,11 @@ from autopar.rules import (
     loss,
     norm,
     pointwise,
+    recurrent,
     reduction,
     shape,
+    spatial,
+    transform,
 )
 from autopar.rules.call import Call, linear_sets, packet_name
 from autopar.rules.equation import Equation
@@ -38,7 +41,10 @@ Row = tuple[str, str] | RuleFunction
 @cache
 def builtin_table() -> Mapping[str, Row]:
     """Every built-in row by packet ("aten.linear"), for all its overloads and its in-place form."""
-    families = (attention, contraction, convolution, creation, experts, lookup, loss, norm, pointwise, reduction, shape)
+    families = (
+        *(attention, contraction, convolution, creation, experts, lookup),
+        *(loss, norm, pointwise, recurrent, reduction, shape, spatial, transform),
+    )
     table: dict[str, Row] = {}
     for family in families:
         for name, row in family.TABLE.items():

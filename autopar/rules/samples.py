@@ -74,7 +74,7 @@ def _index_limit(call: Call) -> int:
     if call.packet in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
         shape = call.tensor("self").shape
         return shape[1] if len(shape) > 1 else shape[0]
-    if call.packet in ("gather", "index_select", "take_along_dim"):
+    if call.packet in ("gather", "index_select", "take_along_dim", "scatter", "scatter_add", "index_add"):
         dim: int = call["dim"]
         return call.tensor("self").shape[dim]
     if call.packet == "index":

@@ -33,7 +33,11 @@ TWO = "2 a100-80g"
 
 CONSTRAINTS: tuple[Any, ...] = (
     *("abc", 3, ["tp"], [("tp", 2)], True, b"tp"),
-    *({axis: value} for axis in ("dp", "tp", "pp", "ddp") for value in (0, -1, 1.5, "2", True, None, [2], NAN, {})),
+    *(
+        {axis: value}
+        for axis in ("dp", "tp", "pp", "ddp", "ep")
+        for value in (0, -1, 1.5, "2", True, None, [2], NAN, {})
+    ),
     *({"zero": value} for value in (4, -1, "3", True, 2.0, None)),
     *({"micro_batches": value} for value in (0, -2, 1.5, "many", False)),
     *({"memory": value} for value in (0, -1, "0GiB", "20 parsecs", NAN, INF, True, [1], "1e9", "-1GiB", "0.1b", "")),
@@ -44,7 +48,7 @@ CONSTRAINTS: tuple[Any, ...] = (
     *({"context": value} for value in ("rings", 1)),
     *({"parameters": value} for value in ("x", ["x"], {"*": "S(0)"}, {"*": {"tp": "Q"}}, {"*": {"xp": "R"}}, {"*": 3})),
     *({"activations": {"*": {"tp": value}}} for value in ("S", "S(-1)", 5)),
-    *({name: 2} for name in ("tpp", "TP", "data_parallel", "", 7, None, "cp", "ep")),
+    *({name: 2} for name in ("tpp", "TP", "data_parallel", "", 7, None, "cp")),
     *({"chunks": 2, "schedule": schedule} for schedule in ("gpipe", "1f1b", "zero-bubble")),
     *({"pp": 1, "schedule": "1f1b"}, {"pp": 1, "chunks": 2}, {"offload": "parameters", "zero": 1}),
     {"tp": 1, "context": "ring"},

@@ -32,8 +32,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What parameters of one bucket have in common. zero_axes: that ZeRO shards over; others: further axes with partial
-    gradients."""
+    """What parameters of one bucket have in common. zero_axes: of ZeRO; others: more axes with partial gradients."""
 
     stage: int
     zero_axes: tuple[str, ...]

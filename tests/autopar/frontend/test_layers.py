@@ -87,14 +87,19 @@ def instances(model: nn.Module, full_depth: bool) -> list[tuple[str, ...]]:
 def test_unequal_layers_are_not_folded(full_depth: bool) -> None:
     widths = Stack([Block(8, 8 * (1 + i % 2)) for i in range(5)])
     constants = Stack([Block(8, 8, 0.1 * i) for i in range(5)])
-    assert instances(widths, full_depth) == []
-    assert instances(constants, full_depth) == []
+    alone = [(str(index),) for index in range(5)]
+    assert instances(widths, full_depth) == alone
+    assert instances(constants, full_depth) == alone
 
 
 @pytest.mark.parametrize("full_depth", [False, True])
 def test_runs_of_equal_layers_between_unequal_ones(full_depth: bool) -> None:
     hidden = [8, 16, 16, 16, 8, 8, 8, 8]
-    assert instances(Stack([Block(8, h) for h in hidden]), full_depth) == [("1", "2", "3"), ("4", "5", "6", "7")]
+    assert instances(Stack([Block(8, h) for h in hidden]), full_depth) == [
+        ("0",),
+        ("1", "2", "3"),
+        ("4", "5", "6", "7"),
+    ]
 
 
 @pytest.mark.parametrize("full_depth", [False, True])

@@ -261,7 +261,64 @@ RANDOM = [
         enable_gqa=True,
     ),
 ]
-ALL = [*CONTRACTION, *ATTENTION, *NORM, *LOOKUP, *LOSS, *SHAPE, *POINTWISE, *REDUCTION, *CREATION, *RANDOM]
+SPATIAL = [
+    c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), None, [2.0, 2.0]),
+    c("aten.upsample_bilinear2d.vec", f(4, 6, 4, 4), [6, 6], False, None),
+    c("aten.upsample_bicubic2d.vec", f(4, 6, 4, 4), [6, 6], True, None),
+    c("aten.upsample_linear1d.vec", f(4, 6, 4), [6], False, None),
+    c("aten.upsample_trilinear3d.vec", f(4, 6, 2, 2, 2), [4, 4, 4], False, None),
+    c("aten.reflection_pad2d.default", f(4, 6, 4, 4), [1, 1, 2, 2]),
+    c("aten.replication_pad1d.default", f(4, 6, 4), [1, 2]),
+    c("aten.pixel_shuffle.default", f(2, 24, 6, 6), 2),
+    c("aten.pixel_unshuffle.default", f(2, 6, 12, 12), 2),
+    c("aten.im2col.default", f(4, 6, 4, 4), [3, 3], [1, 1], [1, 1], [1, 1]),
+    c("aten.col2im.default", f(4, 54, 16), [4, 4], [3, 3], [1, 1], [1, 1], [1, 1]),
+    c("aten.grid_sampler.default", f(4, 6, 4, 4), f(4, 6, 6, 2), 0, 0, False),
+    c("aten.conv_transpose1d.default", f(4, 6, 4), f(6, 12, 3), f(12), [2], [1]),
+    c("aten.conv_transpose2d.input", f(4, 6, 3, 3), f(6, 12, 2, 2), f(12), [2, 2]),
+    c("aten.conv_transpose2d.input", f(2, 12, 3, 3), f(12, 2, 2, 2), None, [2, 2], [0, 0], [0, 0], 6),
+    c("aten.conv_transpose3d.input", f(4, 6, 2, 2, 2), f(6, 6, 2, 2, 2)),
+]
+SCATTER = [
+    c("aten.scatter.value", f(4, 6), 1, ints(4, 2), 0),
+    c("aten.scatter.value", f(4, 6), 1, ints(4, 2), 1.5),
+    c("aten.scatter.src", f(4, 6), -1, ints(4, 2), f(4, 2)),
+    c(
+        "aten.lstm.input",
+        f(6, 4, 3),
+        [f(1, 4, 2), f(1, 4, 2)],
+        [f(8, 3), f(8, 2), f(8), f(8)],
+        True,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    ),
+    c("aten.gru.input", f(4, 6, 3), f(2, 4, 2), [f(6, 3), f(6, 2), f(6, 3), f(6, 2)], False, 1, 0.0, True, True, True),
+    c("aten.fft_rfft.default", f(4, 6), None, 1),
+    c("aten.fft_fftn.default", f(4, 6, 6), None, [1, 2]),
+    c("aten.view_as_complex.default", f(4, 6, 2)),
+    c("aten.polar.default", f(4, 6), f(4, 6)),
+    c("aten.scatter_add.default", f(4, 6), 0, ints(12, 6), f(12, 6)),
+    c("aten.scatter_add.default", f(4, 6, 4), 1, ints(4, 12, 4), f(4, 12, 4)),
+    c("aten.index_add.default", f(4, 6), 0, ints(12), f(12, 6)),
+    c("aten.index_add.default", f(4, 6), -1, ints(12), f(4, 12)),
+]
+ALL = [
+    *CONTRACTION,
+    *ATTENTION,
+    *NORM,
+    *LOOKUP,
+    *LOSS,
+    *SHAPE,
+    *POINTWISE,
+    *REDUCTION,
+    *CREATION,
+    *RANDOM,
+    *SPATIAL,
+    *SCATTER,
+]
 
 
 DECLINED = {
@@ -271,6 +328,8 @@ DECLINED = {
     "group_norm": {"Rp, P, P -> P"},
     # Targets given as probabilities are not partial sums either.
     "cross_entropy_loss": {"Rp, P -> P"},
+    # Copies of whole pixels could stay in place; space is not cut.
+    "upsample_nearest2d": {"S(2) -> S(2)", "S(3) -> S(3)"},
 }
 UNUSED_TENSOR = {"batch_norm", "copy", "expand_as", "new_zeros", "new_ones", "zeros", "zeros_like"}
 """A tensor argument whose values the result does not depend on may lie anywhere, and zeros are a sum of zeros."""
