@@ -71,6 +71,16 @@ def make_node(op: str, *args: Any, **kwargs: Any) -> tuple[Node, tuple[TensorMet
     return Node("call", op, node_args, node_kwargs, outputs), tuple(metas)
 
 
+_PADS = ("reflection", "replication")
+_FOURIER = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+_GATES = [f(8, 3), f(8, 2), f(8), f(8)]
+_UPSAMPLES: list[tuple[str, int, tuple[bool, ...]]] = [
+    *((f"{kind}{n}d", n, ()) for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
+    *((f"upsample_{kind}", n, (False,)) for kind, n in (("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3))),
+    *((name, 2, (False,)) for name in ("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")),
+]
+"""(interpolation, dims of space, what is given before the scales)"""
+
 BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     "linear.default": [(f(4, 6, 12), f(6, 12))],
     "mm.default": [(f(4, 6), f(6, 12))],
@@ -198,6 +208,31 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     "logsumexp.default": [(f(4, 6), [1])],
     **{f"{name}.default": [(bools(4, 6), bools(4, 6))] for name in ("logical_or", "logical_xor")},
     "logical_and.default": [(bools(4, 6), bools(4, 6)), (ints(4, 6), ints(4, 6)), (f(4, 6), f(4, 6))],
+    "scatter.src": [(f(4, 6), 1, ints(4, 2), f(4, 2))],
+    "scatter.value": [(f(4, 6), 1, ints(4, 2), 0.0), (f(4, 6), 0, ints(2, 6), 1.5)],
+    "scatter_add.default": [(f(4, 6), 1, ints(4, 12), f(4, 12))],
+    "index_add.default": [(f(4, 6), 0, ints(12), f(12, 6))],
+    "pixel_shuffle.default": [(f(2, 24, 6, 6), 2)],
+    "pixel_unshuffle.default": [(f(2, 6, 12, 12), 2)],
+    "im2col.default": [(f(4, 6, 4, 4), [3, 3], [1, 1], [1, 1], [1, 1])],
+    "col2im.default": [(f(4, 54, 16), [4, 4], [3, 3], [1, 1], [1, 1], [1, 1])],
+    "grid_sampler.default": [(f(4, 6, 4, 4), f(4, 6, 6, 2), 0, 0, False)],
+    "conv_transpose1d.default": [(f(4, 6, 4), f(6, 12, 3))],
+    **{f"conv_transpose{n}d.input": [(f(2, 4, *([3] * n)), f(4, 4, *([2] * n)))] for n in (2, 3)},
+    **{f"{k}_pad{n}d.default": [(f(4, 6, *([4] * n)), [1] * 2 * n)] for n in (1, 2, 3) for k in _PADS},
+    **{f"{name}.default": [(f(4, 6, *([2] * n)), [4] * n, *more)] for name, n, more in _UPSAMPLES},
+    **{f"{name}.vec": [(f(4, 6, *([2] * n)), [4] * n, *more, None)] for name, n, more in _UPSAMPLES},
+    **{f"fft_{kind}{n}.default": [(f(4, 6, 6),)] for kind in _FOURIER for n in ("", "2", "n")},
+    "view_as_complex.default": [(f(4, 6, 2),)],
+    "imag.default": [(T((4, 6), torch.complex64, grad=False),)],
+    "view_as_real.default": [(T((4, 6), torch.complex64, grad=False),)],
+    "lstm.input": [(f(6, 4, 3), [f(1, 4, 2)] * 2, _GATES, True, 1, 0.0, True, False, first) for first in (False,)],
+    **{f"{name}.data": [] for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "gru.input": [(f(4, 6, 3), f(1, 4, 2), [f(6, 3), f(6, 2)], False, 1, 0.0, True, False, True)],
+    **{
+        f"rnn_{name}.input": [(f(6, 4, 3), f(1, 4, 2), [f(2, 3), f(2, 2)], False, 1, 0.0, True, False, False)]
+        for name in ("tanh", "relu")
+    },
 }
 """Arguments of an overload whose schema alone does not say what it takes; an empty list: nothing to compare."""
 

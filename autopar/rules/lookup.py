@@ -116,7 +116,8 @@ def scatter(call: Call) -> Rule | None:
     rank = len(x.shape)
     dim = normal_dim(call["dim"], max(rank, 1))
     is_covered = all(a == b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d != dim)
-    if rank == 0 or not is_covered or (src is not None and src.shape != index.shape):
+    is_summed = call.get("reduce") is not None
+    if rank == 0 or not is_covered or is_summed or (src is not None and src.shape != index.shape):
         return None
     names = [f"d{i}" for i in range(rank)]
     sizes = dict(zip(names, x.shape, strict=True)) | {"j": index.shape[dim]}

@@ -291,8 +291,9 @@ def _compare(
 def _equal(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor, tolerance: float) -> bool:
     if any(part.dtype != whole.dtype for part in parts.values()):
         return False
+    wide = torch.complex128 if whole.is_complex() else torch.float64
     return all(
-        torch.allclose(total.double(), whole.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.allclose(total.to(wide), whole.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
         for total in assembled(parts, places, sizes, tuple(whole.shape))
     )
 
