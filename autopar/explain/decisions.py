@@ -11,7 +11,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES
 from autopar.plan import Plan
-from autopar.planning.equal_configs import micro_batch_counts, shapes
+from autopar.planning.equal_configs import expert_degrees, micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
@@ -81,6 +81,10 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
         if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
             for size in neighbours(sorted({shape[index] for shape in legal}), chosen[index]):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
+    ep, data = plan.mesh.size("ep"), plan.mesh.num_data_ranks // plan.mesh.size("ddp")
+    if "ep" not in limits.degrees:
+        for size in neighbours(expert_degrees(request, data, plan.mesh.size("tp")), ep):
+            yield Decision("ep", str(size), replace(limits, degrees={**limits.degrees, "ep": size}))
 
 
 def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:

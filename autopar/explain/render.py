@@ -114,7 +114,7 @@ def _alternatives(explanation: Explanation) -> RenderableType:
 def _current(explanation: Explanation, dimension: str) -> str:
     """A decision of the explained plan."""
     plan = explanation.plan
-    if dimension in ("tp", "dp", "pp", "ddp"):
+    if dimension in ("tp", "dp", "pp", "ddp", "ep"):
         sizes = {"pp": plan.pipeline.num_pipeline_ranks, "dp": plan.mesh.num_data_ranks}
         return str(sizes.get(dimension, plan.mesh.size(dimension)))
     found = {

@@ -199,7 +199,7 @@ def cuts_context(option: Option) -> bool:
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     """Options of one axis by its role. A data axis that can shard the batch does nothing else: what costs the same on
     two data-parallel ranks as on many is what shards (see planning/solved_layers.py), and a partial weight with the
-    whole batch is not."""
+    whole batch is not. Layers of experts and what makes their weights are cut by expert on `ep`, and only there."""
     batch = operator.batch
     sections = dict(operator.sections)
     if batch and batch[1] > 1:
