@@ -4,7 +4,8 @@ A node belongs to the layer named by the first `<list>.<index>` of its module pa
 are folded when their subgraphs are isomorphic: same operators, constants, shapes, dtypes, gradient flow, parameter
 names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only. A layer that
 is like none of its neighbours (layers that alternate, stages of a convolutional network) is a run of its own if it is
-made of several modules with parameters, of which nothing else reads any.
+made of several modules with parameters, of which nothing else reads any, and if others are like it or nothing of its
+list is folded.
 """
 
 from __future__ import annotations
@@ -129,42 +130,54 @@ def _fold(
     body: list[Node | LayerRun] = []
     renamed: dict[Ref, Ref] = {}
     classes: dict[Any, LayerClass] = {}
-    alone = _alone([piece for piece in pieces if isinstance(piece, _Segment)], flat, users)
-    position = 0
-    while position < len(pieces):
-        first = pieces[position]
-        if isinstance(first, Node):
-            body.append(_rename(first, renamed))
-            position += 1
-            continue
-        run = [first]
-        while position + len(run) < len(pieces):
-            following = pieces[position + len(run)]
-            if not isinstance(following, _Segment) or not _continues(run, following, users):
-                break
-            run.append(following)
-        if len(run) == 1 and first.path not in alone:
-            body += [_rename(node, renamed) for node in first.nodes]
+    groups = list(_groups(pieces, users))
+    alone = _alone([group for group in groups if isinstance(group, list)], flat, users)
+    for group in groups:
+        if isinstance(group, Node):
+            body.append(_rename(group, renamed))
+        elif len(group) == 1 and group[0].path not in alone:
+            body += [_rename(node, renamed) for node in group[0].nodes]
         else:
             taken = {piece.name for piece in body} | {node.name for node in flat.nodes}
             taken |= flat.inputs.keys() | flat.parameters.keys()
-            layer_run = _layer_run(run, flat, metas, classes, renamed, taken)
+            layer_run = _layer_run(group, flat, metas, classes, renamed, taken)
             body.append(layer_run)
-            renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(run[-1].outputs)}
-        position += len(run)
+            renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(group[-1].outputs)}
     return body, renamed
 
 
-def _alone(segments: list[_Segment], flat: FlatGraph, users: dict[Ref, set[str]]) -> set[str]:
-    """Paths of the layers that may be runs of one layer."""
-    times = Counter(segment.path for segment in segments)
-    lists = Counter(segment.prefix for segment in segments)
+def _groups(pieces: list[Node | _Segment], users: dict[Ref, set[str]]) -> Iterator[Node | list[_Segment]]:
+    """Plain nodes, and the longest runs of equal layers."""
+    position = 0
+    while position < len(pieces):
+        first = pieces[position]
+        position += 1
+        if isinstance(first, Node):
+            yield first
+            continue
+        run = [first]
+        while position < len(pieces):
+            following = pieces[position]
+            if not isinstance(following, _Segment) or not _continues(run, following, users):
+                break
+            run.append(following)
+            position += 1
+        yield run
+
+
+def _alone(groups: list[list[_Segment]], flat: FlatGraph, users: dict[Ref, set[str]]) -> set[str]:
+    """Paths of the layers that are runs of one layer. One that is like no other of a list with runs stays a part of
+    what is between them."""
+    segments = [segment for group in groups for segment in group]
+    times, lists = Counter(s.path for s in segments), Counter(s.prefix for s in segments)
+    alike, folded = Counter(s.key for s in segments), {group[0].prefix for group in groups if len(group) > 1}
     found = set[str]()
     for segment in segments:
         own = [name for name in flat.parameters if name.startswith(f"{segment.path}.")]
         modules = {name.rpartition(".")[0] for name in own if Ref(name) in users}
         is_shared = any(users.get(Ref(name), set()) - {segment.path} for name in own)
-        if times[segment.path] == 1 < lists[segment.prefix] and len(modules) > 1 and not is_shared:
+        is_layer = times[segment.path] == 1 < lists[segment.prefix] and len(modules) > 1 and not is_shared
+        if is_layer and (alike[segment.key] > 1 or segment.prefix not in folded):
             found.add(segment.path)
     return found
 
