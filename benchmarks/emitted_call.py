@@ -13,7 +13,8 @@ from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Option, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator, Option
 from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
 from autopar.rules.proof import Prepared

@@ -132,7 +132,7 @@ def pairs() -> Iterator[Pair]:
 def compile_pair(pair: Pair) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
     """The program, and its global batch."""
     example = EXAMPLES[pair.model](**{**(IMAGES if pair.model == "vit" else SIZES), **pair.sizes})
-    num_ranks = math.prod(pair.constraints.get(axis, 1) for axis in ("pp", "dp", "tp"))
+    num_ranks = math.prod(pair.constraints.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
     ideal = Cluster.from_toml(IDEAL)
     assert is_cpu(ideal)
     groups = tuple(replace(ideal, devices_per_node=count) for count in pair.groups or (num_ranks,))

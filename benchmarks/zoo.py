@@ -35,7 +35,8 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.contractions import contraction_flops
 from autopar.ir.graph import ATTENTION, MATMULS, base_name
-from autopar.options.strategies import Operator, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator
 from autopar.verify import sgd_with_momentum
 from benchmarks.rank_pool import RankPool
 from benchmarks.table import append

@@ -1,18 +1,17 @@
 """What attention over keys of several ranks takes (codegen/runtime/context_attention.py): seconds, and bytes beside.
 
-n ranks have L queries and M keys each. With a causal mask the last rank computes with all keys before its own, 2n - 1
-times what the first one does, and all wait for it: it is priced. b: bytes of this rank's keys and values, B = n b those
-of all; w: of gradients of the former as they travel in the ring; f(m), g(m): seconds of a flash kernel over m keys,
-forward and backward, f' and g' those of the rank's own keys under the mask's diagonal.
+n ranks have L queries and M keys each. Causal attention is cut in stripes: every rank sees half of each part. b: bytes
+of this rank's keys and values, B = n b those of all; w: of gradients of the former as they travel in the ring; f(m),
+g(m): seconds of a flash kernel over m keys, forward and backward, f' and g' those under the diagonal of a causal mask.
 
                  forward                                       backward
-    all_gather   all_gather(B) + f' + f((n - 1) M)             all_gather(B) + g' + g((n - 1) M) + reduce_scatter(B)
-    ring         each of n steps but the last as long as the   the same with g, p2p(b) + p2p(w), and p2p(w) at the end
-                 longer of its f' or f(M) and of p2p(b)
+    all_gather   all_gather(B) + n f'                          all_gather(B) + n g' + reduce_scatter(B)
+    ring         each of n steps but the last as long as the   the same with g', p2p(b) + p2p(w), and p2p(w) at the end
+                 longer of its f' and of p2p(b)
 
-and without a mask f(n M) and g(n M). To these come the copies: keys and values are packed into one line, those that
-arrive together are joined along the sequence, results are merged in fp32. What torch's flash kernels do not take is
-computed by formulas (attention_blocks.py), whose scores of all queries and keys at hand are in memory.
+and without a mask f(n M) or f(M), and g alike. To these come the copies: keys and values are packed into one line,
+those that arrive together are joined along the sequence, results are merged in fp32. What torch's flash kernels do not
+take is computed by formulas (attention_blocks.py), whose scores of all queries and keys at hand are in memory.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class ContextCall:
 
     @property
     def num_blocks(self) -> int:
-        """Number of kernels of the forward on the last rank."""
-        return self.size if self.exchange == "ring" else 1 + self.is_causal
+        """Number of kernels of the forward."""
+        return self.size if self.exchange == "ring" or self.is_causal else 1
 
     def seconds(
         self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
@@ -76,15 +75,14 @@ class ContextCall:
         in_scores = [memory(n * self.size * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
         if self.exchange == "ring":
             once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
-            steps = [attention(self.keys, self.is_causal and i == 0) for i in range(self.size)]
-            forward = sum(max(f, once) for f, _ in steps[:-1]) + steps[-1][0]
-            backward = sum(max(g, once + back) for _, g in steps[:-1]) + steps[-1][1] + back
+            f, g = attention(self.keys, self.is_causal)
+            forward = (self.size - 1) * max(f, once) + f
+            backward = (self.size - 1) * max(g, once + back) + g + back
             added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
             return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
-        before = self.size - self.is_causal
-        runs = [attention(before * self.keys, False)] + ([attention(self.keys, True)] if self.is_causal else [])
-        forward, backward = (sum(run[i] for run in runs) for i in (0, 1))
+        at_once = self.size // self.num_blocks
+        forward, backward = (self.num_blocks * each for each in attention(at_once * self.keys, self.is_causal))
         joined = memory(2 * self.whole)
         added = memory(3 * self.whole + 3 * self.wide_result)
         around = gather + packed + joined
@@ -105,8 +103,9 @@ class ContextCall:
         merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores
         if self.exchange == "ring":
             return 2 * self.part + max(merged, scores)
-        joined = (self.size - self.is_causal) * self.part
-        return self.whole + max(joined + self.result * self.is_causal + self.size * scores, merged * self.is_causal)
+        joined = self.whole / self.num_blocks
+        before = self.wide_result * self.is_causal
+        return self.whole + max(joined + before + self.size // self.num_blocks * scores, merged * self.is_causal)
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
@@ -114,8 +113,8 @@ class ContextCall:
         scores = SCORES_HELD[1] * self.scores
         if self.exchange == "ring":
             return 3 * self.part + 2 * self.wide_part + sums + scores
-        joined = (self.size - self.is_causal) * self.part
-        return 2 * self.whole + 2 * joined - self.part + sums + self.size * scores
+        joined = self.whole / self.num_blocks
+        return 2 * self.whole + 2 * joined - self.part + sums + self.size // self.num_blocks * scores
 
 
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | None:

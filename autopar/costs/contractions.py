@@ -31,7 +31,7 @@ class Contractions(Rates):
         """(forward, backward) of one matmul or attention that reads and writes num_bytes. Of a matmul the backward has
         a product for each of its two factors that is trained."""
         rule = operator.rule
-        ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label))
+        ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label, n))
         flops = contraction_flops(operator) / ways
         dtype = self.dtype_name(operator.node.outputs[0])
         if base_name(operator.node.op) in ATTENTION:

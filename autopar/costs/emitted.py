@@ -20,7 +20,8 @@ from autopar.lowering.lower import lower
 from autopar.lowering.passes import passes
 from autopar.options.assignment import Assignment
 from autopar.options.fused import Fusion
-from autopar.options.strategies import Operator, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator
 from codegen.idioms import with_idioms
 from codegen.program import Call, ModuleClass, Program
 
@@ -59,7 +60,7 @@ def emitted(
     """The program of these decisions, after the passes that the pricer prices."""
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
-    pays = tuple((f.node.name, f.pays(pricer.mesh.num_data_ranks)) for _, f in _runs(graph, operators, pricer))
+    pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
     key = has_kernels, has_fp8, overlaps, pricer.mesh, pays, _signature(assignment)
     if key not in known:
         program = lower(graph, operators, _OneStage(pricer.mesh), assignment)

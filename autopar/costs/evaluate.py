@@ -23,7 +23,8 @@ from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.placement import Placements
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Scope, scopes_of
+from autopar.options.scopes import Scope, scopes_of
+from autopar.options.strategies import Operator
 
 
 def layer_costs(

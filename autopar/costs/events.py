@@ -18,7 +18,8 @@ from autopar.ir.placement import Placement, Placements
 from autopar.options.assignment import Assignment
 from autopar.options.fused import Fusion
 from autopar.options.reshard import Step, steps
-from autopar.options.strategies import Operator, Option, Scope
+from autopar.options.scopes import Scope
+from autopar.options.strategies import Operator, Option
 from codegen.fusion.match import Flow
 from codegen.program import Call, LayerLoop, ModuleClass, Reshard, Statement, TensorType, Var, assigns
 

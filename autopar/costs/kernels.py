@@ -98,7 +98,7 @@ class KernelPricer(Pricer):
 
     def _is_preferred(self, fusion: Fusion) -> bool:
         """Whether programs have it, and none of its calls in a run that they would rather have."""
-        has_it = self.is_one_call(fusion) and fusion.pays(self.mesh.num_data_ranks)
+        has_it = self.is_one_call(fusion) and fusion.pays(self.mesh.num_token_ranks)
         return has_it and not any(self._is_preferred(rival) for rival in fusion.rivals)
 
     def is_one_call(self, fusion: Fusion) -> bool:

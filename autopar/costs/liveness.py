@@ -18,7 +18,8 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
 from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
-from autopar.options.strategies import Scope, num_local
+from autopar.options.scopes import Scope
+from autopar.options.strategies import num_local
 
 HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
 """Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
@@ -275,10 +276,8 @@ class Walk:
 
     def _exchanged(self, ran: Ran) -> tuple[float, float]:
         """Keys and values of other ranks and what is merged of them, forward and backward (context_attention.py)."""
-        call = self.pricer.context_call(ran.operator, ran.option)
-        if call is None:
-            return 0.0, 0.0
-        return call.forward_temporary() * self.scale, call.backward_temporary() * self.scale
+        call, scale = self.pricer.context_call(ran.operator, ran.option), self.scale
+        return (call.forward_temporary() * scale, call.backward_temporary() * scale) if call else (0.0, 0.0)
 
     def _probabilities(self, ran: Ran) -> float:
         """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""

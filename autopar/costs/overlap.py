@@ -31,7 +31,8 @@ from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta, derived
 from autopar.ir.placement import Placements, Rp
 from autopar.options.fused import unsharded, unsharded_call
 from autopar.options.reshard import Step, steps
-from autopar.options.strategies import Operator, num_local, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator, num_local
 from codegen.fusion.match import Flow
 from codegen.linear_calls import ADDMM, readers_of
 from cost_models import compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.placement import Placements
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Scope, scopes_of
+from autopar.options.scopes import Scope, scopes_of
 
 
 class Placer:

@@ -23,7 +23,8 @@ from autopar.costs.price import Pricer
 from autopar.ir.graph import ATTENTION, MATMULS, Graph, LayerRun, Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Scope, num_local
+from autopar.options.scopes import Scope
+from autopar.options.strategies import Operator, num_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import num_local, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import num_local
 from cost_models import collective
 from cost_models.mixed import AnyCluster, MixedCluster
 

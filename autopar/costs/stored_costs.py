@@ -20,7 +20,7 @@ from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, homes_of, last_readers
 from autopar.ir.graph import Graph, Ref, TensorMeta, unread
 from autopar.ir.placement import Stored
-from autopar.options.strategies import Scope, scopes_of
+from autopar.options.scopes import Scope, scopes_of
 
 
 @dataclass

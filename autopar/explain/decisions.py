@@ -9,16 +9,16 @@ from typing import Any
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
+from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES
 from autopar.plan import Plan
-from autopar.planning.equal_configs import expert_degrees, micro_batch_counts, shapes
+from autopar.planning.equal_configs import Shape, expert_degrees, micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
 from cost_models.schedule import SCHEDULES
 
-PINS = ("pp", "ddp", "dp", "ep", "tp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload")
-AXES = ("pp", "ddp", "dp", "ep", "tp")
+PINS = (*AXIS_NAMES, "zero", "micro_batches", "schedule", "chunks", "recompute", "offload", "context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
         degrees = {**limits.degrees}
         if not plan.pipeline.stage_meshes:
             # The count that a rank's rows allow depends on dp, which is therefore kept.
-            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "ep") if axis in plan.mesh.axes}
+            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep") if axis in plan.mesh.axes}
             degrees["dp"] = data_ranks // plan.mesh.size("ddp")
         for count in neighbours(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
@@ -76,10 +76,11 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
         legal = shapes(request, num_units)
     except ConstraintError:
         return
-    chosen = (plan.pipeline.num_pipeline_ranks, plan.mesh.num_data_ranks, plan.mesh.size("tp"))
-    for index, axis in enumerate(("pp", "dp", "tp")):
+    mesh = plan.mesh
+    chosen = Shape(plan.pipeline.num_pipeline_ranks, mesh.num_data_ranks, mesh.size("cp"), mesh.size("tp"))
+    for axis, here in chosen._asdict().items():
         if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
-            for size in neighbours(sorted({shape[index] for shape in legal}), chosen[index]):
+            for size in neighbours(sorted({getattr(shape, axis) for shape in legal}), here):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
     ep, data = plan.mesh.size("ep"), plan.mesh.num_data_ranks // plan.mesh.size("ddp")
     if "ep" not in limits.degrees:
@@ -122,7 +123,7 @@ def without(limits: Constraints, names: Sequence[str]) -> Constraints:
     """The constraints less some pins."""
     degrees = {axis: n for axis, n in limits.degrees.items() if axis not in names}
     cleared: dict[str, Any] = {
-        name: () if isinstance(getattr(limits, name), tuple) else None for name in names if name not in AXES
+        name: () if isinstance(getattr(limits, name), tuple) else None for name in names if name not in AXIS_NAMES
     }
     return replace(limits, degrees=degrees, **cleared)
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from autopar.explain.explanation import Explanation, WhatIf
 from autopar.explain.verdict import TIE
+from autopar.ir.mesh import AXIS_NAMES
 from autopar.report.plan_words import full_words, recompute_modes, zero_stage
 from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.units import bytes_text, count_text, seconds_text
@@ -114,7 +115,7 @@ def _alternatives(explanation: Explanation) -> RenderableType:
 def _current(explanation: Explanation, dimension: str) -> str:
     """A decision of the explained plan."""
     plan = explanation.plan
-    if dimension in ("tp", "dp", "pp", "ddp", "ep"):
+    if dimension in AXIS_NAMES:
         sizes = {"pp": plan.pipeline.num_pipeline_ranks, "dp": plan.mesh.num_data_ranks}
         return str(sizes.get(dimension, plan.mesh.size(dimension)))
     found = {

@@ -15,13 +15,10 @@ from autopar.ir.placement import Placements, Rp
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
 """Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism."""
 
-SEARCHED_AXES = ("pp", "ddp", "dp", "ep", "tp")
-"""Axes that a plan can have; the others are predicted for given strategies."""
-
 DATA_AXES = ("ddp", "dp", "ep")
 """Axes that shard the batch; `ep` shards the experts of a mixture beside it."""
 
-ZERO_AXES = ("dp", "ep")
+ZERO_AXES = ("dp", "cp", "ep")
 """Axes over which ZeRO shards what all their ranks have whole; over `ddp` are copies of its shards."""
 
 
@@ -60,6 +57,11 @@ class Mesh:
     def num_data_ranks(self) -> int:
         """Ranks that have different rows of the batch."""
         return math.prod(self.size(axis) for axis in DATA_AXES)
+
+    @property
+    def num_token_ranks(self) -> int:
+        """Ranks that have different tokens."""
+        return self.num_data_ranks * self.size("cp")
 
     def stride(self, axis: str) -> int:
         """Distance between neighbouring ranks of one group of `axis`."""

@@ -17,7 +17,7 @@ import yaml
 from autopar.errors import ConstraintError, PlanError
 from autopar.files.text_files import near, parse_yaml, shown
 from autopar.ir.compression import Compression
-from autopar.ir.mesh import SEARCHED_AXES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import (
     OFFLOADS,
@@ -221,8 +221,8 @@ class _Reader:
 
     def _mesh(self) -> Mesh:
         whole = self.parsed(("mesh",), Mesh.parse, self.data["mesh"])
-        if not set(whole.axes) <= set(SEARCHED_AXES):
-            raise self.fail(("mesh",), f"{whole} has an unknown axis", f"axes {', '.join(SEARCHED_AXES)}")
+        if not set(whole.axes) <= set(AXIS_NAMES):
+            raise self.fail(("mesh",), f"{whole} has an unknown axis", f"axes {', '.join(AXIS_NAMES)}")
         if "pp" in whole.axes[1:]:
             raise self.fail(
                 ("mesh",), "pp must be the first axis: every stage is a block of neighbouring ranks", "pp2 x dp2"
@@ -255,8 +255,8 @@ class _Reader:
             raise self.fail(path, f"{len(entries)} pipeline ranks for the mesh {whole}", f"mesh: pp{len(entries)}")
         stage_meshes = tuple(self.parsed(path, StageMesh.parse, text) for path, text in entries)
         for (where, _), stage_mesh in zip(entries, stage_meshes, strict=True):
-            if not set(stage_mesh.mesh.axes) <= set(SEARCHED_AXES[1:]):
-                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(SEARCHED_AXES[1:])}")
+            if not set(stage_mesh.mesh.axes) <= set(AXIS_NAMES[1:]):
+                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(AXIS_NAMES[1:])}")
         return stage_meshes
 
     def _pipeline(

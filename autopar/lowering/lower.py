@@ -17,7 +17,8 @@ from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_wait
 from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
 from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_graphs, tied_parameters
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Scope, scopes_of
+from autopar.options.scopes import Scope, scopes_of
+from autopar.options.strategies import Operator
 from codegen.program import ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
 from codegen.runtime.names import argument
 
@@ -66,8 +67,8 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What is equal for all stages. graph: whole. keeper: the stage that holds what no call reads. placements: how a
-    sent tensor lies where it is made, by (stage, name)."""
+    """What is equal for all stages. graph: whole. keeper: the stage that holds what no call reads. are_alike: whether
+    all stage meshes are. placements: how a sent tensor lies where it is made, by (stage, name)."""
 
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
@@ -75,7 +76,12 @@ class _Context:
     assignment: Assignment
     defers_weights: bool = False
     keeper: int = 0
+    are_alike: bool = True
     placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
+
+    def crosses(self, placements: Placements) -> Placements:
+        """How what lies so crosses a stage boundary."""
+        return boundary_placements(placements, self.are_alike)
 
 
 def lower(
@@ -111,6 +117,7 @@ def lower_stages(
         assignment=assignment,
         defers_weights=staging.defers_weights,
         keeper=bisect.bisect(staging.boundaries, chain(graph).index(home_of_unread(graph))) - 1,
+        are_alike=not staging.meshes,
     )
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
@@ -152,7 +159,7 @@ def _lower_stage(
     """root_class: its name and docstring. first_dropout_call: how many there are in earlier stages."""
     graph, plan = stage.graph, context.plan
     kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
-    crossing = {name: boundary_placements(placements) for name, placements in kept.items()}
+    crossing = {name: context.crosses(placements) for name, placements in kept.items()}
     shared = _shared(context, mesh, stage, crossing)
     layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
     root = Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
@@ -183,7 +190,7 @@ def _lower_stage(
         target_counts=counts,
         vocabulary=smallest_vocabulary(context.graph),
         receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
-        sends={n: border_of(shared, root.scope.metas[r], boundary_placements(root.lies[r])) for r, n in stage.sends},
+        sends={n: border_of(shared, root.scope.metas[r], context.crosses(root.lies[r])) for r, n in stage.sends},
         recompute=recompute,
         offload=offload,
         whole_sums=tuple(sum_statements),
@@ -264,7 +271,7 @@ def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) 
         return (loss,)
     for ref, name in stage.sends:
         context.placements[number, name] = root.lies[ref]
-    return tuple(root.use(ref, boundary_placements(root.lies[ref])) for ref, _ in stage.sends)
+    return tuple(root.use(ref, context.crosses(root.lies[ref])) for ref, _ in stage.sends)
 
 
 def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:

@@ -55,7 +55,7 @@ def lower_call(
         axis = Raw(scope.shared.mesh.axes[lowering.axes[0]])
         return replace(call, target="runtime.vocab_embedding", args=(ids, weight, axis), kwargs=padding)
     if lowering.name in EXCHANGES:
-        return _context_attention(call, lowering.name, scope.shared.mesh.axes[lowering.axes[0]])
+        return _context_attention(call, lowering, scope.shared.mesh.axes[lowering.axes[0]])
     layout = scope.layout(lowering.layout_shape, lowering.layout)
     if lowering.name == "arange":
         return _arange(call, layout, node.meta.dtype)
@@ -90,11 +90,12 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
     return replace(call, target="runtime.combine", args=(made, routes))
 
 
-def _context_attention(call: Call, exchange: str, axis: str) -> Call:
+def _context_attention(call: Call, lowering: LoweringCall, axis: str) -> Call:
     """Attention over the keys of all ranks of `axis`."""
     arguments = given(call)
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-    kwargs = (*arguments.items(), ("exchange", exchange))
+    stripes = (("is_striped", True),) if lowering.is_striped else ()
+    kwargs = (*arguments.items(), ("exchange", lowering.name), *stripes)
     return replace(call, target="runtime.context_attention", args=(query, key, value, Raw(axis)), kwargs=kwargs)
 
 

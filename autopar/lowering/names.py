@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name
-from autopar.options.strategies import Scope
+from autopar.options.scopes import Scope
 from codegen.names import is_plain_name
 from codegen.runtime.names import ARGUMENTS, argument
 

@@ -20,7 +20,8 @@ from autopar.lowering.lowerings import lower_call
 from autopar.lowering.names import free_name, readable_names, uses_of
 from autopar.options.assignment import Assignment
 from autopar.options.reshard import Step, steps
-from autopar.options.strategies import Operator, Scope
+from autopar.options.scopes import Scope
+from autopar.options.strategies import Operator
 from autopar.rules.localize import local_call
 from codegen.names import attribute_path
 from codegen.program import UNREAD, Call, LayerLoop, LayerRunSpec, Layout, Reshard, Statement, TensorType, Var

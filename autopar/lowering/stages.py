@@ -19,7 +19,7 @@ from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
 from autopar.ir.placement import Placements, R
 from autopar.lowering.names import RESERVED, free_name, readable_names
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 
 Cut = tuple[int, ...]
 """The index of each stage's first unit: (0, 3, 5) are three stages."""
@@ -87,10 +87,10 @@ def tied_parameters(stages: tuple[StageGraph, ...]) -> tuple[tuple[str, tuple[in
     return tuple((name, tuple(held)) for name, held in holders.items() if len(held) > 1)
 
 
-def boundary_placements(placements: Placements) -> Placements:
-    """How a tensor that lies in `placements` crosses a boundary: whole or in plain shards, so that both sides of it
-    hold values and gradients that need nothing more."""
-    return tuple(p if p.is_shard and p.sections == 1 else R for p in placements)
+def boundary_placements(placements: Placements, are_alike: bool) -> Placements:
+    """How a tensor that lies in `placements` crosses a boundary: whole or in shards, so that both sides of it hold
+    values and gradients that need nothing more; in sections only where all stage meshes are alike."""
+    return tuple(p if p.is_shard and (p.sections == 1 or are_alike) else R for p in placements)
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------------

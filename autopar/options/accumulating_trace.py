@@ -12,7 +12,7 @@ from autopar.frontend.rebatch import LEAST_ROWS, BatchedTrace
 from autopar.ir.graph import Graph, Node, Ref, TensorMeta
 from autopar.options.batch_shares import WholeBatchError
 from autopar.options.micro_batches import accumulation
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.rules.execute import call_op
 
 

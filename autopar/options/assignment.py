@@ -17,7 +17,8 @@ from autopar.ir.placement import Placements, Stored
 from autopar.ir.plan_data import ScopePlan, labels_text
 from autopar.options.offers import Offers
 from autopar.options.reshard import steps
-from autopar.options.strategies import Operator, Option, Scope, cuts_context, options_of, scopes_of
+from autopar.options.scopes import Scope, scopes_of
+from autopar.options.strategies import Operator, Option, options_of
 from autopar.options.validate import check_scopes, ref_name
 from autopar.plan import Plan
 from search.problem import Solution
@@ -91,10 +92,7 @@ class Deriver:
         operator = self.operators[scope.name, name]
         sources = tuple(self.lies[scope.name, ref] for ref in operator.node.inputs)
         weights = tuple(float(meta.num_bytes) for meta in operator.inputs)
-        # Context parallelism is asked for, so a plan file names it.
-        options = self.options[scope.name, name]
-        plain = [i for i, option in enumerate(options) if not cuts_context(option)]
-        return plain[default_option(tuple(options[i] for i in plain), sources, self.mesh.sizes, weights)]
+        return default_option(self.options[scope.name, name], sources, self.mesh.sizes, weights)
 
     def pieces(self, scope: Scope) -> list[Any]:
         return list(scope.nodes) if scope.name else list(self.graph.body)

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.ir.graph import Node, base_name
 from autopar.ir.placement import P, Placement, R
-from autopar.options.strategies import Scope
+from autopar.options.scopes import Scope
 from autopar.rules.call import Call, Operand
 from autopar.rules.creation import LIKE
 from autopar.rules.pointwise import CASTS

@@ -15,7 +15,8 @@ from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, S
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Option, options_of, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator, Option, options_of
 from autopar.rules.rule import AxisOption, find_factor
 
 Operators = Mapping[tuple[str, str], Operator]

@@ -59,9 +59,9 @@ class Fusion:
         """Tensor that enters or leaves -> the member charged for it: the first that reads it, or that makes it."""
         return {**self.readers, **{Ref(node.name): node.name for node in self.nodes}}
 
-    def pays(self, num_data_ranks: int) -> bool:
+    def pays(self, num_token_ranks: int) -> bool:
         """Whether programs for so many data-parallel ranks have it."""
-        return self.match.pattern.pays(self.match.bound, num_data_ranks)
+        return self.match.pattern.pays(self.match.bound, num_token_ranks)
 
 
 class Fusions:

@@ -54,7 +54,8 @@ from autopar.options.batch_shares import (
     linear_sets,
     numbers_of,
 )
-from autopar.options.strategies import Scope, factor_of, scopes_of
+from autopar.options.followed import factor_of
+from autopar.options.scopes import Scope, scopes_of
 from autopar.rules.call import Call
 from autopar.rules.loss import is_plain_cross_entropy
 from autopar.rules.registry import rule_for

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
-from autopar.ir.placement import Placement, Placements, R, S, divides
-from autopar.options.strategies import Option, Scope, placement_choices, scopes_of
+from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
+from autopar.options.scopes import Scope, scopes_of
+from autopar.options.strategies import Option, placement_choices
 
 Uses = dict[Ref, list[tuple[str, str, int]]]
 """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
@@ -26,11 +27,13 @@ class Offers:
         self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
 
     def parameter(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
-        """What the consumers ask for; where one wants a partial sum (a bias), also R."""
+        """What the consumers ask for; where one wants a partial sum (a bias), also R. On `cp` it is whole."""
         per_axis: list[list[Placement]] = []
         wanted = self.wanted(scope, ref)
-        for axis in range(len(self.mesh.axes)):
+        for axis, name in enumerate(self.mesh.axes):
             seen = {placements[axis] for placements in wanted}
+            if name == "cp":
+                seen = {p for p in seen if not p.is_shard} or {Rp if meta.requires_grad else R}
             if any(p.kind == "P" for p in seen):
                 seen.add(R)
             per_axis.append(sorted(p for p in seen if p.kind != "P") or [R])
@@ -40,12 +43,14 @@ class Offers:
         """Whether ZeRO may shard a parameter: it is trained, and its gradient is partial over some axis of ZeRO."""
         return meta.requires_grad and bool(zero_axes(self.mesh.axes, placements))
 
-    def batch_input(self, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
-        """A batch tensor can be cut anywhere for free: data axes along the batch, other axes along any other dim."""
-        per_axis = []
-        for axis in self.mesh.axes:
+    def batch_input(self, name: str, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
+        """A batch tensor can be cut anywhere for free: data axes along the batch, `cp` as its users want it, other axes
+        along any other dim."""
+        per_axis, wanted = [], self.wanted(self.scopes[""], Ref(name))
+        for number, axis in enumerate(self.mesh.axes):
             dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]
-            per_axis.append([R, *(S(d) for d in dims if d is not None)])
+            shards = {p[number] for p in wanted} if axis == "cp" else {S(d) for d in dims if d is not None}
+            per_axis.append([R, *sorted(p for p in shards if p.is_shard)])
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
 
     def tensor(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...] = ()) -> tuple[Placements, ...]:

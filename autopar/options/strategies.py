@@ -1,10 +1,10 @@
 """Rule x mesh -> the options of every operator.
 
 The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` and `ddp` shard the factor that runs
-over the batch, every other axis shards any other factor. Which factor is the batch's is found by following the batch
-dim of the inputs through the rules. `ep` shards the batch too, but the weights of experts by expert, which is followed
-back to the parameters. Section counts (fused QKV, merged dims) travel the same way, from the operator that
-needs them to the ones that can provide them.
+over the batch, `cp` the one that runs over the positions of the sequence, every other axis any other factor. Which
+factor these are is found by following the dims of the inputs through the rules. `ep` shards the batch too, but the
+weights of experts by expert, which is followed back to the parameters. Section counts (fused QKV, merged dims) travel
+the same way, from the operator that needs them to the ones that can provide them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta, derived
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, derived, is_causal
 from autopar.ir.mesh import DATA_AXES, Mesh
-from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
+from autopar.ir.placement import Placement, Placements, R, Rp, divides
+from autopar.options.followed import follow, follow_experts, follow_sections
 from autopar.options.fused import Fusion, Fusions
 from autopar.options.routes import Route, routes_of
-from autopar.rules.attention import EXCHANGES
+from autopar.options.scopes import Scope, scopes_of
+from autopar.rules.attention import ATTENTION, EXCHANGES, HEADS
 from autopar.rules.experts import EXPERT_LINEAR, ROUTED
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
-from autopar.rules.rule import AxisOption, Rule, axis_options, find_factor
-
-Sections = dict[str, tuple[int, ...]]
+from autopar.rules.rule import AxisOption, Rule, axis_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class Option:
 class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
-    batch: the factor (and sections) that runs over the batch. experts: of what makes a weight of experts, the factor
+    batch, positions: the factor (and sections) that runs over the batch, over the sequence. is_striped: whether `cp`
+    shards sequences in stripes. experts: of what makes a weight of experts, the factor
     that runs over these. route: of a layer of experts, how its rows come and go. runs: of the scope's calls, what one
     kernel may do.
     """
@@ -57,6 +58,8 @@ class Operator:
     known: bool
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
+    positions: tuple[str, int] | None = None
+    is_striped: bool = False
     experts: str | None = None
     route: Route = Route()
     runs: Fusions | None = None
@@ -67,55 +70,15 @@ class Operator:
         return self.runs.of(self.node.name) if self.runs is not None else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """A flat list of nodes with the metas of everything they can refer to; shared by the layers at `instances`."""
-
-    name: str
-    nodes: tuple[Node, ...]
-    metas: Mapping[Ref, TensorMeta]
-    instances: tuple[str, ...] = ("",)
-    layer: LayerClass | None = None
-
-    @property
-    def count(self) -> int:
-        """How many layers share the scope; 1 for the top level."""
-        return len(self.instances)
-
-    def full_names(self, name: str) -> list[str]:
-        """`name` as the user's model has it, once per layer."""
-        return [f"{path}.{name}".strip(".") for path in self.instances]
-
-
-@derived
-def scopes_of(graph: Graph) -> tuple[Scope, ...]:
-    """The top level, then each layer class once."""
-    top_metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
-    top_nodes: list[Node] = []
-    classes: dict[str, tuple[LayerClass, tuple[str, ...]]] = {}
-    for piece in graph.body:
-        top_metas |= {Ref(piece.name, i): meta for i, meta in enumerate(piece.outputs)}
-        if isinstance(piece, LayerRun):
-            layer, paths = classes.get(piece.layer.name, (piece.layer, ()))
-            classes[layer.name] = (layer, paths + piece.instances)
-        else:
-            top_nodes.append(piece)
-    scopes = [Scope("", tuple(top_nodes), top_metas)]
-    for layer, paths in classes.values():
-        metas = {Ref(name): meta for name, meta in layer.inputs}
-        metas |= {Ref(p.name): p.meta for p in layer.parameters}
-        metas |= {Ref(n.name, i): meta for n in layer.nodes for i, meta in enumerate(n.outputs)}
-        scopes.append(Scope(name=layer.name, nodes=layer.nodes, metas=metas, instances=paths, layer=layer))
-    return tuple(scopes)
-
-
 def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     """Every call of the graph by (scope, node name), with its batch factor and section counts found."""
     scopes = scopes_of(graph)
     rules = {(s.name, n.name): rule_or_blank(n, s.metas) for s in scopes for n in s.nodes}
-    batch = _follow_batch(graph, scopes, rules)
-    sections = _follow_sections(graph, scopes, rules)
-    experts = {key: factor for scope in scopes for key, factor in _follow_experts(scope, rules).items()}
+    batch = follow(graph, scopes, rules, {i.name: i.batch_dim for i in graph.inputs})
+    positions = follow(graph, scopes, rules, {i.name: sequence_dim(i) for i in graph.inputs}, is_sequence=True)
+    is_striped = any(node.op.startswith(ATTENTION) and is_causal(node) for scope in scopes for node in scope.nodes)
+    sections = follow_sections(graph, scopes, rules)
+    experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules).items()}
     found = {}
     for scope in scopes:
         leaving = _leaving(graph, scope)
@@ -138,6 +101,8 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 known=is_known,
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
+                positions=positions.get(key),
+                is_striped=is_striped,
                 experts=experts.get(key),
                 route=routes.get(node.name, Route()),
                 runs=runs,
@@ -186,14 +151,29 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     return tuple(found)
 
 
+def sequence_dim(batch_input: Input) -> int | None:
+    """The dim of a batch input that is the positions of sequences: 1 of ids [B, L] and of vectors [B, L, D]."""
+    num_dims, dtype = len(batch_input.meta.shape), batch_input.meta.dtype
+    is_sequence = num_dims == 3 if dtype.is_floating_point else num_dims >= 2
+    return 1 if batch_input.batch_dim == 0 and is_sequence else None
+
+
+@derived
+def sequence_length(graph: Graph) -> int:
+    """The greatest common divisor of the numbers of positions of all inputs that are sequences; 0 without any."""
+    dims = [(each.meta.shape, sequence_dim(each)) for each in graph.inputs]
+    return math.gcd(*(shape[dim] for shape, dim in dims if dim is not None))
+
+
+@derived
+def has_context(graph: Graph) -> bool:
+    """Whether some attention on sequences may be cut along them."""
+    return any(op.positions is not None and can_cut_context(op) for op in operators_of(graph).values())
+
+
 def can_cut_context(operator: Operator) -> bool:
     """Whether queries and keys of the call may be cut along the sequence together, the ranks exchanging keys."""
     return any(joint.lowering in EXCHANGES for joint in operator.rule.joints.values())
-
-
-def cuts_context(option: Option) -> bool:
-    """Whether some axis cuts queries and keys along the sequence together."""
-    return any(axis.lowering in EXCHANGES for axis in option.axes)
 
 
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
@@ -204,139 +184,41 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     sections = dict(operator.sections)
     if batch and batch[1] > 1:
         sections[batch[0]] = (*sections.get(batch[0], ()), batch[1])
+    if axis == "cp" and operator.positions:
+        return _context_choices(operator, operator.positions, size)
     options = axis_options(operator.rule, size, operator.inputs, operator.node.outputs, sections)
-    batch_label = None if batch is None else batch[0] if batch[1] == 1 else f"{batch[0]}/{batch[1]}"
+    batch_label = None if batch is None or axis == "cp" else _label(*batch)
     is_batch = [option.label.split("/")[0] == batch[0] if batch else False for option in options]
     routed = [option for option in options if option.lowering == ROUTED]
     if axis == "ep" and (routed or operator.experts):
         return routed or [option for option in options if option.label == operator.experts]
-    if axis not in DATA_AXES:
-        return [option for option, b in zip(options, is_batch, strict=True) if not b and option not in routed]
+    if axis not in (*DATA_AXES, "cp"):
+        special = [option for option in options if option.label in operator.rule.joints]
+        return [option for option, b in zip(options, is_batch, strict=True) if not b and option not in special]
     if any(option.label == batch_label for option in options):
         return [option for option in options if option.label == batch_label]
     return [option for option in options if option.label in ("R", "Rp", "P")]
 
 
-def _spread(graph: Graph, scopes: tuple[Scope, ...], marks: dict[tuple[str, Ref], set[Placement]]) -> None:
-    """Copy marks across layer borders, both ways."""
-    by_name = {scope.name: scope for scope in scopes}
-    for piece in graph.body:
-        if not isinstance(piece, LayerRun):
-            continue
-        scope = by_name[piece.layer.name]
-        pairs = [
-            ((scope.name, Ref(formal)), ("", arg))
-            for (formal, _), arg in zip(piece.layer.inputs, piece.args, strict=True)
-        ]
-        pairs += [((scope.name, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(piece.layer.outputs)]
-        for here, there in pairs:
-            both = marks.get(here, set()) | marks.get(there, set())
-            if both:
-                marks[here] = set(both)
-                marks[there] = set(both)
+def _context_choices(operator: Operator, positions: tuple[str, int], size: int) -> list[AxisOption]:
+    """Options of `cp` for a call on sequences: their positions are cut, and where they cannot be, all that is no batch.
+    Attention exchanges keys, or has the heads cut instead (S. A. Jacobs et al., "DeepSpeed Ulysses" (2023))."""
+    rule, (factor, count) = operator.rule, positions
+    if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
+        count = rule.sizes[factor] // size
+    options = axis_options(rule, size, operator.inputs, operator.node.outputs, {factor: (count,)})
+    wanted = _label(factor, count)
+    joint = [o for o in options if o.label in rule.joints and rule.joints[o.label].is_striped == operator.is_striped]
+    if can_cut_context(operator):
+        return joint + [o for o in options if o.label in HEADS] or [options[0]]
+    cut = [option for option in options if option.label == wanted]
+    batch = operator.batch[0] if operator.batch else None
+    others = [o for o in options if o.label not in rule.joints and o.label.split("/")[0] not in (batch, factor)]
+    return cut or others
 
 
-def _follow_batch(
-    graph: Graph, scopes: tuple[Scope, ...], rules: Mapping[tuple[str, str], tuple[Rule, bool]]
-) -> dict[tuple[str, str], tuple[str, int]]:
-    """For each node the (factor, sections) that its batch dim is, found forward from the inputs."""
-    marks: dict[tuple[str, Ref], set[Placement]] = {
-        ("", Ref(i.name)): {S(i.batch_dim)} for i in graph.inputs if i.batch_dim is not None
-    }
-    found: dict[tuple[str, str], tuple[str, int]] = {}
-    for _ in range(len(scopes) + 1):
-        _spread(graph, scopes, marks)
-        before = len(found)
-        for scope in scopes:
-            for node in scope.nodes:
-                rule = rules[scope.name, node.name][0]
-                for ref, dims in zip(node.inputs, rule.inputs, strict=True):
-                    for mark in marks.get((scope.name, ref), ()):
-                        factor = factor_of(rule, dims, mark)
-                        if factor is not None and factor[0] not in rule.blocked:
-                            found.setdefault((scope.name, node.name), factor)
-                batch = found.get((scope.name, node.name))
-                if batch:
-                    for index, dims in enumerate(rule.outputs):
-                        placement = find_factor(rule, dims, *batch)
-                        if placement:
-                            marks[scope.name, Ref(node.name, index)] = {placement}
-        if len(found) == before:
-            break
-    return found
-
-
-def _follow_experts(scope: Scope, rules: Mapping[tuple[str, str], tuple[Rule, bool]]) -> dict[tuple[str, str], str]:
-    """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use."""
-    layers = [node for node in scope.nodes if node.op == EXPERT_LINEAR]
-    wanted = {ref: S(0) for node in layers for ref in (node.inputs[1], *node.inputs[3:])}
-    found: dict[tuple[str, str], str] = {}
-    for node in reversed(scope.nodes):
-        mark, key = wanted.get(Ref(node.name)), (scope.name, node.name)
-        factor = factor_of(rules[key][0], rules[key][0].outputs[0], mark) if mark else None
-        if factor is not None and factor[1] == 1 and len(node.outputs) == 1:
-            found[key] = factor[0]
-            for ref, dims in zip(node.inputs, rules[key][0].inputs, strict=True):
-                if placement := find_factor(rules[key][0], dims, *factor):
-                    wanted[ref] = placement
-    return found
-
-
-def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:
-    """The factor and its sections that put shard `mark` on a tensor with `dims`."""
-    if mark.dim >= len(dims):
-        return None
-    before = 1
-    for factor in dims[mark.dim]:
-        rest, remainder = divmod(mark.sections, before)
-        if remainder == 0 and rest >= 1 and rule.sizes[factor] % rest == 0 and rest < rule.sizes[factor]:
-            return factor, rest
-        before *= rule.sizes[factor]
-    return None
-
-
-def _follow_sections(
-    graph: Graph, scopes: tuple[Scope, ...], rules: Mapping[tuple[str, str], tuple[Rule, bool]]
-) -> dict[tuple[str, str], Sections]:
-    """For each node the section counts worth offering per factor: those that some neighbour's shard needs."""
-    marks: dict[tuple[str, Ref], set[Placement]] = {}
-    found: dict[tuple[str, str], dict[str, set[int]]] = {}
-    for _ in range(8):
-        before = sum(len(placements) for placements in marks.values())
-        _spread(graph, scopes, marks)
-        for scope in scopes:
-            for node in itertools.chain(scope.nodes, reversed(scope.nodes)):
-                _mark_sections(scope.name, node, rules[scope.name, node.name][0], marks, found)
-        if sum(len(placements) for placements in marks.values()) == before:
-            break
-    return {key: {f: tuple(sorted(counts)) for f, counts in value.items()} for key, value in found.items()}
-
-
-def _mark_sections(
-    scope: str,
-    node: Node,
-    rule: Rule,
-    marks: dict[tuple[str, Ref], set[Placement]],
-    found: dict[tuple[str, str], dict[str, set[int]]],
-) -> None:
-    tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]] = [
-        *zip(node.inputs, rule.inputs, strict=True),
-        *((Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)),
-    ]
-    wanted: set[tuple[str, int]] = {(factor, 1) for factor in rule.shardable}
-    for ref, dims in tensors:
-        for mark in marks.get((scope, ref), ()):
-            pair = factor_of(rule, dims, mark)
-            if pair and pair[0] in rule.shardable:
-                wanted.add(pair)
-    counts = found.setdefault((scope, node.name), {})
-    for factor, sections in wanted:
-        if sections > 1:
-            counts.setdefault(factor, set()).add(sections)
-        for ref, dims in tensors:
-            placement = find_factor(rule, dims, factor, sections)
-            if placement and placement.sections > 1:
-                marks.setdefault((scope, ref), set()).add(placement)
+def _label(factor: str, sections: int) -> str:
+    return factor if sections == 1 else f"{factor}/{sections}"
 
 
 def placement_choices(meta: TensorMeta, offered: Iterable[Placements], mesh: Mesh) -> tuple[Placements, ...]:

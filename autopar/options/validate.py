@@ -14,7 +14,7 @@ from autopar.ir.mesh import ZERO_AXES
 from autopar.ir.placement import Placements, divides
 from autopar.ir.plan_data import ScopePlan, placements_text
 from autopar.options.offers import Offers
-from autopar.options.strategies import Scope
+from autopar.options.scopes import Scope
 from autopar.plan import Plan
 
 MOST_SHOWN = 12
@@ -63,7 +63,9 @@ def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None
     batch_dims = {i.name: i.batch_dim for i in graph.inputs}
     for name, placements in decided.inputs.items():
         is_batch = not scope.layer
-        legal = offers.batch_input(entering[name], batch_dims[name]) if is_batch else offers.tensor(scope, Ref(name))
+        legal = (
+            offers.batch_input(name, entering[name], batch_dims[name]) if is_batch else offers.tensor(scope, Ref(name))
+        )
         _check_placements(scope, plan, ("inputs", name), placements, entering[name], legal)
     for name, placements in decided.tensors.items():
         ref = kept[name]

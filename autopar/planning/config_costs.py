@@ -16,7 +16,7 @@ from autopar.costs.stage_boundaries import tied_parameters
 from autopar.costs.stored_costs import StoredCost, stored_costs
 from autopar.ir.chain import chain, homes_of
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.shared_assignments import SharedAssignments

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.strategies import num_experts
+from autopar.options.strategies import has_context, num_experts, sequence_length
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
@@ -26,29 +27,47 @@ FEW_DEVICES = 8
 TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
 
+MIN_POSITIONS = 8192
+"""Positions of a sequence that a rank keeps at least; fewer where the degree of context parallelism is pinned."""
+
+
+class Shape(NamedTuple):
+    """Degrees of a parallel config; dp counts all ranks that have rows of their own."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        named = self._asdict().items()
+        return " x ".join(f"{name}={size}" for name, size in named if size > 1 or name in ("dp", "tp"))
+
 
 def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
     """All that agree with the pinned degrees, the batch and the number of units. Schedules are left open."""
     limits = request.constraints
     legal = shapes(request, num_units)
-    rows_of_rank = sorted({request.global_batch_size // dp for _, dp, _ in legal})
+    rows_of_rank = sorted({request.global_batch_size // shape.dp for shape in legal})
     if limits.micro_batches and all(rows % limits.micro_batches for rows in rows_of_rank):
         raise ConstraintError(
             "micro_batches does not divide the batch of one data-parallel rank",
             values=f"{limits.micro_batches} for {', '.join(map(str, rows_of_rank))} rows",
             alternatives=", ".join(map(str, divisors(rows_of_rank[-1]))),
         )
-    for pp, dp, tp in legal:
-        counts = micro_batch_counts(request.global_batch_size // dp, limits.micro_batches)
+    for shape in legal:
+        counts = micro_batch_counts(request.global_batch_size // shape.dp, limits.micro_batches)
         for count in filter(request.splits, counts):
             rows = request.global_batch_size // count
-            for zero in zero_stages(request, dp, count):
+            if not _shares_rows_first(request, shape, rows // shape.dp):
+                continue
+            for zero in zero_stages(request, shape.dp * shape.cp, count):
                 for multiplier in MULTIPLIERS:
                     for offload in offloads(request, zero):
-                        for mesh in meshes_of(request, dp, tp, zero):
+                        for mesh in meshes_of(request, shape, zero):
                             yield ParallelConfig(
                                 stage_meshes=(StageMesh(mesh),),
-                                pipeline_ranks=(pp,),
+                                pipeline_ranks=(shape.pp,),
                                 rows=rows,
                                 num_micro_batches=count,
                                 zero=zero,
@@ -57,9 +76,16 @@ def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
                             )
 
 
-def zero_stages(request: Request, num_data_ranks: int, count: int) -> tuple[int, ...]:
-    """The stages that differ with `count` micro-batches; stage 1 is stage 2 where gradients are not summed."""
-    if num_data_ranks == 1:
+def _shares_rows_first(request: Request, shape: Shape, rows: int) -> bool:
+    """Whether no rows of a rank could be shared out instead of positions: data parallelism exchanges no keys."""
+    degrees = request.constraints.degrees
+    return math.gcd(rows, shape.cp) == 1 or "cp" in degrees or "dp" in degrees
+
+
+def zero_stages(request: Request, num_ranks: int, count: int) -> tuple[int, ...]:
+    """The stages that differ with `count` micro-batches; stage 1 is stage 2 where gradients are not summed. num_ranks:
+    that may share out what ZeRO shards."""
+    if num_ranks == 1:
         return (0,)
     pinned = request.constraints.zero
     if pinned is not None:
@@ -67,21 +93,22 @@ def zero_stages(request: Request, num_data_ranks: int, count: int) -> tuple[int,
     return (0, 2, 3) if count == 1 else (0, 1, 2, 3)
 
 
-def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
-    """How `dp` data-parallel and `tp` tensor-parallel ranks may lie on the nodes of a stage mesh.
+def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
+    """How the ranks of a shape may lie on the nodes of a stage mesh.
 
     ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
     gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
     Neighbours of a group may have different experts, unless there are several groups, which are pinned then.
     tp joins neighbours, unless the links between nodes are faster than those inside.
     """
+    _, dp, cp, tp = shape
     cluster, pinned = request.cluster, request.constraints.degrees.get("ddp")
     groups = [pinned] if pinned is not None else [1]
-    if pinned is None and zero and "dp" not in request.constraints.degrees:
+    if pinned is None and zero and cp == 1 and "dp" not in request.constraints.degrees:
         ranks = [cluster.devices_per_node * nodes // tp for nodes in GROUP_NODES]
         groups += [dp // size for size in ranks if 1 < size < dp and dp % size == 0]
     is_inverted = inter_node_rate(cluster) > cluster.intra_node.achievable_bytes_per_second
-    spans_nodes = dp * tp > cluster.devices_per_node > 1
+    spans_nodes = dp * cp * tp > cluster.devices_per_node > 1
     degrees = [
         (ddp, ep)
         for ddp in dict.fromkeys(groups)
@@ -90,9 +117,9 @@ def meshes_of(request: Request, dp: int, tp: int, zero: int) -> Iterator[Mesh]:
         if ddp == 1 or ep == 1 or pinned is not None
     ]
     for ddp, ep in degrees:
-        yield named_mesh(dp // ddp // ep, tp, ddp, ep)
-        if is_inverted and spans_nodes and 1 < tp < dp * tp:
-            yield named_mesh(dp // ddp // ep, tp, ddp, ep, tp_first=True)
+        yield named_mesh(dp // ddp // ep, tp, ddp, ep, cp)
+        if is_inverted and spans_nodes and 1 < tp < dp * cp * tp:
+            yield named_mesh(dp // ddp // ep, tp, ddp, ep, cp, tp_first=True)
 
 
 def expert_degrees(request: Request, dp: int, tp: int) -> list[int]:
@@ -105,6 +132,19 @@ def expert_degrees(request: Request, dp: int, tp: int) -> list[int]:
     cluster = request.cluster
     whole = {cluster.devices_per_node * nodes // tp for nodes in EXPERT_NODES}
     return [ep for ep in degrees if ep == 1 or ep in whole or cluster.num_devices <= FEW_DEVICES]
+
+
+def context_degrees(request: Request, ranks: int) -> list[int]:
+    """Over how many of `ranks` ranks the positions of a sequence may be shared out: what divides both, or what is
+    pinned. Unless it is pinned, a rank keeps MIN_POSITIONS of a sequence whose attention can be cut."""
+    pinned, graph = request.constraints.degrees.get("cp"), request.trace(request.global_batch_size)
+    length = sequence_length(graph)
+    degrees = divisors(math.gcd(ranks, length) if length else 1)
+    if pinned is not None:
+        return [cp for cp in degrees if cp == pinned]
+    if length < 2 * MIN_POSITIONS or not has_context(graph):
+        return [1]
+    return [cp for cp in degrees if cp == 1 or length // cp >= MIN_POSITIONS]
 
 
 def inter_node_rate(cluster: Cluster) -> float:
@@ -125,8 +165,8 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
     return ("", "optimizer", "parameters") if zero == 3 else ("", "optimizer")
 
 
-def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list[tuple[int, int, int]]:
-    """(pipeline ranks, dp, tp) whose product is the cluster. most_tp: unless it is pinned, by default that of TP_NODES.
+def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list[Shape]:
+    """Those whose product is the cluster. most_tp: unless it is pinned, by default that of TP_NODES.
 
     Raises ConstraintError where pinned degrees leave none.
     """
@@ -140,42 +180,37 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         )
     most = most_tp or TP_NODES * request.cluster.devices_per_node
     found = [
-        (pp, devices // pp // tp, tp)
+        Shape(pp, devices // pp // tp // cp, cp, tp)
         for pp in divisors(devices)
         if pp <= num_units
         for tp in divisors(devices // pp)
         if tp <= most or tp == degrees.get("tp")
+        for cp in context_degrees(request, devices // pp // tp)
     ]
-    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s[1] // degrees.get("ddp", 1), s[2])]
+    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s.dp // degrees.get("ddp", 1), s.tp)]
     if not wanted:
         pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
-        agreeing = [s for s in found if any(degrees.get(a) == n for a, n in zip(("pp", "dp", "tp"), s, strict=True))]
+        agreeing = [s for s in found if any(degrees.get(a) == n for a, n in s._asdict().items())]
         raise ConstraintError(
             "the pinned degrees do not make the cluster's number of devices",
             values=f"{pinned} for {devices} devices",
-            alternatives=[_text(shape) for shape in (agreeing or found)[:8]],
+            alternatives=[str(shape) for shape in (agreeing or found)[:8]],
         )
-    legal = [s for s in wanted if request.global_batch_size % s[1] == 0]
+    legal = [s for s in wanted if request.global_batch_size % s.dp == 0]
     if not legal:
         raise ConstraintError(
             "no mesh divides the global batch",
-            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{dp} x tp{tp}" for _, dp, tp in wanted),
-            alternatives=f"a batch that is a multiple of {min(dp for _, dp, _ in wanted)}",
+            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{s.dp} x tp{s.tp}" for s in wanted),
+            alternatives=f"a batch that is a multiple of {min(s.dp for s in wanted)}",
         )
     return legal
 
 
-def _agrees(degrees: Mapping[str, int], shape: tuple[int, int, int]) -> bool:
-    """Whether (pipeline ranks, data ranks, tp) has the pinned degrees."""
-    pp, data, tp = shape
+def _agrees(degrees: Mapping[str, int], shape: Shape) -> bool:
+    """Whether the shape has the pinned degrees."""
     ddp, dp = degrees.get("ddp", 1), degrees.get("dp")
-    is_data = data % ddp == 0 if dp is None else data == ddp * dp
-    return degrees.get("pp", pp) == pp and degrees.get("tp", tp) == tp and is_data
-
-
-def _text(shape: tuple[int, int, int]) -> str:
-    pp, dp, tp = shape
-    return (f"pp={pp} x " if pp > 1 else "") + f"dp={dp} x tp={tp}"
+    is_data = shape.dp % ddp == 0 if dp is None else shape.dp == ddp * dp
+    return is_data and all(degrees.get(axis, size) == size for axis, size in shape._asdict().items() if axis != "dp")
 
 
 def micro_batch_counts(rows: int, pinned: int | None) -> list[int]:

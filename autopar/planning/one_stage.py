@@ -86,11 +86,13 @@ def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """Every dp x ep x tp of all devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
-    legal = sorted((dp, tp) for _, dp, tp in shapes(request, num_units=1, most_tp=request.cluster.num_devices))
+    """Every dp x cp x ep x tp of all devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
+    legal = sorted(shapes(request, num_units=1, most_tp=request.cluster.num_devices))
     count = request.constraints.micro_batches or 1
-    dividing = [(dp, tp) for dp, tp in legal if request.global_batch_size // dp % count == 0]
-    return [named_mesh(dp // ep, tp, ep=ep) for dp, tp in dividing or legal for ep in expert_degrees(request, dp, tp)]
+    dividing = [shape for shape in legal if request.global_batch_size // shape.dp % count == 0] or legal
+    return [
+        named_mesh(dp // ep, tp, ep=ep, cp=cp) for _, dp, cp, tp in dividing for ep in expert_degrees(request, dp, tp)
+    ]
 
 
 def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:

@@ -37,6 +37,11 @@ class ParallelConfig:
         """The largest tensor-parallel degree, for which decisions are made."""
         return max(each.mesh.size("tp") for each in self.stage_meshes)
 
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """The degrees of the first stage mesh that decisions depend on."""
+        return tuple(self.stage_meshes[0].mesh.size(axis) for axis in ("cp", "ep", "tp"))
+
     def rows_on(self, stage_mesh: StageMesh) -> int:
         """Of one micro-batch on one data-parallel rank of a stage mesh."""
         return self.rows // stage_mesh.mesh.num_data_ranks

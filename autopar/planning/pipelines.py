@@ -93,7 +93,7 @@ class EqualSearch(PipelineSearch):
     def __init__(self, request: Request, solved: SolvedLayers | None = None) -> None:
         num_units = len(chain(request.trace(request.global_batch_size)))
         self.unscheduled = tuple(equal_configs(request, num_units))
-        kinds = {(c.tp, c.stage_meshes[0].mesh.size("ep"), c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
+        kinds = {(*c.sharing, c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
         self.solved_layers = solved or SolvedLayers(
             request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS
         )

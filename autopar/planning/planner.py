@@ -155,7 +155,8 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
 def _unequal(request: Request) -> UnequalSearch | None:
     """The search over unlike stage meshes, where there may be such; on few GPUs only."""
     limits = request.constraints
-    is_open = limits.degrees.get("ddp", 1) == limits.degrees.get("ep", 1) == 1 and limits.schedule in (None, *HOLDING)
+    is_plain = all(limits.degrees.get(axis, 1) == 1 for axis in ("ddp", "cp", "ep"))
+    is_open = is_plain and limits.schedule in (None, *HOLDING)
     devices = request.cluster.num_devices
     is_small = not is_cpu(request.cluster) and devices <= UNEQUAL_DEVICES and not math.log2(devices).is_integer()
     if not is_open or not is_small or limits.degrees.get("pp") == 1:
@@ -176,7 +177,7 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
             return None
         best = min(plain, key=lambda plan: plan.prediction.step_seconds)
         mesh = best.mesh
-        pinned = {"pp": 1, "dp": mesh.num_data_ranks, "ep": mesh.size("ep"), "tp": mesh.size("tp")}
+        pinned = {"pp": 1, "dp": mesh.num_data_ranks} | {axis: mesh.size(axis) for axis in ("cp", "ep", "tp")}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
     return OneStageSearch(replace(request, constraints=limits))
 

@@ -29,7 +29,8 @@ from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.options.offers import Offers
 from autopar.options.reshard import steps
-from autopar.options.strategies import Operator, Option, Scope, options_of
+from autopar.options.scopes import Scope
+from autopar.options.strategies import Operator, Option, options_of
 from autopar.settings.constraints import Constraints
 from search.problem import Edge, Problem, Variable
 
@@ -104,7 +105,9 @@ class _Builder:
         """Parameters, inputs and operators of the top level, then of each layer class."""
         for item in self.graph.inputs:
             if Ref(item.name) in self.uses[""]:
-                self._add_tensor("", Ref(item.name), item.meta, self.offers.batch_input(item.meta, item.batch_dim))
+                self._add_tensor(
+                    "", Ref(item.name), item.meta, self.offers.batch_input(item.name, item.meta, item.batch_dim)
+                )
         for scope in self.scopes.values():
             if scope.layer:
                 for formal, meta in scope.layer.inputs:

@@ -15,7 +15,7 @@ from autopar.options.assignment import Assignment, on_axes
 from autopar.options.carried import carried
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for
-from autopar.planning.solved_layers import MULTIPLIERS, CallCosts, Key, SolvedLayer, SolvedLayers, named_mesh, solved_on
+from autopar.planning.solved_layers import MULTIPLIERS, CallCosts, Key, SolvedLayer, SolvedLayers, named_mesh
 from cost_models.machine import Cluster
 
 TYPICAL_ROWS = 2
@@ -49,10 +49,10 @@ class SharedAssignments:
     def _make(self, stage_mesh: StageMesh, rows: int, tp: int, multiplier: float) -> SolvedLayer | None:
         mesh, solved_key = stage_mesh.mesh, self._solved_key(tp, rows, multiplier)
         solved_layers = self._solved_layers(tp)
-        assignment = solved_layers.assignment(*solved_key)
+        assignment = solved_layers.assignment(solved_key)
         if assignment is None:
             return None
-        axes, solved_rows = solved_on(solved_key)
+        axes, solved_rows = solved_key.mesh.axes, solved_key.whole_rows
         operators = solved_layers.operators(solved_rows)
         costed = named_mesh(min(mesh.num_data_ranks, 2), mesh.size("tp"))
         whole = rows // mesh.num_data_ranks * costed.num_data_ranks
@@ -77,7 +77,7 @@ class SharedAssignments:
 
     def assignment(self, tp: int, rows: int, multiplier: float) -> Assignment | None:
         """None where the constraints leave nothing."""
-        return self._solved_layers(tp).assignment(*self._solved_key(tp, rows, multiplier))
+        return self._solved_layers(tp).assignment(self._solved_key(tp, rows, multiplier))
 
     def multipliers(self, tp: int, rows: int) -> list[float]:
         """Those at which decisions differ."""
@@ -105,7 +105,8 @@ class SharedAssignments:
         return self.solved_layers[number]
 
     def _solved_key(self, tp: int, rows: int, multiplier: float) -> Key:
-        return tp, 1, self.has_data(tp, rows), min(rows, TYPICAL_ROWS), multiplier
+        has_data, own = self.has_data(tp, rows), min(rows, TYPICAL_ROWS)
+        return Key(tp=tp, cp=1, ep=1, has_data=has_data, rows=own, multiplier=multiplier)
 
     def _main(self, tp: int) -> int:
         """The number of the group that decisions are made for: with room for two data-parallel ranks if there is one,

@@ -1,9 +1,9 @@
 """Solutions of the inner problem that pipelines are made of, each solved once for all meshes that share it.
 
-What forward and backward cost on one rank depends on the degrees of tensor and expert parallelism and on the rows of
-one data-parallel rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every option
-on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its parameters cost
-is priced anew.
+What forward and backward cost on one rank depends on the degrees of tensor, context and expert parallelism and on the
+rows of one data-parallel rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every
+option on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its
+parameters cost is priced anew.
 
 A solved layer minimises seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory frontier);
 the multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from autopar.costs.emitted import Known
 from autopar.costs.evaluate import layer_costs, layer_seconds
@@ -21,7 +22,7 @@ from autopar.costs.layer_costs import ComputeSeconds, LayerCost
 from autopar.costs.price import Pricer
 from autopar.costs.stage_boundaries import boundary_bytes
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh, zero_axes
+from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
@@ -30,6 +31,7 @@ from autopar.options.strategies import Operator, operators_of
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
+from autopar.settings.constraints import Constraints
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
@@ -119,9 +121,26 @@ def stored_parameters(
     return found
 
 
-Key = tuple[int, int, bool, int, float]
-"""(tensor-parallel degree, expert-parallel degree, whether there is a data axis beside, rows per data-parallel rank,
-multiplier)"""
+class Key(NamedTuple):
+    """What a solved layer is made for: degrees of tensor, context and expert parallelism, whether there is a data axis
+    beside, rows per data-parallel rank, and the multiplier."""
+
+    tp: int
+    cp: int
+    ep: int
+    has_data: bool
+    rows: int
+    multiplier: float = 0.0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is solved on."""
+        return named_mesh(2 if self.has_data else 1, self.tp, ep=self.ep, cp=self.cp)
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the graph, over all ranks of the mesh."""
+        return self.rows * self.mesh.num_data_ranks
 
 
 @dataclass
@@ -136,8 +155,8 @@ class SolvedLayers:
     _call_costs: dict[tuple[Mesh, int, float], CallCosts] = field(default_factory=dict)
     _storage: dict[tuple[tuple[str, ...], frozenset[tuple[tuple[str, str], Stored]]], int] = field(default_factory=dict)
     _stored_as: dict[tuple[Key, tuple[str, ...]], int] = field(default_factory=dict)
-    _search_spaces: dict[tuple[int, int, bool, int], SearchSpace] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int, bool, int], Solution] = field(default_factory=dict)
+    _search_spaces: dict[Key, SearchSpace] = field(default_factory=dict)
+    _fastest: dict[Key, Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
     _known: Known = field(default_factory=dict)
 
@@ -163,23 +182,34 @@ class SolvedLayers:
         return free is not None and free.solved is priced.solved
 
     def _make(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
-        tp, ep = mesh.size("tp"), mesh.size("ep")
+        tp, cp, ep = mesh.size("tp"), mesh.size("cp"), mesh.size("ep")
         has_data = mesh.num_data_ranks > ep
-        fits_dp = 2 * tp * ep <= self.request.cluster.num_devices
+        fits_dp = 2 * tp * cp * ep <= self.request.cluster.num_devices
         solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
         # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
-        costed = mesh if mesh.axes[-1:] != ("tp",) and tp > 1 else named_mesh(2 if has_data else 1, tp, ep=ep)
+        costed = (
+            mesh
+            if mesh.axes[-1:] != ("tp",) and tp > 1
+            else Key(tp=tp, cp=cp, ep=ep, has_data=has_data, rows=rows).mesh
+        )
         whole = rows * costed.num_data_ranks
         graph = self.request.trace.estimate(whole)
         solved_ep = ep if self.typical_rows is None or ep == 1 else divisors(ep)[1]
-        solved_key = (tp, solved_ep, solved_with_data, self.typical_rows or rows, multiplier)
-        assignment = self.assignment(*solved_key)
+        solved_key = Key(
+            tp=tp,
+            cp=cp,
+            ep=solved_ep,
+            has_data=solved_with_data,
+            rows=self.typical_rows or rows,
+            multiplier=multiplier,
+        )
+        assignment = self.assignment(solved_key)
         if assignment is not None and not covers(assignment, graph):  # a model that is another one with few rows
-            solved_key = (tp, ep, has_data, rows, multiplier)
-            assignment = self.assignment(*solved_key)
+            solved_key = Key(tp=tp, cp=cp, ep=ep, has_data=has_data, rows=rows, multiplier=multiplier)
+            assignment = self.assignment(solved_key)
         if assignment is None:
             return None
-        axes, solved_rows = solved_on(solved_key)
+        axes, solved_rows = solved_key.mesh.axes, solved_key.whole_rows
         key = (costed, rows, multiplier)
         if key not in self._call_costs:
             here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
@@ -207,7 +237,7 @@ class SolvedLayers:
     def storage_of(self, solved_key: Key, axes: tuple[str, ...]) -> int:
         """A number for how an assignment stores the parameters: equal where that is."""
         if (solved_key, axes) not in self._stored_as:
-            assignment = self.assignment(*solved_key)
+            assignment = self.assignment(solved_key)
             assert assignment is not None
             kind = axes, frozenset(assignment.parameters.items())
             self._stored_as[solved_key, axes] = self._storage.setdefault(kind, len(self._storage))
@@ -227,29 +257,31 @@ class SolvedLayers:
         """The prices on a solved layer's mesh."""
         return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
 
-    def assignment(self, tp: int, ep: int, has_dp: bool, rows: int, multiplier: float) -> Assignment | None:
+    def assignment(self, key: Key) -> Assignment | None:
         """The assignment that minimises seconds plus multiplier times bytes; where that is the one that minimises
         seconds, the same object."""
-        key = (tp, ep, has_dp, rows, multiplier)
         if key not in self._assignments:
             try:
-                found = self._solve(*key)
-                fastest = self.assignment(tp, ep, has_dp, rows, 0.0) if multiplier else None
+                found = self._solve(key)
+                fastest = self.assignment(key._replace(multiplier=0.0)) if key.multiplier else None
                 self._assignments[key] = fastest if fastest == found else found
             except InfeasibleError:
                 self._assignments[key] = None
         return self._assignments[key]
 
-    def _solve(self, tp: int, ep: int, has_dp: bool, rows: int, multiplier: float) -> Assignment:
-        key = (tp, ep, has_dp, rows)
+    def _solve(self, wanted: Key) -> Assignment:
+        key, mesh = wanted._replace(multiplier=0.0), wanted.mesh
         if key not in self._search_spaces:
-            mesh = named_mesh(2 if has_dp else 1, tp, ep=ep)
-            whole = rows * mesh.num_data_ranks
-            limits = replace(self.request.constraints, zero=0 if mesh.num_data_ranks > 1 else None)
+            limits, whole = without_zero(self.request.constraints, mesh), key.whole_rows
             graph = self.request.trace.estimate(whole)
             self._search_spaces[key] = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits)
             self._fastest[key] = solve(self._search_spaces[key].problem)
-        return _at_multiplier(self._search_spaces[key], self._fastest[key], multiplier, self.request)
+        return _at_multiplier(self._search_spaces[key], self._fastest[key], wanted.multiplier, self.request)
+
+
+def without_zero(limits: Constraints, mesh: Mesh) -> Constraints:
+    """The constraints for decisions that are made before the ZeRO stage is."""
+    return replace(limits, zero=0 if set(ZERO_AXES) & set(mesh.axes) else None)
 
 
 def solved_anew(
@@ -257,16 +289,9 @@ def solved_anew(
 ) -> Assignment:
     """An assignment, made like a solved layer's, on a graph whose calls are not those that solved layers are made for.
     Raises InfeasibleError."""
-    limits = replace(request.constraints, zero=0 if mesh.num_data_ranks > 1 else None)
+    limits = without_zero(request.constraints, mesh)
     search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits)
     return _at_multiplier(search_space, solve(search_space.problem), multiplier, request)
-
-
-def solved_on(solved_key: Key) -> tuple[tuple[str, ...], int]:
-    """The axes of the mesh that an assignment is made on, and the rows of the graph over all its ranks."""
-    tp, ep, has_data, rows, _ = solved_key
-    mesh = named_mesh(2 if has_data else 1, tp, ep=ep)
-    return mesh.axes, rows * mesh.num_data_ranks
 
 
 def _at_multiplier(search_space: SearchSpace, fastest: Solution, multiplier: float, request: Request) -> Assignment:
@@ -284,8 +309,9 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
 
 
 @cache
-def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, tp_first: bool = False) -> Mesh:
-    """ddp x dp x ep x tp without axes of one rank; tp_first: neighbours differ in data, and tp joins distant ranks."""
-    data = [("ddp", ddp), ("dp", dp), ("ep", ep)]
+def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, cp: int = 1, tp_first: bool = False) -> Mesh:
+    """ddp x dp x cp x ep x tp without axes of one rank; tp_first: neighbours differ in data, and tp joins distant
+    ranks."""
+    data = [("ddp", ddp), ("dp", dp), ("cp", cp), ("ep", ep)]
     named = [(a, n) for a, n in ([("tp", tp), *data] if tp_first else [*data, ("tp", tp)]) if n > 1]
     return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))

@@ -13,7 +13,7 @@ from rich.text import Text
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import training_of
 from autopar.ir.compression import NOTHING_COMPRESSED
-from autopar.options.strategies import Scope, scopes_of
+from autopar.options.scopes import Scope, scopes_of
 from autopar.program import GeneratedProgram
 from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims

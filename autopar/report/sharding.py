@@ -10,7 +10,7 @@ from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, Stored
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Scope
+from autopar.options.scopes import Scope
 from autopar.report.dims import DimNames
 
 SHOWN_MODULES = 4

@@ -14,7 +14,8 @@ from autopar.ir.graph import Ref
 from autopar.ir.mesh import Mesh, zero_axes
 from autopar.ir.placement import Placement
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Scope, num_local
+from autopar.options.scopes import Scope
+from autopar.options.strategies import Operator, num_local
 from autopar.report.dims import DimNames
 from autopar.report.sharding import relative
 from autopar.units import bytes_text

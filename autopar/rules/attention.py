@@ -12,6 +12,11 @@ import math
 from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Joint, Lowering, Rule
 
+ATTENTION = "aten.scaled_dot_product_attention"
+
+HEADS = ("h", "r")
+"""Factors that are heads: those of keys and values, and those of queries that share one."""
+
 EXCHANGES = ("all_gather", "ring")
 """How ranks that share a sequence's positions exchange keys and values (codegen/runtime/context_attention.py)."""
 
@@ -70,6 +75,7 @@ def attention(call: Call) -> Rule:
 def _context(call: Call) -> dict[str, Joint]:
     """Queries, keys and values cut along the sequence on one axis, by the label of the option.
 
+    Causal attention is cut in stripes, in which every rank sees as many keys as the others; other attention either way.
     A mask is cut along its rows and has all columns. Not with dropout, with a mask that is learned, where causal
     queries and keys differ in number, or where q, k and v are broadcast against each other.
     """
@@ -82,7 +88,10 @@ def _context(call: Call) -> dict[str, Joint]:
     if not is_aligned or not is_grouped or is_learned or is_uneven or is_trivial or call["dropout_p"] > 0:
         return {}
     factors = tuple("t" if i in (k.index, v.index) else "s" for i in range(len(call.inputs)))
-    return {f"s+t/{exchange}": Joint(factors, "s", exchange) for exchange in EXCHANGES}
+    found = {f"s+t/{exchange}/stripes": Joint(factors, "s", exchange, is_striped=True) for exchange in EXCHANGES}
+    if not call["is_causal"]:
+        found |= {f"s+t/{exchange}": Joint(factors, "s", exchange) for exchange in EXCHANGES}
+    return found
 
 
-TABLE = {"aten.scaled_dot_product_attention": attention}
+TABLE = {ATTENTION: attention}

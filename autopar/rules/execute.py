@@ -171,4 +171,5 @@ def _context_attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tens
         scale=call["scale"],
         enable_gqa=call["enable_gqa"],
         exchange="ring" if lowering.name == "ring" else "all_gather",
+        is_striped=lowering.is_striped,
     )

@@ -33,13 +33,13 @@ class LoweringCall:
     dropout         mask from global positions                                   layout_shape, layout (of the result)
     attention       dropout mask from global positions                           layout_shape, layout ([..., H, S, T])
     arange          start + step * global position                               layout_shape, layout (of the result)
-    all_gather,     attention whose keys are sharded over axes[0], by that        axes
+    all_gather,     attention whose keys are sharded over axes[0], by that        axes, is_striped
     ring            exchange (codegen/runtime/context_attention.py)
     routed          rows that travel to the rank of axes[0] with their expert     axes
                     (codegen/runtime/experts.py)
 
     axes: numbers of mesh axes. divisor: product of the sizes of the mesh axes that shard a mean.
-    layout: one placement per mesh axis, S or R, of a tensor of global shape layout_shape.
+    layout: one placement per mesh axis, S or R, of a tensor of global shape layout_shape. is_striped: as in a Joint.
     """
 
     name: str
@@ -47,6 +47,7 @@ class LoweringCall:
     divisor: int = 1
     layout_shape: Shape = ()
     layout: Placements = ()
+    is_striped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int,
     by_factor: dict[str, list[tuple[int, int]]] = {}
     alone: set[str] = set()
     for option, size in zip(options, axis_sizes, strict=True):
-        for factor, sections in rule.sharded_by(option.label):
+        for factor, sections in rule.sharded_by(option.label, size):
             by_factor.setdefault(factor, []).append((sections, size))
         if option.label in rule.joints:
             joint = rule.joints[option.label]
@@ -145,12 +146,13 @@ def _lowering(
         return LoweringCall(name, tuple(i for i in axes if options[i].label in classes))
     if name == "attention":
         dims, shape = _probabilities(call, rule)
-        layout = tuple(_factor_shard(rule, dims, option) for option in options)
+        layout = tuple(_factor_shard(rule, dims, o, n) for o, n in zip(options, axis_sizes, strict=True))
         return LoweringCall(name, layout_shape=shape, layout=layout)
     if name in ("dropout", "arange"):
         layout = tuple(p if p.is_shard else R for p in out_places[0])
         return LoweringCall(name, layout_shape=call.outputs[0].shape, layout=layout)
-    return LoweringCall(name, axes)
+    joint = rule.joints.get(options[axes[0]].label)
+    return LoweringCall(name, axes, is_striped=joint is not None and joint.is_striped)
 
 
 def _probabilities(call: Call, rule: Rule) -> tuple[tuple[tuple[str, ...], ...], Shape]:
@@ -159,9 +161,9 @@ def _probabilities(call: Call, rule: Rule) -> tuple[tuple[tuple[str, ...], ...],
     return (*rule.outputs[0][:-1], rule.inputs[k.index][-2]), (*call.outputs[0].shape[:-1], k.shape[-2])
 
 
-def _factor_shard(rule: Rule, dims: tuple[tuple[str, ...], ...], option: AxisOption) -> Placement:
+def _factor_shard(rule: Rule, dims: tuple[tuple[str, ...], ...], option: AxisOption, axis_size: int) -> Placement:
     """How a tensor inside the op lies under an option that shards a factor; R if it lacks the factor."""
-    for factor, sections in rule.sharded_by(option.label):
+    for factor, sections in rule.sharded_by(option.label, axis_size):
         found = find_factor(rule, dims, factor, sections)
         if found:
             return found

@@ -60,21 +60,27 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Several factors that one axis shards together, in whole runs; `lowering` exchanges what a rank lacks.
+    """Several factors that one axis shards together; `lowering` exchanges what a rank lacks.
 
     inputs: the factor by which each input is sharded; None: it is whole on every rank. The outputs are sharded by
-    `output`. free: factors that other axes may shard too.
+    `output`. free: factors that other axes may shard too. is_striped: of n ranks each has every n-th index of the
+    factors; else consecutive ones.
     """
 
     inputs: tuple[str | None, ...]
     output: str
     lowering: str
     free: frozenset[str] = frozenset()
+    is_striped: bool = False
 
     @property
     def factors(self) -> tuple[str, ...]:
         """All factors that the axis shards together, that of the outputs first."""
         return tuple(dict.fromkeys((self.output, *(f for f in self.inputs if f is not None))))
+
+    def sections(self, factor_size: int, axis_size: int) -> int:
+        """Sections in which an axis shards a factor."""
+        return factor_size // axis_size if self.is_striped else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +101,11 @@ class Rule:
     lowerings: Mapping[str, Lowering] = field(default_factory=dict)
     joints: Mapping[str, Joint] = field(default_factory=dict)
 
-    def sharded_by(self, label: str) -> tuple[tuple[str, int], ...]:
-        """(factor, sections) of all that the option of this label shards; () if it shards nothing."""
+    def sharded_by(self, label: str, axis_size: int) -> tuple[tuple[str, int], ...]:
+        """(factor, sections) of all that the option of this label shards on an axis; () if it shards nothing."""
         if label in self.joints:
-            return tuple((factor, 1) for factor in self.joints[label].factors)
+            joint = self.joints[label]
+            return tuple((factor, joint.sections(self.sizes[factor], axis_size)) for factor in joint.factors)
         factor, _, sections = label.partition("/")
         return ((factor, int(sections or 1)),) if factor in self.sizes else ()
 
@@ -142,14 +149,15 @@ def shard_option(rule: Rule, factor: str, sections: int = 1) -> AxisOption:
     return AxisOption(label, inputs, outputs, lowering.name if lowering else None)
 
 
-def joint_option(rule: Rule, label: str) -> AxisOption:
+def joint_option(rule: Rule, label: str, axis_size: int) -> AxisOption:
     """The option that gives one axis to several factors together."""
     joint = rule.joints[label]
+    sections = dict(rule.sharded_by(label, axis_size))
     inputs = tuple(
-        Rp if factor is None else find_factor(rule, dims, factor) or Rp
+        Rp if factor is None else find_factor(rule, dims, factor, sections[factor]) or Rp
         for factor, dims in zip(joint.inputs, rule.inputs, strict=True)
     )
-    outputs = tuple(find_factor(rule, dims, joint.output) or P for dims in rule.outputs)
+    outputs = tuple(find_factor(rule, dims, joint.output, sections[joint.output]) or P for dims in rule.outputs)
     return AxisOption(label, inputs, outputs, joint.lowering)
 
 
@@ -179,7 +187,7 @@ def axis_options(
                 options.append(shard_option(rule, factor, count))
     for label, joint in rule.joints.items():
         if all(rule.sizes[factor] % axis_size == 0 for factor in joint.factors):
-            options.append(joint_option(rule, label))
+            options.append(joint_option(rule, label, axis_size))
     return tuple(dict.fromkeys(canonical(option, inputs, outputs) for option in options))
 
 

@@ -11,10 +11,11 @@ import torch
 
 from autopar.errors import DataError, TraceError
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placement
 from codegen.program import PipelineProgram, Program, Spec
 from codegen.runtime.batch import BatchError, check_batch
-from codegen.runtime.parameters import Param
+from codegen.runtime.mesh import Axis
+from codegen.runtime.mesh import Mesh as RankMesh
+from codegen.runtime.parameters import Param, shard
 
 
 def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
@@ -70,10 +71,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Rank's shard of one tensor; axes in mesh order, so that the first axis is the outer one."""
+    """Rank's shard of one tensor."""
     where = mesh.coordinate(rank)
-    for axis, text in spec.placements:
-        placement = Placement.parse(text)
-        if placement.is_shard:
-            tensor = tensor.chunk(mesh.size(axis), placement.dim)[where[axis]]
-    return tensor.contiguous()
+    axes = tuple(Axis(name, size, where[name]) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
+    here = RankMesh(axes, Axis("world", mesh.num_ranks, rank), torch.device("cpu"))
+    return shard(tensor, dict(spec.placements), here)

@@ -9,7 +9,8 @@ A plain dict:
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per pipeline rank
      "recompute": "full",                                 of every layer: none, offload, selective or full
      "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
-     "context": "ring",                                   attention over sequences cut on tp: or "all_gather", "auto"
+     "cp": 2,                                             ranks that share the positions of a sequence
+     "context": "ring",                                   how attention does on cp: or "all_gather", "heads"
      "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
      "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
      "forbid_parameters": {...}, "forbid_activations": {...}}
@@ -28,30 +29,23 @@ from typing import Any
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, DATA_AXES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
-from autopar.options.strategies import (
-    Operator,
-    Option,
-    Scope,
-    can_cut_context,
-    cuts_context,
-    num_experts,
-    operators_of,
-    scopes_of,
-)
-from autopar.rules.attention import EXCHANGES
+from autopar.options.scopes import Scope, scopes_of
+from autopar.options.strategies import Operator, Option, can_cut_context, num_experts, operators_of, sequence_length
+from autopar.rules.attention import EXCHANGES, HEADS
+from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
 from cost_models.schedule import SCHEDULES
 
-_AXES = ("pp", "ddp", "dp", "ep", "tp")
-_SHARDING_AXES = ("ddp", "dp", "ep", "tp")
+_AXES = AXIS_NAMES
+_SHARDING_AXES = AXIS_NAMES[1:]
 _SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE_MODES,
-    "context": (*EXCHANGES, "auto"),
+    "context": (*EXCHANGES, "heads"),
 }
 _PATTERNS = ("parameters", "activations", "forbid_parameters", "forbid_activations")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -63,8 +57,8 @@ Pattern = tuple[str, tuple[tuple[str, Placement], ...]]
 class Constraints:
     """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...)).
 
-    context: how attention calls exchange keys and values whose sequence tp cuts: all calls that can are cut so, by that
-    exchange; "auto": they may be, by either; None: they are not.
+    context: how attention calls do whose sequence cp cuts: by an exchange of keys and values, or cut by heads, for
+    which queries, keys and values are exchanged; None: as is fastest.
     """
 
     degrees: Mapping[str, int]
@@ -94,8 +88,7 @@ class Constraints:
         known = (*_AXES, *_SCALARS, *_PATTERNS)
         for key in given:
             if key not in known:
-                later = " (this axis is not searched yet)" if key in AXIS_NAMES else ""
-                raise ConstraintError(f"unknown constraint {key!r}{later}", alternatives=near(key, known))
+                raise ConstraintError(f"unknown constraint {key!r}", alternatives=near(key, known))
         degrees = {axis: whole(axis, given[axis], 1) for axis in _AXES if axis in given}
         zero = whole("zero", given["zero"], 0) if "zero" in given else None
         if zero is not None and zero > 3:
@@ -141,9 +134,9 @@ class Constraints:
                 f"offload=parameters, zero={self.zero}",
             ),
             (
-                self.context not in (None, "auto") and self.degrees.get("tp") == 1,
-                "sequences are cut over tp",
-                f"context={self.context}, tp=1",
+                self.context and self.degrees.get("cp") == 1,
+                "sequences are cut over cp",
+                f"context={self.context}, cp=1",
             ),
         )
         for is_wrong, constraint, values in rules:
@@ -159,6 +152,14 @@ class Constraints:
                 values=f"context={self.context}",
                 alternatives='scaled_dot_product_attention without dropout (attn_implementation="sdpa"), '
                 "as many queries as keys under a causal mask, no learned mask",
+            )
+        cp, length = self.degrees.get("cp", 1), sequence_length(graph)
+        if cp > 1 and (not length or length % cp):
+            legal = ", ".join(str(n) for n in range(2, length + 1) if length % n == 0)
+            raise ConstraintError(
+                "cp shares out the positions of sequences" + (", and does not divide their number" if length else ""),
+                values=f"cp={cp}, " + (f"{length} positions" if length else "no input of the model is a sequence"),
+                alternatives=f"cp of {legal}" if length else "cp left out",
             )
         ep, experts = self.degrees.get("ep", 1), num_experts(graph)
         if ep > 1 and (not experts or experts % ep):
@@ -192,21 +193,19 @@ class Constraints:
         )
 
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
-        """The options that agree with `context`. Raises ConstraintError where tp does not divide the sequence."""
-        if not can_cut_context(operator) or self.context == "auto":
+        """The options that agree with `context`. Raises ConstraintError where cp divides neither sequence nor heads."""
+        if self.context is None or "cp" not in mesh.axes or not can_cut_context(operator):
             return options
-        if self.context is None:
-            return tuple(option for option in options if not cuts_context(option))
-        kept = tuple(o for o in options if any(axis.lowering == self.context for axis in o.axes))
-        cutting = [axis for axis in mesh.axes if axis not in DATA_AXES]
-        if not kept and cutting:
-            queries, keys = (operator.inputs[i].shape[-2] for i in (0, 1))
+        number = mesh.axes.index("cp")
+        kept = tuple(option for option in options if _exchange(option.axes[number]) == self.context)
+        if not kept:
+            queries, keys = (operator.inputs[i].shape[-3:-1] for i in (0, 1))
             raise ConstraintError(
-                f"{operator.node.name} cannot be cut along its sequence on {mesh}",
-                values=f"context={self.context}, {queries} queries, {keys} keys",
-                alternatives=f"{cutting[0]} of a divisor of {math.gcd(queries, keys)}",
+                f"{operator.node.name} cannot be cut so on {mesh}",
+                values=f"context={self.context}, heads and positions of queries {queries}, of keys {keys}",
+                alternatives=sorted({_exchange(option.axes[number]) for option in options} - {""}) or "another cp",
             )
-        return kept or options
+        return kept
 
     def allowed_options(
         self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh
@@ -264,6 +263,11 @@ def activation_names(graph: Graph) -> set[str]:
         for name in (node.name, *scope.full_names(node.module))
         if name
     }
+
+
+def _exchange(option: AxisOption) -> str:
+    """What attention does on an axis, in the words of `context`; "" for something else."""
+    return "heads" if option.label in HEADS else option.lowering if option.lowering in EXCHANGES else ""
 
 
 def parse_bytes(value: Any) -> int:

@@ -23,7 +23,7 @@ from autopar.frontend import fakes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placement, Stored
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.plan import Plan
 from autopar.settings.constraints import Constraints, Pattern
 from codegen.main import MainOptimizer
@@ -117,7 +117,7 @@ def limited(limits: Constraints, needs: Needs, graph: Graph) -> Constraints:
         return limits
     names = _names(needs, graph)
     is_all = all(p.is_buffer or p.name in names for p in graph.parameters)
-    whole = tuple((axis, Placement("R")) for axis in (*DATA_AXES, "tp"))
+    whole = tuple((axis, Placement("R")) for axis in (*DATA_AXES, "cp", "tp"))
     globs = ["*"] if is_all else [glob.escape(name) for name in _one_of_each_class(names, graph)]
     pins: tuple[Pattern, ...] = tuple((each, whole) for each in globs)
     warnings.warn(f"{needs.problem}: only plans that do so are considered", stacklevel=6)

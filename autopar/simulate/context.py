@@ -28,7 +28,8 @@ from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
 from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name, is_causal
-from autopar.options.strategies import Operator, num_local, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator, num_local
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
 from cost_models import collective

@@ -34,7 +34,8 @@ from autopar.ir.chain import segments
 from autopar.ir.graph import MATMULS, Graph, Node, base_name, view_root
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, Stored
-from autopar.options.strategies import Operator, Option, num_local, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator, Option, num_local
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
 from autopar.simulate.pricing import ProfiledPricer

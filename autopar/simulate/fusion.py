@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.costs.price import FREE
 from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name, view_root
-from autopar.options.strategies import Scope, scopes_of
+from autopar.options.scopes import Scope, scopes_of
 
 ALONE = MATMULS | ATTENTION | {"embedding", "cross_entropy_loss", "layer_norm", "rms_norm"}
 """Calls that are kernels of their own however much is fused."""

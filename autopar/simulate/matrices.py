@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.costs.price import FREE
 from autopar.ir.chain import homes_of, segments
 from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name, view_root
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.simulate.experts import Experts
 
 

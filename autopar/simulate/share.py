@@ -15,7 +15,8 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import chain, homes_of
 from autopar.ir.graph import layer_names
-from autopar.options.strategies import Operator, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator
 from autopar.planning.request import Request
 from autopar.planning.solved_layers import SolvedLayers
 from autopar.simulate.context import check_context, shortened, with_whole_keys

@@ -48,10 +48,10 @@ CONSTRAINTS: tuple[Any, ...] = (
     *({"context": value} for value in ("rings", 1)),
     *({"parameters": value} for value in ("x", ["x"], {"*": "S(0)"}, {"*": {"tp": "Q"}}, {"*": {"xp": "R"}}, {"*": 3})),
     *({"activations": {"*": {"tp": value}}} for value in ("S", "S(-1)", 5)),
-    *({name: 2} for name in ("tpp", "TP", "data_parallel", "", 7, None, "cp")),
+    *({name: 2} for name in ("tpp", "TP", "data_parallel", "", 7, None, "sp")),
     *({"chunks": 2, "schedule": schedule} for schedule in ("gpipe", "1f1b", "zero-bubble")),
     *({"pp": 1, "schedule": "1f1b"}, {"pp": 1, "chunks": 2}, {"offload": "parameters", "zero": 1}),
-    {"tp": 1, "context": "ring"},
+    {"cp": 1, "context": "ring"},
 )
 
 COMPILE: tuple[tuple[str, Any], ...] = (

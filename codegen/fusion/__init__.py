@@ -39,7 +39,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     *losses.PATTERNS,
 )
 
-DATA_AXES: Final = frozenset({"ddp", "dp"})
+TOKEN_AXES: Final = frozenset({"ddp", "dp", "cp", "ep"})
 """Axes whose ranks share the rows of a micro-batch."""
 
 __all__ = ["PATTERNS", "Match", "Pattern", "fuse", "matches"]
@@ -49,10 +49,10 @@ def fuse(program: Program) -> Program:
     """The program with every run of calls that a pattern matches replaced, in all classes; where two patterns' matches
     share calls, the earlier pattern's."""
     sizes = zip(program.axes, program.axis_sizes, strict=True)
-    num_data_ranks = math.prod(size for axis, size in sizes if axis in DATA_AXES)
+    num_token_ranks = math.prod(size for axis, size in sizes if axis in TOKEN_AXES)
 
     def fused(cls: ModuleClass) -> ModuleClass:
-        found = chosen(matches(PATTERNS, cls.body, cls.outputs), num_data_ranks)
+        found = chosen(matches(PATTERNS, cls.body, cls.outputs), num_token_ranks)
         return replace(cls, body=replaced(cls.body, found))
 
     return replace(program, layers=tuple(map(fused, program.layers)), root=fused(program.root))

@@ -123,7 +123,7 @@ def _linear_cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
     return (replace(last, target="kernels.linear_cross_entropy", args=args, kwargs=tuple(kwargs), section=section),)
 
 
-def _linear_cross_entropy_pays(bound: Bindings, num_data_ranks: int) -> bool:
+def _linear_cross_entropy_pays(bound: Bindings, num_token_ranks: int) -> bool:
     """Whether the peak is lower than with logits and their gradient beside each other.
 
     Per column of the vocabulary, with N rows on a rank of which C <= N are a chunk, H the layer's width, e bytes per
@@ -132,7 +132,7 @@ def _linear_cross_entropy_pays(bound: Bindings, num_data_ranks: int) -> bool:
     traffic of its own, so there is no gain in time that would make up for more memory.
     """
     x = bound["x"].type
-    rows = math.prod(x.shape[:-1]) / num_data_ranks
+    rows = math.prod(x.shape[:-1]) / num_token_ranks
     return rows * ITEM_BYTES[x.dtype] >= x.shape[-1] * ACCUMULATOR_BYTES[x.dtype]
 
 

@@ -9,12 +9,12 @@ from codegen.fusion.match import Match
 from codegen.program import Call, Statement
 
 
-def chosen(found: Iterable[Match], num_data_ranks: int) -> tuple[Match, ...]:
+def chosen(found: Iterable[Match], num_token_ranks: int) -> tuple[Match, ...]:
     """The matches that pay, without any that shares calls with one before it."""
     kept: list[Match] = []
     taken: set[int] = set()
     for match in found:
-        if match.pattern.pays(match.bound, num_data_ranks) and not match.statements & taken:
+        if match.pattern.pays(match.bound, num_token_ranks) and not match.statements & taken:
             kept.append(match)
             taken |= match.statements
     return tuple(kept)

@@ -74,7 +74,7 @@ class Bound:
 Bindings = Mapping[str, Bound]
 
 
-def _always(bound: Bindings, num_data_ranks: int) -> bool:
+def _always(bound: Bindings, num_token_ranks: int) -> bool:
     return True
 
 

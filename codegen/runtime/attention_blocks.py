@@ -97,7 +97,7 @@ def merge(first: Block, second: Block) -> Block:
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cpu", "gpu", ""]:
     """Which of torch's flash kernels takes these tensors; "" for none."""
-    if mask is not None or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+    if mask is not None or not q.shape[-2] or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return ""
     if q.device.type == "cpu":
         return "cpu"

@@ -1,8 +1,8 @@
 """Context parallelism: attention whose queries, keys and values are all cut along the sequence over one mesh axis.
 
 Shapes: B batch, H heads, G key/value heads (G divides H), L positions of this rank, n ranks, E and F head sizes.
-Rank r holds the positions rL to (r + 1)L - 1 of q, k and v, and computes those of the result. Keys and values of the
-others reach it by one of two exchanges:
+Rank r holds the positions rL to (r + 1)L - 1 of q, k and v, or, in stripes, the positions r, n + r, 2n + r, ..., and
+computes those of the result. Keys and values of the others reach it by one of two exchanges:
 
     all_gather   one all_gather of k and v; backward gathers them again and ends with a reduce_scatter of their
                  gradients (A. Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2)
@@ -10,13 +10,15 @@ others reach it by one of two exchanges:
                  gradients of k and v travel behind, one hop further, to where they belong (H. Liu et al., "Ring
                  Attention with Blockwise Transformers" (2023), section 3)
 
-Neither keeps more for backward than attention on one rank does: q, k, v, the result and lse [B, H, L]. A part that a
-causal mask hides as a whole is not computed with; the last rank then does 2n - 1 times the work of the first, since
-ranks hold consecutive positions. `attention_blocks.py` has the mathematics of the parts.
+Neither keeps more for backward than attention on one rank does: q, k, v, the result and lse [B, H, L]. Causal attention
+is cut in stripes, so that every rank sees half of every part and all work alike: query i of rank r sees the keys 0 to i
+of rank s if s <= r, and 0 to i - 1 else (W. Brandon et al., "Striped Attention" (2023), section 3). In consecutive
+parts the last rank would do 2n - 1 times the work of the first. `attention_blocks.py` has the mathematics of the parts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -58,36 +60,40 @@ def context_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     exchange: Exchange = "all_gather",
+    is_striped: bool = False,
 ) -> Tensor:
     """This rank's rows of `F.scaled_dot_product_attention` over the keys of all ranks of `axis`; no dropout.
 
-    Args:
-        q: [B, H, L, E]; k: [B, G, L', E]; v: [B, G, L', F]: the rank's consecutive positions, L' = L if is_causal. G
-            may differ from H only with enable_gqa.
+    Args: q: [B, H, L, E]; k: [B, G, L', E]; v: [B, G, L', F]: the rank's positions, L' = L if is_causal. G may differ
+        from
+            H only with enable_gqa.
         attn_mask: boolean (True takes part) or floating (added), broadcastable to [B, H, L, n L']: this rank's rows for
-            the keys of all ranks. It gets no gradient. Not with is_causal.
+            the keys of all ranks, in their order. It gets no gradient. Not with is_causal.
         exchange: how keys and values travel.
+        is_striped: whether a rank's positions are every n-th one. Needed with is_causal.
 
     Returns [B, H, L, F] in q's dtype. Parts are joined in float32 at least, and gradients travel so in the ring; the
     reduce_scatter is in k's dtype. Not differentiable twice. Raises ValueError for an unknown exchange, for a mask
-    beside is_causal and for a mask that needs a gradient.
+    beside is_causal, for a mask that needs a gradient, and for is_causal without stripes.
     """
     if exchange not in get_args(Exchange):
         raise ValueError(f"exchange must be one of {', '.join(get_args(Exchange))}, got {exchange!r}")
     if attn_mask is not None and (is_causal or attn_mask.requires_grad):
         raise ValueError("context_attention takes a mask or is_causal, not both, and gives a mask no gradient")
+    if is_causal and not is_striped:
+        raise ValueError("context_attention with is_causal takes positions in stripes: is_striped=True")
     if axis.size == 1:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     function: Any = _AllGathered if exchange == "all_gather" else _Ring
-    result: Tensor = function.apply(q, k, v, attn_mask, is_causal, scale, axis)
+    result: Tensor = function.apply(q, k, v, attn_mask, is_causal, scale, axis, is_striped)
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """One call on this rank; its methods take keys and values that follow those of `first` other ranks."""
+    """One call on this rank; its methods take the keys and values of the ranks from `first` on."""
 
     q: Tensor
     k: Tensor
@@ -96,13 +102,14 @@ class _Attention:
     is_causal: bool
     scale: float | None
     axis: ContextAxis
+    is_striped: bool
 
-    def visible(self) -> list[tuple[int, int, bool]]:
-        """(first rank, last rank + 1, whether the mask's diagonal runs through) of runs of parts that a rank sees."""
+    def visible(self) -> list[tuple[int, int]]:
+        """(first rank, last rank + 1) of the runs of ranks whose keys are taken at once, the own ones first."""
         if not self.is_causal:
-            return [(0, self.axis.size, False)]
-        own = (self.axis.rank, self.axis.rank + 1, True)
-        return [own, (0, self.axis.rank, False)] if self.axis.rank else [own]
+            return [(0, self.axis.size)]
+        own, size = self.axis.rank, self.axis.size
+        return [(rank % size, rank % size + 1) for rank in range(own, own + size)]
 
     def packed(self) -> Tensor:
         """Own keys and values as one line, so that they travel as one message."""
@@ -118,27 +125,43 @@ class _Attention:
         values = lines[:, self.k.numel() :].view(-1, *self.v.shape)
         return keys.movedim(0, -3).flatten(-3, -2), values.movedim(0, -3).flatten(-3, -2)
 
-    def forward(self, keys: Tensor, values: Tensor, first: int, is_diagonal: bool) -> Block:
-        return block_attention(self.q, keys, values, self._columns(keys, first), is_diagonal, self.scale)
+    def forward(self, keys: Tensor, values: Tensor, first: int) -> Block:
+        if not self._is_later(first):
+            return block_attention(self.q, keys, values, self._columns(keys, first), self.is_causal, self.scale)
+        out, lse = block_attention(_later(self.q), _earlier(keys), _earlier(values), None, True, self.scale)
+        return F.pad(out, (0, 0, 1, 0)), F.pad(lse, (1, 0), value=-math.inf)
 
     def backward(
-        self, grad: Tensor, whole: Block, keys: Tensor, values: Tensor, first: int, is_diagonal: bool
+        self, grad: Tensor, whole: Block, keys: Tensor, values: Tensor, first: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = self._columns(keys, first)
-        return block_gradients(grad, self.q, keys, values, whole, mask, is_diagonal, self.scale)
+        if not self._is_later(first):
+            mask = self._columns(keys, first)
+            return block_gradients(grad, self.q, keys, values, whole, mask, self.is_causal, self.scale)
+        rows = _later(whole[0]), whole[1][..., 1:].contiguous()
+        q, k, v = _later(self.q), _earlier(keys), _earlier(values)
+        dq, dk, dv = block_gradients(_later(grad), q, k, v, rows, None, True, self.scale)
+        return F.pad(dq, (0, 0, 1, 0)), F.pad(dk, (0, 0, 0, 1)), F.pad(dv, (0, 0, 0, 1))
+
+    def _is_later(self, rank: int) -> bool:
+        """Whether a key of `rank` comes after the query of the same number."""
+        return self.is_causal and rank > self.axis.rank
 
     def _columns(self, keys: Tensor, first: int) -> Tensor | None:
         """The mask for these keys."""
         if self.mask is None or self.mask.shape[-1] == 1:
             return self.mask
-        return self.mask.narrow(-1, first * self.k.shape[-2], keys.shape[-2])
+        length = self.k.shape[-2]
+        if not self.is_striped:
+            return self.mask.narrow(-1, first * length, keys.shape[-2])
+        by_rank = self.mask.view(*self.mask.shape[:-1], length, self.axis.size).transpose(-2, -1)
+        return by_rank.narrow(-2, first, keys.shape[-2] // length).flatten(-2)
 
     def keep(self, ctx: FunctionCtx, found: Block | None) -> Tensor:
         """The result in q's dtype; what backward needs is saved."""
         assert found is not None  # a rank sees its own keys at least
         out, lse = found[0].to(self.q.dtype), found[1]
         ctx.save_for_backward(self.q, self.k, self.v, self.mask, out, lse)  # type: ignore[arg-type]
-        ctx.options = (self.is_causal, self.scale, self.axis)  # type: ignore[attr-defined]
+        ctx.options = (self.is_causal, self.scale, self.axis, self.is_striped)  # type: ignore[attr-defined]
         return out
 
     @classmethod
@@ -154,8 +177,8 @@ class _AllGathered(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *args: Any) -> Tensor:
         call, found = _Attention(*args), None
         lines = call.axis.gather_parts(call.packed())
-        for first, last, is_diagonal in call.visible():
-            block = call.forward(*call.joined(lines[first:last]), first, is_diagonal)
+        for first, last in call.visible():
+            block = call.forward(*call.joined(lines[first:last]), first)
             found = block if found is None else merge(found, block)
         return call.keep(ctx, found)
 
@@ -166,14 +189,14 @@ class _AllGathered(torch.autograd.Function):
         lines = call.axis.gather_parts(call.packed())
         grads = torch.zeros_like(lines)
         dq = torch.zeros_like(call.q, dtype=whole[1].dtype)
-        for first, last, is_diagonal in call.visible():
-            own, dk, dv = call.backward(grad, whole, *call.joined(lines[first:last]), first, is_diagonal)
+        for first, last in call.visible():
+            own, dk, dv = call.backward(grad, whole, *call.joined(lines[first:last]), first)
             dq += own
             parts = zip(dk.chunk(last - first, -2), dv.chunk(last - first, -2), strict=True)
             for rank, (dk_part, dv_part) in enumerate(parts, first):
                 grads[rank] = _packed(dk_part, dv_part)
         dk, dv = call.unpacked(call.axis.scatter_sum(grads))
-        return dq.to(call.q.dtype), dk, dv, None, None, None, None
+        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None
 
 
 class _Ring(torch.autograd.Function):
@@ -185,10 +208,8 @@ class _Ring(torch.autograd.Function):
         line, axis = call.packed(), call.axis
         for step in range(axis.size):
             arrival = axis.pass_on(line) if step < axis.size - 1 else None
-            source = (axis.rank - step) % axis.size
-            if not call.is_causal or source <= axis.rank:
-                block = call.forward(*call.unpacked(line), source, call.is_causal and source == axis.rank)
-                found = block if found is None else merge(found, block)
+            block = call.forward(*call.unpacked(line), (axis.rank - step) % axis.size)
+            found = block if found is None else merge(found, block)
             line = arrival.wait() if arrival else line
         return call.keep(ctx, found)
 
@@ -201,20 +222,25 @@ class _Ring(torch.autograd.Function):
         behind: Arrival | None = None
         for step in range(axis.size):
             arrival = axis.pass_on(line) if step < axis.size - 1 else None
-            source = (axis.rank - step) % axis.size
-            if not call.is_causal or source <= axis.rank:
-                is_diagonal = call.is_causal and source == axis.rank
-                own, dk, dv = call.backward(grad, whole, *call.unpacked(line), source, is_diagonal)
-                dq += own
-                grads = _packed(dk, dv).to(wide)
-            else:
-                grads = torch.zeros_like(line, dtype=wide)
+            own, dk, dv = call.backward(grad, whole, *call.unpacked(line), (axis.rank - step) % axis.size)
+            dq += own
+            grads = _packed(dk, dv).to(wide)
             behind = axis.pass_on(grads if behind is None else grads.add_(behind.wait()))
             line = arrival.wait() if arrival else line
         assert behind is not None
         dk, dv = call.unpacked(behind.wait().to(line.dtype))
-        return dq.to(call.q.dtype), dk, dv, None, None, None, None
+        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat((k.flatten(), v.flatten()))
+
+
+def _later(x: Tensor) -> Tensor:
+    """All positions but the first."""
+    return x.narrow(-2, 1, x.shape[-2] - 1)
+
+
+def _earlier(x: Tensor) -> Tensor:
+    """All positions but the last."""
+    return x.narrow(-2, 0, x.shape[-2] - 1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     # Only programs that offload activations have it beside them.
     from .offload import Offload
 
-ZERO_AXES = ("dp", "ep")
+ZERO_AXES = ("dp", "cp", "ep")
 """Axes over which ZeRO shards what is Rp on them, over both as one."""
 
 Mode = Literal["none", "selective", "full"]

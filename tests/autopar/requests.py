@@ -23,7 +23,8 @@ from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, operators_of, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import Operator, operators_of
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.settings.constraints import Constraints

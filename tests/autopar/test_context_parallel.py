@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar.costs.context import ContextCall, context_call
-from autopar.errors import ConstraintError
+from autopar.costs.rates import Training
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.trace import trace
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
-from autopar.options.strategies import cuts_context, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import options_of
 from autopar.plan import Plan
+from autopar.planning import equal_configs
 from autopar.planning.planner import search_plans
+from autopar.planning.request import Request
 from autopar.report.traffic import context_rows
 from autopar.rules import combines, prove_rule, rule_for
+from autopar.rules.attention import EXCHANGES
 from autopar.rules.rule import Joint, Rule, axis_options, joint_option, shard_option
+from autopar.settings.constraints import Constraints
 from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
+from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from tests.autopar.requests import graph_of, request_for
 from tests.autopar.rules.handmade_calls import T, bools, f, make_node
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
-EVERYWHERE = {"parameters": {"*": {"tp": "R"}}}
-"""No weight is cut, so that every call between the tokens and the loss is cut along the tokens."""
-
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -61,23 +70,25 @@ CAUSAL = (None, 0.0, True)
 )
 def test_which_calls_can_be_cut(args: Any, kwargs: Any, can: bool) -> None:
     node, inputs, rule = attention_rule(*args, **kwargs)
-    found = {o.lowering: o for o in axis_options(rule, 2, inputs, node.outputs) if o.label in rule.joints}
-    assert set(found) == ({"all_gather", "ring"} if can else set())
-    for option in found.values():
-        rows = S(2) if len(inputs) > 3 else None
-        assert option.inputs[:3] == (S(2),) * 3 and option.outputs == (S(2),)
-        assert option.inputs[3:] == ((rows,) if rows else ())
+    found = [o for o in axis_options(rule, 2, inputs, node.outputs) if o.label in rule.joints]
+    is_causal = "is_causal" in kwargs or len(args) > 5
+    layouts = ["/stripes"] if is_causal else ["", "/stripes"]
+    assert {o.label for o in found} == ({f"s+t/{e}{end}" for e in EXCHANGES for end in layouts} if can else set())
+    for option in found:
+        own, keys = (S(2, meta.shape[2] // 2 if "stripes" in option.label else 1) for meta in inputs[:2])
+        assert option.inputs[:3] == (own, keys, keys) and option.outputs == (own,)
+        assert option.inputs[3:] == ((own,) if len(inputs) > 3 else ())
 
 
 def test_a_mask_without_rows_is_whole_and_odd_lengths_are_not_cut() -> None:
     node, inputs, rule = attention_rule(Q, Q, Q, bools(2, 1, 1, 12))
-    assert joint_option(rule, "s+t/ring").inputs[3].is_replicated
+    assert joint_option(rule, "s+t/ring", 2).inputs[3].is_replicated
     assert not [o for o in axis_options(rule, 5, inputs, node.outputs) if o.label in rule.joints]
 
 
 def test_one_axis_only() -> None:
     _, _, rule = attention_rule(Q, Q, Q)
-    both, rows, heads = joint_option(rule, "s+t/ring"), shard_option(rule, "s"), shard_option(rule, "h")
+    both, rows, heads = joint_option(rule, "s+t/ring", 2), shard_option(rule, "s"), shard_option(rule, "h")
     assert combines(rule, (both, heads), (2, 2))
     assert not combines(rule, (both, both), (2, 2))
     assert not combines(rule, (both, rows), (2, 2))
@@ -99,15 +110,15 @@ def call_of(exchange: str, size: int, is_causal: bool) -> ContextCall:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-def test_the_last_rank_is_priced(exchange: str, size: int) -> None:
-    """With free exchanges: keys before its own in full and its own by half, backward twice as long."""
+def test_all_ranks_take_as_long(exchange: str, size: int) -> None:
+    """With free exchanges: half of the keys of every rank under a causal mask, backward twice as long."""
 
     def kernel(keys: int, causal: bool) -> tuple[float, float]:
         return (keys / 2, float(keys)) if causal else (float(keys), 2.0 * keys)
 
     free = (lambda kind, axis, num_bytes: 0.0), (lambda num_bytes: 0.0)
     forward, backward = call_of(exchange, size, True).seconds(*free, kernel)
-    assert (forward, backward) == (10 * (size - 0.5), 20 * (size - 0.5))
+    assert (forward, backward) == (5 * size, 10 * size)
     assert call_of(exchange, size, False).seconds(*free, kernel) == (10 * size, 20 * size)
 
 
@@ -131,23 +142,23 @@ def test_exchanges_that_take_longer_than_kernels() -> None:
 
 
 def test_a_plan_cuts_all_tokens() -> None:
-    best = search_plans(request_for("llama_gqa", tp=4, context="ring", **EVERYWHERE)).best
+    best = search_plans(request_for("llama_gqa", cp=4, context="ring")).best
     attention = [key for key, operator in best.operators.items() if operator.rule.joints]
     assert attention
     for key in attention:
         option = best.assignment.operators[key]
-        assert option.axes[-1].lowering == "ring" and option.outputs[0][-1] == S(2)
-        call = context_call(best.operators[key], option, Mesh(("tp",), (4,)), on_cpu=False)
+        assert option.axes[-1].lowering == "ring" and option.outputs[0][-1] == S(2, 8)
+        call = context_call(best.operators[key], option, Mesh(("cp",), (4,)), on_cpu=False)
         assert call is not None and (call.queries, call.keys, call.size) == (8, 8, 4)
         assert call.part == 2 * best.operators[key].inputs[1].num_bytes / 4
     linear = [key for key in best.operators if key[0] and best.operators[key].node.op.startswith("aten.linear")]
-    assert all(best.assignment.operators[key].outputs[0][-1] == S(1) for key in linear)
+    assert all(best.assignment.operators[key].outputs[0][-1] == S(1, 8) for key in linear)
 
 
 @pytest.mark.slow
 def test_the_report_tells_what_is_exchanged() -> None:
     """Three times a quarter of all keys and values, and their gradients once more on the way back to their rank."""
-    best = search_plans(request_for("llama_gqa", tp=4, context="ring", **EVERYWHERE)).best
+    best = search_plans(request_for("llama_gqa", cp=4, context="ring")).best
     (scope,) = (scope for scope in scopes_of(best.graph) if scope.layer)
     rows = context_rows(scope, best.operators, best.assignment, best.plan.mesh, False, 1)
     key, value = next(o.inputs[1:3] for o in best.operators.values() if o.rule.joints)
@@ -160,37 +171,72 @@ def test_the_report_tells_what_is_exchanged() -> None:
     )
 
 
+def test_only_cp_exchanges_keys() -> None:
+    """Roles of axes: tp never cuts queries and keys together, and cp cuts no weight."""
+    best = search_plans(request_for("llama_gqa", cp=2, tp=2)).best
+    mesh = best.plan.mesh
+    for operator in best.operators.values():
+        for option in options_of(operator, mesh):
+            assert option.axes[mesh.axes.index("tp")].lowering not in EXCHANGES
+    stored = [each.placements[mesh.axes.index("cp")] for each in best.assignment.parameters.values()]
+    assert stored and all(placement.is_replicated for placement in stored)
+
+
+def long_request(rows: int, **constraints: Any) -> Request:
+    def traced(micro_batch: int) -> Graph:
+        with torch.device("meta"):
+            example = EXAMPLES["llama_gqa"](layers=2, batch_size=4, seq_len=512, width=256, vocab_size=256)
+        return trace(example.model, example.inputs, example.loss_fn, batch_size=micro_batch)
+
+    limits = Constraints.parse(constraints)
+    return Request(BatchedTrace(traced), Cluster.parse("4 a100-80g"), rows, "fp32", Training(), limits)
+
+
 @pytest.mark.slow
-def test_nobody_exchanges_unless_asked() -> None:
-    best = search_plans(request_for("llama_gqa", tp=4)).best
-    options = best.assignment.operators
-    assert not [key for key in options if cuts_context(options[key])]
-    assert any(operator.rule.joints for operator in best.operators.values())
-    auto = search_plans(request_for("llama_gqa", tp=4, context="auto")).best
-    assert auto.plan.prediction.step_seconds <= best.plan.prediction.step_seconds * (1 + 1e-9)
+@pytest.mark.parametrize(("rows", "memory"), [(1, None), (2, None), (2, "1552MiB")])
+def test_the_search_over_cp_equals_trying_every_degree(
+    rows: int, memory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equal_configs, "MIN_POSITIONS", 8)
+    pins: dict[str, Any] = {} if memory is None else {"memory": memory}
+    found = search_plans(long_request(rows, **pins)).best.plan
+    degrees: dict[int, float] = {}
+    for cp in (1, 2, 4):
+        with contextlib.suppress(InfeasibleError, ConstraintError):
+            each = search_plans(long_request(rows, cp=cp, **pins)).best.plan
+            degrees[each.mesh.size("cp")] = each.prediction.step_seconds
+    assert found.prediction.step_seconds == pytest.approx(min(degrees.values()), rel=1e-9), (found.mesh, degrees)
+    assert len(degrees) == 3 or memory
 
 
 def test_refusals() -> None:
-    request_for("llama_gqa", tp=4, context="ring").constraints.check(graph_of("llama_gqa"))
+    request_for("llama_gqa", cp=4, context="ring").constraints.check(graph_of("llama_gqa"))
     example = EXAMPLES["gpt2"](dropout=0.1)
     with pytest.raises(ConstraintError, match="without dropout"):
         autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"context": "ring"})
-    with pytest.raises(ConstraintError, match="all_gather, ring, auto"):
+    with pytest.raises(ConstraintError, match="all_gather, ring, heads"):
         request_for("llama_gqa", context="zigzag")
     example = EXAMPLES["llama_gqa"](seq_len=14)
-    with pytest.raises(ConstraintError, match=r"14 queries(.|\n)*divisor of 14"):
-        autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"tp": 4, "context": "ring"})
+    with pytest.raises(ConstraintError, match=r"14 positions(.|\n)*cp of 2, 7, 14"):
+        autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"cp": 4, "context": "ring"})
+    with pytest.raises(ConstraintError, match=r"cannot be cut so(.|\n)*all_gather(.|\n)*ring"):
+        autopar.compile(
+            EXAMPLES["bert"](num_heads=1).model,
+            IDEAL,
+            example_inputs=EXAMPLES["bert"](num_heads=1).inputs,
+            constraints={"cp": 4, "context": "heads"},
+        )
 
 
 @pytest.mark.slow
 def test_program_and_plan_file(golden: Any) -> None:
     example = EXAMPLES["llama_gqa"](layers=3)
-    pins = {"dp": 2, "tp": 2, "zero": 2, "context": "ring", **EVERYWHERE}
+    pins = {"dp": 2, "cp": 2, "zero": 2, "context": "ring"}
     compiled = autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints=pins)
     golden("programs/llama_gqa_context.py.txt", compiled.source)
     text = compiled.plan.to_yaml()
     again = autopar.compile(example.model, IDEAL, example_inputs=example.inputs, plan=Plan.from_yaml(text))
-    assert "s+t/ring" in text and again.source == compiled.source
+    assert "s+t/ring/stripes" in text and again.source == compiled.source
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -204,13 +250,14 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [
-        ("llama_gqa", {"tp": 4, "context": "ring"}),
-        slow("gpt2", {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, "context": "all_gather"}),
-        slow("llama_gqa", {"tp": 4, "context": "all_gather"}),
-        slow("gpt2", {"dp": 2, "tp": 2, "zero": 1, "context": "ring"}),
-        slow("bert", {"tp": 4, "context": "ring"}),
-        slow("llama_gqa", {"dp": 2, "tp": 2, "recompute": "selective", "context": "ring"}),
-        slow("llama_gqa", {"pp": 2, "tp": 2, "recompute": "full", "micro_batches": 4, "context": "all_gather"}),
+        ("llama_gqa", {"cp": 4, "context": "ring"}),
+        slow("gpt2", {"dp": 2, "cp": 2, "zero": 3, "micro_batches": 2, "context": "all_gather"}),
+        slow("llama_gqa", {"cp": 2, "tp": 2, "context": "all_gather"}),
+        slow("gpt2", {"cp": 4, "zero": 1, "context": "ring"}),
+        slow("bert", {"cp": 4, "context": "ring"}),
+        slow("bert", {"cp": 2, "tp": 2, "context": "heads"}),
+        slow("llama_gqa", {"dp": 2, "cp": 2, "recompute": "selective", "context": "ring"}),
+        slow("llama_gqa", {"pp": 2, "cp": 2, "recompute": "full", "micro_batches": 4, "context": "all_gather"}),
     ],
 )
 def test_programs_equal_one_process(name: str, constraints: dict[str, Any]) -> None:
@@ -220,7 +267,7 @@ def test_programs_equal_one_process(name: str, constraints: dict[str, Any]) -> N
         IDEAL,
         example_inputs=example.inputs,
         loss_fn=example.loss_fn,
-        constraints={**constraints, **EVERYWHERE},
+        constraints={**constraints},
     )
     assert report.gradients and report.parameters
     assert report.ok(1e-5), str(report)
@@ -236,6 +283,6 @@ LONG = {"layers": 2, "width": 64, "seq_len": 512, "vocab_size": 32, "batch_size"
                            slow("all_gather", "none")]
 )  # fmt: skip
 def test_predicted_peaks_are_close_to_measured_ones(exchange: str, mode: str) -> None:
-    constraints = {"tp": 4, "context": exchange, "recompute": mode, **EVERYWHERE}
+    constraints = {"cp": 4, "zero": 0, "micro_batches": 4, "context": exchange, "recompute": mode}
     for row in measure(Pair("gpt2", constraints, sizes=LONG)):
         assert 1 - UNDER <= row.ratio <= 1 + OVER, str(row)

@@ -11,7 +11,7 @@ from autopar.costs.events import Event, Moved, Ran, Reader
 from autopar.costs.kernels import KernelPricer
 from autopar.ir.chain import segments
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from codegen.program import Call, Program, Reshard
 from tests.autopar.costs.test_kernel_prices import fused_setting
 from tests.autopar.requests import Setting, setting

@@ -23,7 +23,8 @@ from autopar.ir.placement import P
 from autopar.launch import run_ranks
 from autopar.lowering.lower import lower
 from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, Option, Scope, operators_of, options_of, scopes_of
+from autopar.options.scopes import Scope, scopes_of
+from autopar.options.strategies import Operator, Option, operators_of, options_of
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import one_stage_costs

@@ -16,7 +16,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, Rp, S
 from autopar.lowering.lower import lower
 from autopar.lowering.scope_lowering import attribute_path
-from autopar.options.strategies import options_of, scopes_of
+from autopar.options.scopes import scopes_of
+from autopar.options.strategies import options_of
 from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.request import HIDDEN_FRACTION, Request, pricer_for

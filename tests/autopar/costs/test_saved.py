@@ -9,7 +9,7 @@ from torch import Tensor
 from autopar.costs.saved import saved_tensors
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node, Ref, TensorMeta, base_name
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from examples.models import EXAMPLES, Example
 
 LONGER = {"batch_size": 8, "seq_len": 32}

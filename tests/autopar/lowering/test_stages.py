@@ -266,4 +266,5 @@ def test_repeated_calls_need_no_gradient_and_draw_nothing() -> None:
 
 
 def test_boundary_placements() -> None:
-    assert boundary_placements((Rp, P, R, S(1), S(2, 3))) == (R, R, R, S(1), R)
+    assert boundary_placements((Rp, P, R, S(1), S(2, 3)), are_alike=False) == (R, R, R, S(1), R)
+    assert boundary_placements((Rp, P, R, S(1), S(2, 3)), are_alike=True) == (R, R, R, S(1), S(2, 3))

@@ -17,7 +17,7 @@ from autopar.costs.updates import training_of
 from autopar.integrations.loading import load_model
 from autopar.ir.graph import Ref
 from autopar.ir.placement import S
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import name_dims
 from autopar.report.sharding import parameter_rows

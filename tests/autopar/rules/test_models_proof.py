@@ -8,7 +8,7 @@ import pytest
 
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Node, TensorMeta, map_refs
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.rules import ProofReport, prove_rule, rule_for
 from examples.models import EXAMPLES
 

@@ -22,7 +22,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Rp, Stored
 from autopar.launch import run_ranks
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.plan import Plan
 from autopar.report.traffic import traffic_bytes
 from autopar.trainer import Trainer

@@ -31,14 +31,14 @@ def test_no_bytes(text: Any) -> None:
     ("given", "says"),
     [
         ({"zeroo": 2}, ["unknown constraint 'zeroo'", "did you mean 'zero'?"]),
-        ({"cp": 2}, ["'cp'", "not searched yet"]),
+        ({"sp": 2}, ["unknown constraint 'sp'"]),
         ({"dp": 0}, ["dp is a whole number of at least 1"]),
         ({"tp": "two"}, ["tp is a whole number", "'two'"]),
         ({"zero": 4}, ["ZeRO stage", "0, 1, 2 or 3"]),
         ({"micro_batches": 1.5}, ["micro_batches", "1.5"]),
         ({"parameters": {"*": {"tp": "S"}}}, ["parameters['*']", "S(dim)"]),
         ({"parameters": {"*": "S(0)"}}, ["parameters['*']", "axis -> placement"]),
-        ({"activations": {"*": {"xp": "R"}}}, ["unknown axis", "xp", "dp or ep or tp"]),
+        ({"activations": {"*": {"xp": "R"}}}, ["unknown axis", "xp", "cp or ep or tp"]),
     ],
 )
 def test_unreadable_constraints(given: dict[str, Any], says: list[str]) -> None:

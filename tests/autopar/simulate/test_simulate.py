@@ -18,7 +18,7 @@ from autopar.cli import app
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.graph import Graph
-from autopar.options.strategies import scopes_of
+from autopar.options.scopes import scopes_of
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import simulate_plan
 from autopar.simulate import Predictor

@@ -30,13 +30,18 @@ CASES = {
 """mask: its dims, True for all queries or keys, False for one."""
 
 EXCHANGES = ("all_gather", "ring")
+CALLS = [
+    (exchange, name, is_striped)
+    for exchange, (name, case), is_striped in itertools.product(EXCHANGES, CASES.items(), (False, True))
+    if is_striped or not case.get("is_causal")
+]
 
 
-def whole_inputs(size: int, case: dict[str, object], dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def whole_inputs(size: int, case: dict[str, object], dtype: torch.dtype, per_rank: int = PER_RANK):  # type: ignore[no-untyped-def]
     """q, k, v, mask, and the gradient of the result."""
     generator = torch.Generator().manual_seed(7)
     kv_heads, width = int(case.get("kv_heads", HEADS)), int(case.get("value_width", WIDTH))  # type: ignore[call-overload]
-    queries = size * PER_RANK
+    queries = size * per_rank
     keys = queries if case.get("is_causal") else size * KEYS_PER_RANK
     shapes = [(BATCH, HEADS, queries, WIDTH), (BATCH, kv_heads, keys, WIDTH), (BATCH, kv_heads, keys, width)]
     q, k, v = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
@@ -48,7 +53,7 @@ def whole_inputs(size: int, case: dict[str, object], dtype: torch.dtype):  # typ
             mask = torch.rand(shape, generator=generator) < 0.6
             mask[..., 0] = True
             if case.get("blind"):
-                mask[..., 3, :] = False
+                mask[..., queries // 2, :] = False
         else:
             mask = torch.randn(shape, generator=generator).to(dtype)
     return q, k, v, mask, grad
@@ -70,40 +75,60 @@ def formula(q, k, v, mask, grad, is_causal, scale):  # type: ignore[no-untyped-d
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
 
-def on_rank(rank: int, size: int, dtype: torch.dtype) -> dict[tuple[str, str], list[np.ndarray]]:
+def part(x: torch.Tensor, rank: int, size: int, is_striped: bool) -> torch.Tensor:
+    return x[:, :, rank::size] if is_striped else x.chunk(size, 2)[rank]
+
+
+def joined(parts: list[np.ndarray], is_striped: bool) -> torch.Tensor:
+    """The whole of the parts of all ranks."""
+    order = np.arange(len(parts) * parts[0].shape[2]).reshape(-1, len(parts)).T.reshape(-1)
+    whole = np.concatenate(parts, 2)
+    return torch.from_numpy(whole[:, :, np.argsort(order)] if is_striped else whole)
+
+
+def on_rank(rank: int, size: int, dtype: torch.dtype, per_rank: int) -> dict[tuple[str, str, bool], list[np.ndarray]]:
     """This rank's result and gradients of all cases, in float64."""
     axis, found = Mesh.create(("cp",), (size,)).axis("cp"), {}
-    for exchange, (name, case) in itertools.product(EXCHANGES, CASES.items()):
-        q, k, v, mask, grad = whole_inputs(size, case, dtype)
-        leaves = [t.chunk(size, 2)[rank].clone().requires_grad_() for t in (q, k, v)]
+    for exchange, name, is_striped in CALLS:
+        case = CASES[name]
+        q, k, v, mask, grad = whole_inputs(size, case, dtype, per_rank)
+        leaves = [part(t, rank, size, is_striped).clone().requires_grad_() for t in (q, k, v)]
         if mask is not None and mask.shape[2] > 1:
-            mask = mask.chunk(size, 2)[rank]
+            mask = part(mask, rank, size, is_striped)
         options = {"is_causal": bool(case.get("is_causal")), "scale": case.get("scale"), "enable_gqa": True}
-        out = context_attention(*leaves, axis, mask, exchange=exchange, **options)  # type: ignore[arg-type]
-        out.backward(grad.chunk(size, 2)[rank])
+        out = context_attention(*leaves, axis, mask, exchange=exchange, is_striped=is_striped, **options)  # type: ignore[arg-type]
+        out.backward(part(grad, rank, size, is_striped))
         results = [out.detach(), *(leaf.grad for leaf in leaves)]
         assert all(result is not None and result.dtype == dtype for result in results)
-        found[exchange, name] = [result.double().numpy() for result in results]  # type: ignore[union-attr]
+        found[exchange, name, is_striped] = [result.double().numpy() for result in results]  # type: ignore[union-attr]
     return found
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "bound"),
-    [(2, torch.float64, 1e-12), (3, torch.float64, 1e-12), (4, torch.float32, 5e-6), (3, torch.bfloat16, 0.06)],
+    ("size", "dtype", "bound", "per_rank"),
+    [
+        (2, torch.float64, 1e-12, PER_RANK),
+        (3, torch.float64, 1e-12, 4),
+        (4, torch.float32, 5e-6, PER_RANK),
+        (3, torch.bfloat16, 0.06, PER_RANK),
+        (2, torch.float64, 1e-12, 1),
+    ],
 )
-def test_ranks_together_give_the_whole_attention(size: int, dtype: torch.dtype, bound: float) -> None:
-    ranks = run_ranks(on_rank, size, dtype)
-    for exchange, (name, case) in itertools.product(EXCHANGES, CASES.items()):
-        *tensors, grad = whole_inputs(size, case, dtype)
+def test_ranks_together_give_the_whole_attention(size: int, dtype: torch.dtype, bound: float, per_rank: int) -> None:
+    ranks = run_ranks(on_rank, size, dtype, per_rank)
+    for exchange, name, is_striped in CALLS:
+        case = CASES[name]
+        *tensors, grad = whole_inputs(size, case, dtype, per_rank)
         expected = formula(*tensors, grad, case.get("is_causal"), case.get("scale"))
         for index, whole in enumerate(expected):
-            found = torch.from_numpy(np.concatenate([parts[exchange, name][index] for parts in ranks], 2))
-            torch.testing.assert_close(found, whole, rtol=bound, atol=bound, msg=f"{exchange} {name} {index}")
+            found = joined([parts[exchange, name, is_striped][index] for parts in ranks], is_striped)
+            place = f"{exchange} {name} {is_striped} {index}"
+            torch.testing.assert_close(found, whole, rtol=bound, atol=bound, msg=lambda text, at=place: f"{at}: {text}")
 
 
 def test_one_rank_is_torchs_attention() -> None:
     q, k, v, _, _ = whole_inputs(1, {"is_causal": True}, torch.float64)
-    found = context_attention(q, k, v, Axis("cp"), is_causal=True)
+    found = context_attention(q, k, v, Axis("cp"), is_causal=True, is_striped=True)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
@@ -131,5 +156,7 @@ def test_refusals() -> None:
         context_attention(q, k, v, Axis("cp"), exchange="tree")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not both"):
         context_attention(q, k, v, Axis("cp"), mask, is_causal=True)
+    with pytest.raises(ValueError, match="is_striped=True"):
+        context_attention(q, k, v, Axis("cp"), is_causal=True)
     with pytest.raises(ValueError, match="no gradient"):
         context_attention(q, k, v, Axis("cp"), mask.requires_grad_())

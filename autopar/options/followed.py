@@ -1,0 +1,164 @@
+"""Which factor of every call a dim is: the batch, the positions of sequences, experts, and in how many sections.
+
+A dim is followed through the rules: what shards it in one tensor is a factor of the call, which says what it is in the
+call's other tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from autopar.ir.graph import Graph, LayerRun, Node, Ref
+from autopar.ir.placement import Placement, S
+from autopar.options.scopes import Scope
+from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.rule import Rule, find_factor
+
+Sections = dict[str, tuple[int, ...]]
+Key = tuple[str, str]
+Marks = dict[tuple[str, Ref], set[Placement]]
+Rules = Mapping[Key, tuple[Rule, bool]]
+
+
+def _spread(graph: Graph, scopes: tuple[Scope, ...], marks: Marks) -> None:
+    """Copy marks across layer borders, both ways."""
+    by_name = {scope.name: scope for scope in scopes}
+    for piece in graph.body:
+        if not isinstance(piece, LayerRun):
+            continue
+        scope = by_name[piece.layer.name]
+        pairs = [
+            ((scope.name, Ref(formal)), ("", arg))
+            for (formal, _), arg in zip(piece.layer.inputs, piece.args, strict=True)
+        ]
+        pairs += [((scope.name, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(piece.layer.outputs)]
+        for here, there in pairs:
+            both = marks.get(here, set()) | marks.get(there, set())
+            if both:
+                marks[here] = set(both)
+                marks[there] = set(both)
+
+
+def follow(
+    graph: Graph,
+    scopes: tuple[Scope, ...],
+    rules: Rules,
+    dims_of_inputs: Mapping[str, int | None],
+    is_sequence: bool = False,
+) -> dict[Key, tuple[str, int]]:
+    """For each node the (factor, sections) that a dim of the inputs is, found forward from these.
+
+    is_sequence: also through calls that cannot be sharded along it, and back from where it meets what the calls
+    themselves make (tables of positions, masks).
+    """
+    marks: Marks = {("", Ref(name)): {S(dim)} for name, dim in dims_of_inputs.items() if dim is not None}
+    found: dict[Key, tuple[str, int]] = {}
+    for _ in range(len(scopes) + 1):
+        _spread(graph, scopes, marks)
+        before = len(found)
+        for scope in scopes:
+            for node in scope.nodes:
+                rule = rules[scope.name, node.name][0]
+                for ref, dims in zip(node.inputs, rule.inputs, strict=True):
+                    for mark in marks.get((scope.name, ref), ()):
+                        factor = factor_of(rule, dims, mark)
+                        if factor is not None and (is_sequence or factor[0] not in rule.blocked):
+                            found.setdefault((scope.name, node.name), factor)
+                here = found.get((scope.name, node.name))
+                if here:
+                    for index, dims in enumerate(rule.outputs):
+                        placement = find_factor(rule, dims, *here)
+                        if placement:
+                            marks[scope.name, Ref(node.name, index)] = {placement}
+            if is_sequence:
+                _follow_back(scope, rules, marks, found)
+        if len(found) == before:
+            break
+    return found
+
+
+def _follow_back(scope: Scope, rules: Rules, marks: Marks, found: dict[Key, tuple[str, int]]) -> None:
+    """Marks what calls of one scope take, and what makes it, by what the calls are found to do."""
+    for node in reversed(scope.nodes):
+        key, rule = (scope.name, node.name), rules[scope.name, node.name][0]
+        for index, dims in enumerate(rule.outputs):
+            for mark in marks.get((scope.name, Ref(node.name, index)), ()) if key not in found else ():
+                factor = factor_of(rule, dims, mark)
+                if factor is not None:
+                    found[key] = factor
+        for ref, dims in zip(node.inputs, rule.inputs, strict=True) if key in found else ():
+            placement = find_factor(rule, dims, *found[key])
+            if placement:
+                marks.setdefault((scope.name, ref), {placement})
+
+
+def follow_experts(scope: Scope, rules: Rules) -> dict[tuple[str, str], str]:
+    """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use."""
+    layers = [node for node in scope.nodes if node.op == EXPERT_LINEAR]
+    wanted = {ref: S(0) for node in layers for ref in (node.inputs[1], *node.inputs[3:])}
+    found: dict[tuple[str, str], str] = {}
+    for node in reversed(scope.nodes):
+        mark, key = wanted.get(Ref(node.name)), (scope.name, node.name)
+        factor = factor_of(rules[key][0], rules[key][0].outputs[0], mark) if mark else None
+        if factor is not None and factor[1] == 1 and len(node.outputs) == 1:
+            found[key] = factor[0]
+            for ref, dims in zip(node.inputs, rules[key][0].inputs, strict=True):
+                if placement := find_factor(rules[key][0], dims, *factor):
+                    wanted[ref] = placement
+    return found
+
+
+def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:
+    """The factor and its sections that put shard `mark` on a tensor with `dims`."""
+    if mark.dim >= len(dims):
+        return None
+    before = 1
+    for factor in dims[mark.dim]:
+        rest, remainder = divmod(mark.sections, before)
+        if remainder == 0 and rest >= 1 and rule.sizes[factor] % rest == 0 and rest < rule.sizes[factor]:
+            return factor, rest
+        before *= rule.sizes[factor]
+    return None
+
+
+def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> dict[tuple[str, str], Sections]:
+    """For each node the section counts worth offering per factor: those that some neighbour's shard needs."""
+    marks: dict[tuple[str, Ref], set[Placement]] = {}
+    found: dict[tuple[str, str], dict[str, set[int]]] = {}
+    for _ in range(8):
+        before = sum(len(placements) for placements in marks.values())
+        _spread(graph, scopes, marks)
+        for scope in scopes:
+            for node in itertools.chain(scope.nodes, reversed(scope.nodes)):
+                _mark_sections(scope.name, node, rules[scope.name, node.name][0], marks, found)
+        if sum(len(placements) for placements in marks.values()) == before:
+            break
+    return {key: {f: tuple(sorted(counts)) for f, counts in value.items()} for key, value in found.items()}
+
+
+def _mark_sections(
+    scope: str,
+    node: Node,
+    rule: Rule,
+    marks: dict[tuple[str, Ref], set[Placement]],
+    found: dict[tuple[str, str], dict[str, set[int]]],
+) -> None:
+    tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]] = [
+        *zip(node.inputs, rule.inputs, strict=True),
+        *((Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)),
+    ]
+    wanted: set[tuple[str, int]] = {(factor, 1) for factor in rule.shardable}
+    for ref, dims in tensors:
+        for mark in marks.get((scope, ref), ()):
+            pair = factor_of(rule, dims, mark)
+            if pair and pair[0] in rule.shardable:
+                wanted.add(pair)
+    counts = found.setdefault((scope, node.name), {})
+    for factor, sections in wanted:
+        if sections > 1:
+            counts.setdefault(factor, set()).add(sections)
+        for ref, dims in tensors:
+            placement = find_factor(rule, dims, factor, sections)
+            if placement and placement.sections > 1:
+                marks.setdefault((scope, ref), set()).add(placement)
