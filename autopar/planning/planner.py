@@ -130,8 +130,17 @@ def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
 
 
 def _search_mixed(search: UnequalSearch) -> SearchResult:
-    """The best pipeline over groups of unlike nodes. Raises InfeasibleError."""
-    found, request = search.run().best, search.request
+    """The best pipeline over groups of unlike nodes. Raises InfeasibleError, and ConstraintError for a pinned axis that
+    their stage meshes do not have."""
+    request = search.request
+    pinned = {axis: request.constraints.degrees.get(axis, 1) for axis in ("ddp", "cp", "ep")}
+    if max(pinned.values()) > 1:
+        raise ConstraintError(
+            "stages on groups of unlike nodes have dp and tp alone",
+            values=", ".join(f"{axis}={size}" for axis, size in pinned.items() if size > 1),
+            alternatives="pp, dp and tp, or nodes that are alike",
+        )
+    found = search.run().best
     if found is not None:
         return SearchResult((candidate_of(found, request),), (), ())
     error = nothing_fits(request, [], [search])

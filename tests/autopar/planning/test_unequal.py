@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import InfeasibleError
+from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.chain import chain
 from autopar.ir.graph import LayerRun
 from autopar.ir.stage_mesh import StageMesh
@@ -162,6 +162,12 @@ def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
     """Five units on seven groups."""
     with pytest.raises(InfeasibleError, match="as many blocks in the model as there are groups"):
         search_plans(request_for(" + ".join(["1 a100-80g", "1 v100-32g"] * 3 + ["1 h100-sxm"]), micro_batches=1))
+
+
+@pytest.mark.parametrize("pins", [{"cp": 2}, {"ep": 2}, {"dp": 1, "ddp": 2}])
+def test_axes_that_unlike_nodes_do_not_have_are_refused(pins: dict[str, int]) -> None:
+    with pytest.raises(ConstraintError, match="unlike nodes have dp and tp alone"):
+        search_plans(request_for(TWO_AND_ONE, **pins))
 
 
 def test_what_does_not_fit_is_said_group_by_group() -> None:
