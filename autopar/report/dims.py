@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
+from autopar.options.followed import factor_of
 from autopar.options.strategies import Operator
-from autopar.rules.rule import Rule, find_factor
+from autopar.rules.rule import find_factor
 
 Key = tuple[str, Ref, Placement]
 
@@ -114,19 +115,6 @@ def _through(operator: Operator, ref: Ref, shard: Placement) -> Iterator[Key]:
                 placement = find_factor(rule, other_dims, *factor)
                 if placement is not None:
                     yield operator.scope, other, placement
-
-
-def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], shard: Placement) -> tuple[str, int] | None:
-    """(factor, sections) whose shard `shard` is for a tensor with `dims`."""
-    if shard.dim >= len(dims):
-        return None
-    before = 1
-    for factor in dims[shard.dim]:
-        sections, rest = divmod(shard.sections, before)
-        if rest == 0 and sections and rule.sizes[factor] % sections == 0 and sections < rule.sizes[factor]:
-            return factor, sections
-        before *= rule.sizes[factor]
-    return None
 
 
 def _features(operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:
