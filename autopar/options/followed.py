@@ -93,11 +93,11 @@ def _follow_back(scope: Scope, rules: Rules, marks: Marks, found: dict[Key, tupl
                 marks.setdefault((scope.name, ref), {placement})
 
 
-def follow_experts(scope: Scope, rules: Rules) -> dict[tuple[str, str], str]:
+def follow_experts(scope: Scope, rules: Rules) -> dict[Key, str]:
     """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use."""
     layers = [node for node in scope.nodes if node.op == EXPERT_LINEAR]
     wanted = {ref: S(0) for node in layers for ref in (node.inputs[1], *node.inputs[3:])}
-    found: dict[tuple[str, str], str] = {}
+    found: dict[Key, str] = {}
     for node in reversed(scope.nodes):
         mark, key = wanted.get(Ref(node.name)), (scope.name, node.name)
         factor = factor_of(rules[key][0], rules[key][0].outputs[0], mark) if mark else None
@@ -122,10 +122,10 @@ def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) ->
     return None
 
 
-def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> dict[tuple[str, str], Sections]:
+def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> dict[Key, Sections]:
     """For each node the section counts worth offering per factor: those that some neighbour's shard needs."""
-    marks: dict[tuple[str, Ref], set[Placement]] = {}
-    found: dict[tuple[str, str], dict[str, set[int]]] = {}
+    marks: Marks = {}
+    found: dict[Key, dict[str, set[int]]] = {}
     for _ in range(8):
         before = sum(len(placements) for placements in marks.values())
         _spread(graph, scopes, marks)
@@ -141,8 +141,8 @@ def _mark_sections(
     scope: str,
     node: Node,
     rule: Rule,
-    marks: dict[tuple[str, Ref], set[Placement]],
-    found: dict[tuple[str, str], dict[str, set[int]]],
+    marks: Marks,
+    found: dict[Key, dict[str, set[int]]],
 ) -> None:
     tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]] = [
         *zip(node.inputs, rule.inputs, strict=True),

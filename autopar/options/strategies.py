@@ -27,6 +27,9 @@ from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options
 
+UNCUT = ("R", "Rp", "P")
+"""Labels of options that shard nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -46,9 +49,8 @@ class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
     batch, positions: the factor (and sections) that runs over the batch, over the sequence. is_striped: whether `cp`
-    shards sequences in stripes. experts: of what makes a weight of experts, the factor
-    that runs over these. route: of a layer of experts, how its rows come and go. runs: of the scope's calls, what one
-    kernel may do.
+    shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these. route: of
+    a layer of experts, how its rows come and go. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -180,30 +182,35 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     """Options of one axis by its role. A data axis that can shard the batch does nothing else: what costs the same on
     two data-parallel ranks as on many is what shards (see planning/solved_layers.py), and a partial weight with the
     whole batch is not. Layers of experts and what makes their weights are cut by expert on `ep`, and only there."""
+    if axis == "cp":
+        return _context_choices(operator, size)
     batch = operator.batch
     sections = dict(operator.sections)
     if batch and batch[1] > 1:
         sections[batch[0]] = (*sections.get(batch[0], ()), batch[1])
-    if axis == "cp" and operator.positions:
-        return _context_choices(operator, operator.positions, size)
     options = axis_options(operator.rule, size, operator.inputs, operator.node.outputs, sections)
-    batch_label = None if batch is None or axis == "cp" else _label(*batch)
+    batch_label = None if batch is None else _label(*batch)
     is_batch = [option.label.split("/")[0] == batch[0] if batch else False for option in options]
     routed = [option for option in options if option.lowering == ROUTED]
     if axis == "ep" and (routed or operator.experts):
         return routed or [option for option in options if option.label == operator.experts]
-    if axis not in (*DATA_AXES, "cp"):
+    if axis not in DATA_AXES:
         special = [option for option in options if option.label in operator.rule.joints]
         return [option for option, b in zip(options, is_batch, strict=True) if not b and option not in special]
     if any(option.label == batch_label for option in options):
         return [option for option in options if option.label == batch_label]
-    return [option for option in options if option.label in ("R", "Rp", "P")]
+    return [option for option in options if option.label in UNCUT]
 
 
-def _context_choices(operator: Operator, positions: tuple[str, int], size: int) -> list[AxisOption]:
-    """Options of `cp` for a call on sequences: their positions are cut, and where they cannot be, all that is no batch.
-    Attention exchanges keys, or has the heads cut instead (S. A. Jacobs et al., "DeepSpeed Ulysses" (2023))."""
-    rule, (factor, count) = operator.rule, positions
+def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
+    """Options of `cp`: positions of sequences are cut, where they cannot be, all that is no batch, and nothing of calls
+    without any. Attention exchanges keys, or has the heads cut instead (S. A. Jacobs et al., "DeepSpeed Ulysses"
+    (2023))."""
+    rule = operator.rule
+    if operator.positions is None:
+        options = axis_options(rule, size, operator.inputs, operator.node.outputs)
+        return [option for option in options if option.label in UNCUT]
+    factor, count = operator.positions
     if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
         count = rule.sizes[factor] // size
     options = axis_options(rule, size, operator.inputs, operator.node.outputs, {factor: (count,)})

@@ -59,7 +59,7 @@ def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
         counts = micro_batch_counts(request.global_batch_size // shape.dp, limits.micro_batches)
         for count in filter(request.splits, counts):
             rows = request.global_batch_size // count
-            if not _shares_rows_first(request, shape, rows // shape.dp):
+            if not _rows_are_shared(request, shape, rows // shape.dp):
                 continue
             for zero in zero_stages(request, shape.dp * shape.cp, count):
                 for multiplier in MULTIPLIERS:
@@ -76,8 +76,8 @@ def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
                             )
 
 
-def _shares_rows_first(request: Request, shape: Shape, rows: int) -> bool:
-    """Whether no rows of a rank could be shared out instead of positions: data parallelism exchanges no keys."""
+def _rows_are_shared(request: Request, shape: Shape, rows: int) -> bool:
+    """Whether rows are shared out as far as they can be before positions are, which costs an exchange of keys."""
     degrees = request.constraints.degrees
     return math.gcd(rows, shape.cp) == 1 or "cp" in degrees or "dp" in degrees
 
