@@ -19,9 +19,10 @@ from typing import Generic, TypeVar
 class Bound(IntEnum):
     """How much of a candidate its bound knows of: the next one takes longer to find, and is no less."""
 
-    WITHOUT_PARAMETERS = 0
-    WITH_MEMORY_FREE = 1
-    TIGHT = 2
+    OF_MANY_ROWS = 0
+    WITHOUT_PARAMETERS = 1
+    WITH_MEMORY_FREE = 2
+    TIGHT = 3
 
 
 Tried = TypeVar("Tried")

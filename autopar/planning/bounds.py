@@ -30,6 +30,7 @@ from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.config_costs import ClassSeconds, ConfigCosts
 from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.solved_layers import SolvedLayer
 from autopar.planning.stage_points import HOLDING, stretched
 
 
@@ -42,6 +43,14 @@ def bound_without_parameters(costs: ConfigCosts, config: ParallelConfig) -> floa
     """The same whatever becomes of the parameters."""
     totals = [costs.seconds_without_parameters(config, own) for own in config.stage_meshes]
     return _bound(costs, config, totals, 0.0)
+
+
+def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedLayer, rows: int) -> float:
+    """The same from what `rows` rows of a data-parallel rank take: one takes no less where there are fewer of them."""
+    (own,) = config.stage_meshes
+    share, busy = config.rows_on(own) / rows, costs.busy(many, config.schedule)
+    micro, weight = ([share * seconds for seconds in kind] for kind in (busy.micro, busy.weight))
+    return _bound(costs, config, [ClassSeconds(micro, weight, busy.step)], 0.0)
 
 
 def tightened(costs: ConfigCosts, config: ParallelConfig) -> float:

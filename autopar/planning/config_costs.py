@@ -70,14 +70,15 @@ class ConfigCosts:
             own = [stored.get(name, StoredCost()) for name in self.counts]
             self._synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
         per_micro, per_step = self._synchronised[key]
-        busy = self._busy(solved_layer, config.schedule)
+        busy = self.busy(solved_layer, config.schedule)
         return ClassSeconds(list(map(add, busy.micro, per_micro)), busy.weight, per_step)
 
     def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """On a stage mesh, whatever becomes of the parameters."""
-        return self._busy(self.solved_layer(config, stage_mesh), config.schedule)
+        return self.busy(self.solved_layer(config, stage_mesh), config.schedule)
 
-    def _busy(self, solved_layer: SolvedLayer, schedule: str) -> ClassSeconds:
+    def busy(self, solved_layer: SolvedLayer, schedule: str) -> ClassSeconds:
+        """Of a solved layer, whatever becomes of the parameters."""
         own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
         return ClassSeconds([each.under(schedule) for each in busy], [each.weight for each in busy], self._none)

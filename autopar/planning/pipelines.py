@@ -13,13 +13,13 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from autopar.ir.chain import chain
 from autopar.planning.best_first import BestFirst, Bound
-from autopar.planning.bounds import bound, bound_without_parameters, tightened
+from autopar.planning.bounds import bound, bound_of_many_rows, bound_without_parameters, tightened
 from autopar.planning.config_costs import ConfigCosts, Solved
 from autopar.planning.equal_configs import equal_configs
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
-from autopar.planning.solved_layers import SolvedLayers
+from autopar.planning.solved_layers import MULTIPLIERS, SolvedLayer, SolvedLayers
 from autopar.planning.stage_problem import Found, StageProblem
 from autopar.planning.unequal_configs import schedules, unequal_configs, variants, without_parameters
 from search.inter_op import NothingBelowCutoffError
@@ -98,6 +98,7 @@ class EqualSearch(PipelineSearch):
             request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS
         )
         super().__init__(request, self.solved_layers)
+        self._many: dict[tuple[int, ...], tuple[int, SolvedLayer | None]] = {}
 
     def configs(self) -> Iterator[ParallelConfig]:
         """All of them whose closed form is minimised."""
@@ -119,8 +120,35 @@ class EqualSearch(PipelineSearch):
         return sorted(costed, key=lambda config: (bound(self.costs, config), config.key))
 
     def bounded(self) -> Iterable[Bounded]:
-        """Where the search begins."""
-        return ((bound(self.costs, each), each, Bound.WITH_MEMORY_FREE) for each in self.configs())
+        """Where the search begins; of large requests with what most configs need not be looked at for."""
+        if self.solved_layers.typical_rows is None:
+            yield from ((bound(self.costs, each), each, Bound.WITH_MEMORY_FREE) for each in self.configs())
+            return
+        for config in self.unscheduled:
+            rows, many = self._most_rows(config)
+            for each in self.scheduled(config):
+                least = bound_of_many_rows(self.costs, each, many, rows) if many else 0.0
+                yield least, each, Bound.OF_MANY_ROWS
+
+    def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
+        """The config with the next bound; none where another with the same assignment stands for it."""
+        if known > Bound.OF_MANY_ROWS:
+            yield from super().closer(candidate, known)
+        elif not self.solved_layers.repeats(candidate):
+            yield bound(self.costs, candidate), candidate, Bound.WITH_MEMORY_FREE
+
+    def _most_rows(self, config: ParallelConfig) -> tuple[int, SolvedLayer | None]:
+        """The most rows that a rank has under the config's degrees, with their solved layer."""
+        if not self._many:
+            rows = {
+                each.sharing: (each.rows_on(each.stage_meshes[0]), each)
+                for each in sorted(self.unscheduled, key=lambda c: c.rows_on(c.stage_meshes[0]))
+            }
+            self._many = {
+                sharing: (most, self.solved_layers.solved_layer(each.stage_meshes[0].mesh, most, MULTIPLIERS[0]))
+                for sharing, (most, each) in rows.items()
+            }
+        return self._many[config.sharing]
 
 
 class UnequalSearch(PipelineSearch):
