@@ -6,6 +6,7 @@ Order matters and is `simplify`'s body. Every pass takes the FlatGraph and chang
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.losses import split_means
-from autopar.ir.graph import Node, Ref, map_refs, with_refs
+from autopar.ir.graph import Node, Ref, TensorMeta, map_refs, with_refs
 from autopar.ir.operators import arguments_of
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
@@ -39,6 +40,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     drop_no_effect(flat)
     functionalise(flat)
     drop_identities(flat)
+    drop_cut_joins(flat)
     eliminate_dead(flat)
     refuse_effects(flat)
     refuse_untrained(flat)
@@ -107,6 +109,76 @@ def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
     if name == "slice" and same:
         return True
     return name == "clone" and not source.requires_grad
+
+
+Piece = tuple[Ref, int, int]
+"""A tensor between two positions of a dim."""
+
+
+def drop_cut_joins(flat: FlatGraph) -> None:
+    """What is cut from joined tensors is cut from what was joined: so a tensor that is made empty and then written to
+    part by part is what these parts join."""
+    metas = flat.metas()
+    pieces: dict[tuple[Ref, int], list[Piece]] = {}
+    renamed: dict[Ref, Ref] = {}
+    for position, node in enumerate(flat.nodes):
+        if node.op not in ("aten.cat.default", "aten.slice.Tensor", "aten.select.int"):
+            continue
+        dim = arguments_of(node)["dim"] % len(metas[node.inputs[0]].shape)
+        own = _pieces(node, dim, pieces, metas)
+        if not own:
+            continue
+        if node.op == "aten.select.int":
+            flat.nodes[position] = replace(node, args=(own[0][0], dim, own[0][1]), kwargs=())
+            continue
+        pieces[Ref(node.name), dim] = own
+        refs, is_whole = (
+            tuple(ref for ref, _, _ in own),
+            all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in own),
+        )
+        if is_whole and len(own) == 1:
+            renamed[Ref(node.name)] = refs[0]
+        elif is_whole:
+            flat.nodes[position] = replace(node, op="aten.cat.default", args=(refs, dim), kwargs=())
+        elif len(own) == 1:
+            flat.nodes[position] = replace(node, op="aten.slice.Tensor", args=(refs[0], dim, *own[0][1:]), kwargs=())
+    substitute(flat, renamed)
+
+
+def _pieces(
+    node: Node, dim: int, pieces: dict[tuple[Ref, int], list[Piece]], metas: dict[Ref, TensorMeta]
+) -> list[Piece]:
+    """What a call joins along `dim`, or cuts from what is joined; nothing where it does neither."""
+    arguments = arguments_of(node)
+    if "tensors" in arguments:
+        joined, rank = arguments["tensors"], len(node.meta.shape)
+        # One of another rank is the empty tensor that `cat` leaves out; one of another dtype is promoted.
+        if any((len(metas[part].shape), metas[part].dtype) != (rank, node.meta.dtype) for part in joined):
+            return []
+        return [piece for part in joined for piece in pieces.get((part, dim), _whole(part, dim, metas))]
+    source = arguments["self"]
+    if (source, dim) not in pieces:
+        return []
+    if "index" in arguments:
+        at = arguments["index"] % metas[source].shape[dim]
+        return list(_cut(pieces[source, dim], at, at + 1))
+    kept = range(metas[source].shape[dim])[slice(arguments["start"], arguments["end"], arguments["step"])]
+    if kept.step != 1:
+        return []
+    return list(_cut(pieces[source, dim], kept.start, kept.stop))
+
+
+def _whole(ref: Ref, dim: int, metas: dict[Ref, TensorMeta]) -> list[Piece]:
+    return [(ref, 0, metas[ref].shape[dim])]
+
+
+def _cut(pieces: list[Piece], start: int, end: int) -> Iterator[Piece]:
+    """What lies between two positions of joined pieces."""
+    for ref, first, last in pieces:
+        length = last - first
+        if max(start, 0) < min(end, length):
+            yield ref, first + max(start, 0), first + min(end, length)
+        start, end = start - length, end - length
 
 
 def eliminate_dead(flat: FlatGraph) -> None:

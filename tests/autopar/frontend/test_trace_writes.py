@@ -106,9 +106,22 @@ def casts_on_copy(base: Tensor, y: Tensor) -> Tensor:
     return base * counts
 
 
+def overlapping(base: Tensor, y: Tensor) -> Tensor:
+    base[:, 1:3] = y[:, :2]
+    base[:, 2:5] = y[:, 3:]
+    return torch.cat([base[:, 1:5], base[:, :2]], 1)
+
+
+def part_by_part(base: Tensor, y: Tensor) -> Tensor:
+    whole = base.new_empty(3, 6)
+    for i in range(6):
+        whole[:, i] = y[:, i] * (whole[:, i - 1].clone() if i else 1.0)
+    return whole
+
+
 WRITES = [
     into_slice, into_zeros, into_row_of_slice, into_transposed_view, seen_by_older_view, twice_the_same_slice,
-    written_before_detach, casts_on_copy,
+    written_before_detach, casts_on_copy, overlapping, part_by_part,
 ]  # fmt: skip
 
 
@@ -117,6 +130,14 @@ def test_writes_reach_what_shares_memory(write: Callable[[Tensor, Tensor], Tenso
     model = Writes(write)
     graph = trace(model, (LEFT,))
     assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
+
+
+def test_a_tensor_written_part_by_part_is_what_joins_the_parts() -> None:
+    graph = trace(Writes(part_by_part), (LEFT,))
+    nodes = [node for node in graph.body if isinstance(node, Node)]
+    (join,) = (node for node in nodes if node.op == "aten.cat.default")
+    assert len(join.inputs) == 6
+    assert not any(node.op.startswith("aten.new_empty") for node in nodes)
 
 
 def test_write_that_cannot_be_carried_over_is_refused() -> None:
