@@ -19,14 +19,16 @@ from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
 from autopar.frontend.user_line import raised_at
+from autopar.frontend.value_checks import skipped_checks
 
 
-def export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = None) -> torch.export.ExportedProgram:
+    """unchecked: gets the lines whose checks of values are left out (value_checks.py)."""
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
-        with traceable(batch), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+        with traceable(batch, unchecked), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
             return torch.export.export(module, (), clones, strict=False)
     except TraceError:
         raise
@@ -68,10 +70,10 @@ def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | No
 
 
 @contextlib.contextmanager
-def traceable(batch: Batch) -> Iterator[None]:
-    """What holds while forward is traced."""
+def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
+    """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
-    with custom_backward(), plain_masks(packed_positions=packed):
+    with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed):
         yield
 
 
