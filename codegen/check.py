@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -197,8 +198,12 @@ def _fits(kind: str, value: ast.expr) -> bool:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Name -> what is imported from the run time and the kernels, which live in codegen as they will in the program."""
+    """Name -> what is imported from the run time and the kernels, which live in codegen as they will in the program,
+    and from the user's modules."""
     for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in sys.modules:
+            own = sys.modules[node.module]
+            yield from ((alias.asname or alias.name, getattr(own, alias.name, None)) for alias in node.names)
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and node.module != "layers":
             home = f"codegen.{node.module}"
             for alias in node.names:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from codegen.columns import COLUMNS, documented, fitted
 from codegen.expressions import is_custom, kernel_name, literal
+from codegen.functions import function_of
 from codegen.idioms import with_idioms
 from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
 from codegen.reshard_words import Dims
@@ -113,9 +114,12 @@ def batch_text(program: Program) -> str:
 
 
 def _custom(calls: Iterable[Call]) -> str:
-    """The operators that are not torch's own, as a clause."""
+    """The operators and Functions that are not torch's own, as a clause."""
+    calls = list(calls)
     names = sorted({call.target.rpartition(".")[0] for call in calls if is_custom(call.target)})
-    return f" and whatever registers {', '.join(names)}: import it before this" if names else " only"
+    modules = sorted({found.function.__module__ for call in calls if (found := function_of(call.target))})
+    theirs = f", the Functions of {', '.join(modules)}" if modules else ""
+    return f"{theirs} and whatever registers {', '.join(names)}: import it before this" if names else theirs or " only"
 
 
 def _docstring(title: str, needs: str) -> list[str]:
@@ -148,7 +152,10 @@ def _imports(calls: Iterable[Call], body: str, homes: dict[str, list[str]]) -> l
             homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
         elif space in ("async_tp", "deferred", "fp8", "overlapped") and space not in homes.get(".runtime", []):
             homes.setdefault(".runtime", []).append(space)
-    return lines + [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())]
+    functions = {call.target: function for call in calls if (function := function_of(call.target))}
+    theirs = [*sorted(function.import_line for function in functions.values()), ""] if functions else []
+    own = [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())]
+    return lines + theirs + own
 
 
 def _layout(layout: Layout) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from codegen.functions import NAMESPACE, function_of
 from codegen.program import Call, Raw, Var
 from codegen.schemas import EmissionError, schema_of, signature_of
 from codegen.text import quoted
@@ -137,7 +138,7 @@ def is_method(call: Call) -> bool:
 
 def is_custom(target: str) -> bool:
     """Whether a target is an operator of another library than torch's own (`torch.library`)."""
-    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self."))
+    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self.", f"{NAMESPACE}."))
 
 
 Arguments = dict[str, Any]
@@ -177,7 +178,9 @@ def _operator(call: Call) -> str:
             text = _function(CREATION.get(name, f"torch.{name}"), positional, {**named, **where})
         if text is not None:
             return text
-    return _function(f"torch.ops.{call.target}", *_split(_positional(call.target, arguments)))
+    function = function_of(call.target)
+    path = function.call if function else f"torch.ops.{call.target}"
+    return _function(path, *_split(_positional(call.target, arguments)))
 
 
 Given = tuple[str | None, Any]

@@ -13,19 +13,22 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.errors import TraceError
+from autopar.frontend.autograd_functions import call_function
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
 from autopar.frontend.user_line import raised_at
+from autopar.frontend.value_checks import skipped_checks
 
 
-def export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = None) -> torch.export.ExportedProgram:
+    """unchecked: gets the lines whose checks of values are left out (value_checks.py)."""
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
-        with traceable(batch), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+        with traceable(batch, unchecked), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
             return torch.export.export(module, (), clones, strict=False)
     except TraceError:
         raise
@@ -67,16 +70,16 @@ def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | No
 
 
 @contextlib.contextmanager
-def traceable(batch: Batch) -> Iterator[None]:
-    """What holds while forward is traced."""
+def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
+    """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
-    with refuse_custom_backward(), plain_masks(packed_positions=packed):
+    with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed):
         yield
 
 
 @contextlib.contextmanager
-def refuse_custom_backward() -> Iterator[None]:
-    """What a trace of forward drops silently is refused: backward of a custom autograd.Function, hooks, gradients."""
+def custom_backward() -> Iterator[None]:
+    """A custom autograd.Function becomes an operator; what a trace drops silently is refused: hooks and gradients."""
 
     # A classmethod of Python until torch 2.14, of C since.
     registered = torch.autograd.Function.__dict__["apply"]
@@ -97,11 +100,7 @@ def refuse_custom_backward() -> Iterator[None]:
                     'none in the model: plans choose what to recompute, and {"recompute": "full"} asks for all layers',
                 ],
             )
-        raise TraceError(
-            "the model calls a custom autograd.Function, whose backward torch.export would drop",
-            values=f"{cls.__module__}.{cls.__qualname__}",
-            alternatives="register it with torch.library.custom_op and register_autograd",
-        )
+        return call_function(cls, args, kwargs)
 
     def refused(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from autopar.frontend.effects import at, refused_random
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, with_refs
 from autopar.ir.operators import find_op
+from codegen.functions import NAMESPACE
 
 _COPY = "aten.copy_.default"
 _DROPOUT = "aten.dropout_.default"
@@ -68,6 +69,7 @@ class _Functionaliser:
         chain = self.chain(written)
         root = chain[-1]
         self.check_target(node, root)
+        self.check_functions(node, root)
         value = self.copied(node, written) if functional == _COPY else replace(self.updated(node), op=functional)
         self.nodes.append(value)
         self.current[written] = self.current[Ref(node.name)] = Ref(value.name)
@@ -111,6 +113,17 @@ class _Functionaliser:
                 values=f"{node.op}{at(self.flat, node)}",
                 alternatives="write it out of place in the model",
             )
+
+    def check_functions(self, node: Node, root: Ref) -> None:
+        """Raises TraceError for a write to what a custom Function took before, and may have returned a view of."""
+        for earlier in self.flat.nodes[: self.flat.nodes.index(node)]:
+            roots = {self.chain(ref)[-1] for ref in earlier.inputs}
+            if earlier.op.startswith(f"{NAMESPACE}.") and root in roots:
+                raise TraceError(
+                    "forward writes to a tensor that it gave to a custom autograd.Function before",
+                    values=f"{node.op} after {earlier.op}{at(self.flat, node)}",
+                    alternatives="write it out of place in the model",
+                )
 
     def increment(self, name: str, write: Node) -> int | float:
         """What forward adds to a buffer. Raises TraceError where it does anything else to it."""

@@ -29,7 +29,7 @@ _ROOT = "model."
 class FlatGraph:
     """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
 
-    lines: node -> the stack of the user's code that called it, as Python prints one.
+    lines: node -> the stack of the user's code that called it, as Python prints one. unchecked: as in a Graph.
     """
 
     parameters: dict[str, Parameter]
@@ -39,6 +39,7 @@ class FlatGraph:
     classes: dict[str, str]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
+    unchecked: tuple[str, ...] = ()
 
     def copy(self) -> FlatGraph:
         """A copy that passes may rewrite while this stays."""

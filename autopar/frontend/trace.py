@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -127,7 +127,9 @@ def _flat_graph(
         with contextlib.suppress(Exception):
             return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
     module = LossModule(short(), loss_fn, tuple(batch))
-    flat = import_program(export(module, batch), module, batch, model)
+    unchecked: dict[str, None] = {}
+    flat = import_program(export(module, batch, unchecked), module, batch, model)
+    flat.unchecked = tuple(unchecked)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(flat.copy(), batch, param_dtype)
@@ -173,4 +175,4 @@ def _to_graph(
         for name, value in fake_batch.items()
         if isinstance(value, torch.Tensor)
     )
-    return fold_layers(flat, inputs, cuts, batch_size or rows)
+    return replace(fold_layers(flat, inputs, cuts, batch_size or rows), unchecked=flat.unchecked)

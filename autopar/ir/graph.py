@@ -183,8 +183,8 @@ class Accumulation:
 class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
-    accumulation: of a graph of micro-batches, several of which make the batch. known: what functions marked `derived`
-    have found out of it.
+    accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
+    values and raise or warn, which are left out. known: what functions marked `derived` have found out of it.
     """
 
     name: str
@@ -194,6 +194,7 @@ class Graph:
     loss: Ref
     batch_size: int
     accumulation: Accumulation | None = None
+    unchecked: tuple[str, ...] = field(default=(), compare=False)
     known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 

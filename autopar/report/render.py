@@ -220,6 +220,7 @@ def _notes(compiled: GeneratedProgram) -> Iterator[RenderableType]:
         notes.append(
             f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
         )
+    notes += [f"a check of values that the program leaves out: {line}" for line in compiled.best.graph.unchecked]
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)
     idle = _idle_axes(compiled)

@@ -19,6 +19,7 @@ from autopar.rules import (
     convolution,
     creation,
     experts,
+    functions,
     lookup,
     loss,
     norm,
@@ -32,6 +33,7 @@ from autopar.rules import (
 from autopar.rules.call import Call, linear_sets, packet_name
 from autopar.rules.equation import Equation
 from autopar.rules.rule import Lowering, Rule
+from codegen.functions import NAMESPACE
 
 RuleFunction = Callable[[Call], Rule | None]
 Row = tuple[str, str] | RuleFunction
@@ -100,6 +102,8 @@ class Registry:
         for name in (op, packet):
             if name in self.additions:
                 return self.additions[name]
+        if packet.startswith(f"{NAMESPACE}."):
+            return functions.function_rule
         table = builtin_table()
         return table.get(packet) or table.get(plain)
 

@@ -1,0 +1,111 @@
+"""A user's `torch.autograd.Function` in a trace: one operator, which a program calls as the Function itself.
+
+The Function runs once on tensors without memory, forward and backward, so that what no program could repeat is refused:
+random numbers, writes to operands, and what is not made of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autopar.errors import TraceError
+from codegen.functions import applied, can_import, operator_of, unknown_arguments
+
+
+def call_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `function.apply(*args)` returns, by its operator. Raises TraceError, naming the Function and the reason."""
+    if kwargs or unknown_arguments(args):
+        kinds = sorted({type(value).__name__ for value in unknown_arguments(args)} | set(kwargs))
+        raise _refused(function, f"takes what is neither a tensor, a number nor text: {', '.join(kinds)}")
+    if not can_import(function):
+        raise _refused(function, "cannot be imported by this name, so that no program could call it")
+    tried = _Trial(function, args)
+    operator = operator_of(function, args, tried.num_outputs).operator
+    # Where backward gives nothing, the graph must say so.
+    given = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
+    results = operator(*given)
+    if tried.num_outputs is None:
+        return results.detach() if 0 in tried.constant else results
+    return tuple(value.detach() if i in tried.constant else value for i, value in enumerate(results))
+
+
+def _refused(function: type, reason: str) -> TraceError:
+    return TraceError(
+        f"the model calls a custom autograd.Function that {reason}",
+        values=f"{function.__module__}.{function.__qualname__}",
+        alternatives="a Function of a module, of tensors, numbers and text, that computes new tensors from them alone; "
+        "or an operator made by torch.library.custom_op and register_autograd",
+    )
+
+
+_GRADIENTS = torch.autograd.grad  # as it is where a trace has not replaced it
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first operator that draws random numbers."""
+
+    drawn = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = self.drawn or str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class _Trial:
+    """One forward and backward on fake tensors of the shapes of `args`.
+
+    num_outputs: of the tuple that forward returns, None for a tensor. constant: outputs without a gradient.
+    without_gradient: the arguments that backward returns None for.
+    """
+
+    def __init__(self, function: type, args: Sequence[Any]) -> None:
+        watch = _Calls()  # type: ignore[no-untyped-call]
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            FakeTensorMode(),
+            watch,
+        ):
+            leaves = [_leaf(value) if isinstance(value, Tensor) else value for value in args]
+            versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+            results = _tried(function, "forward", lambda: applied(function, *leaves))
+            if any(isinstance(x, Tensor) and x._version != v for x, v in zip(leaves, versions, strict=True)):
+                raise _refused(function, "writes to its operands")
+            tensors = results if isinstance(results, tuple) else (results,)
+            if not tensors or not all(isinstance(value, Tensor) for value in tensors):
+                raise _refused(function, "returns what is no tensor")
+            self.num_outputs = len(results) if isinstance(results, tuple) else None
+            self.constant = {i for i, value in enumerate(tensors) if not value.requires_grad}
+            trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            ends = [value for value in tensors if value.requires_grad]
+            gradients: Sequence[Any] = ()
+            if ends and trained:
+                wanted, ones = [leaves[i] for i in trained], [torch.ones_like(value) for value in ends]
+                gradients = _tried(function, "backward", lambda: _GRADIENTS(ends, wanted, ones, allow_unused=True))
+            self.without_gradient = {i for i, g in zip(trained, gradients, strict=False) if g is None}
+        if watch.drawn:
+            raise _refused(function, f"draws random numbers ({watch.drawn})")
+
+
+def _leaf(value: Tensor) -> Tensor:
+    """A tensor of the same shape, that gradients are wanted of where they can be."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    made.requires_grad_(value.is_floating_point() or value.is_complex())
+    return made.clone()  # autograd lets nobody write to a leaf
+
+
+def _tried(function: type, name: str, run: Any) -> Any:
+    try:
+        return run()
+    except Exception as error:  # whatever the user's code raises there
+        first = (str(error).splitlines() or [""])[0]
+        raise _refused(function, f"cannot be traced: its {name} raises {type(error).__name__}: {first}") from error

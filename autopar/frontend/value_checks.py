@@ -1,0 +1,167 @@
+"""Checks of values in forward: `if labels.max() >= n: raise ...`, which a graph cannot do, and a program leaves out.
+
+A branch on a tensor's value whose one way does nothing but raise or warn changes nothing of a forward that succeeds.
+So the other way is traced, and the line is told. What else branches on values stays an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from autopar.frontend.fakes import in_this_thread
+
+_HOME = f"{Path(__file__).resolve().parents[1]}/"
+_TELLS = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "print"})
+_CHECKS = ("_check_tensor_all", "_check_tensor_all_with", "_assert_async")
+_PARTED = (ast.BoolOp, ast.UnaryOp)
+
+
+@contextlib.contextmanager
+def skipped_checks(found: dict[str, None] | None = None) -> Iterator[None]:
+    """Checks of values are passed over. found: gets `file:line: text` of each."""
+    lines: dict[str, None] = {} if found is None else found
+
+    def truth(value: Any) -> bool:
+        frame = sys._getframe(2)  # behind this one and that of in_this_thread
+        wanted = _passing(frame) if _is_unknown(value) else None
+        if wanted is None:
+            return bool(symbolic(value) if isinstance(value, torch.SymBool) else numeric(value))
+        lines[_told(frame)] = None
+        return wanted
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        lines[_told(sys._getframe(2))] = None
+
+    numeric: Callable[[Any], Any] = torch.Tensor.__bool__
+    symbolic: Callable[[Any], Any] = torch.SymBool.__bool__
+    with contextlib.ExitStack() as stack:
+        for owner, original in ((torch.Tensor, numeric), (torch.SymBool, symbolic)):
+            stack.enter_context(mock.patch.object(owner, "__bool__", in_this_thread(truth, original)))
+        for name in _CHECKS:
+            stack.enter_context(mock.patch.object(torch, name, in_this_thread(checked, getattr(torch, name))))
+        yield
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether a value has no number while forward is traced."""
+    if isinstance(value, torch.SymBool):
+        return value.node.maybe_as_bool() is None and not value.node.has_hint()
+    if isinstance(value, FakeTensor):
+        return value.constant is None
+    return isinstance(value, Tensor) and (torch._is_functional_tensor(value) or get_proxy_mode() is not None)
+
+
+def _told(frame: FrameType) -> str:
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{name}:{line}: {linecache.getline(name, line).strip()}"
+
+
+def _passing(frame: FrameType) -> bool | None:
+    """What the value that `frame` asks for must be for its check to pass; None where it decides something else."""
+    position = _operand(frame)
+    statement = _statement(frame.f_code.co_filename, position)
+    if statement is None or any(_catches(each) for each in _callers(frame)):
+        return None
+    wanted = isinstance(statement, ast.Assert)
+    part = statement.test
+    while isinstance(part, _PARTED):
+        if isinstance(part, ast.UnaryOp):
+            if not isinstance(part.op, ast.Not):
+                break
+            part, wanted = part.operand, not wanted
+            continue
+        inner = next((value for value in part.values if _holds(value, position)), None)
+        if inner is None:
+            return wanted
+        part = inner
+    return wanted
+
+
+def _operand(frame: FrameType) -> tuple[int | None, ...]:
+    """Where the expression stands whose truth is asked for: the first and last line, the first and last column.
+
+    A jump has the position of all that it decides; what comes before it made the value.
+    """
+    code, index = frame.f_code.co_code, frame.f_lasti // 2
+    if any(word in dis.opname[code[2 * index]] for word in ("JUMP", "TO_BOOL")):
+        index -= 1
+        while dis.opname[code[2 * index]] == "EXTENDED_ARG":
+            index -= 1
+    return list(frame.f_code.co_positions())[index]
+
+
+@lru_cache(maxsize=512)
+def _statement(file: str, position: tuple[int | None, ...]) -> ast.If | ast.Assert | None:
+    """The check whose condition is at `position`."""
+    for node in _tree(file):
+        if isinstance(node, (ast.If, ast.Assert)) and _holds(node.test, position):
+            is_pure = not any(isinstance(part, (ast.NamedExpr, ast.Await)) for part in ast.walk(node.test))
+            return node if is_pure and (isinstance(node, ast.Assert) or _only_tells(node)) else None
+    return None
+
+
+@lru_cache(maxsize=128)
+def _tree(file: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file's source; none where there is no source."""
+    try:
+        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except SyntaxError:
+        return ()
+
+
+def _holds(node: ast.expr, position: tuple[int | None, ...]) -> bool:
+    line, last, column, end = position
+    if None in position or node.end_lineno is None or node.end_col_offset is None:
+        return False
+    return (node.lineno, node.col_offset) <= (line, column) and (last, end) <= (node.end_lineno, node.end_col_offset)
+
+
+def _only_tells(node: ast.If) -> bool:
+    """Whether what happens under the condition is an error, or words and nothing else."""
+    *before, last = node.body
+    ends = isinstance(last, ast.Raise)
+    return all(map(_is_told, before)) and (ends or (_is_told(last) and not node.orelse))
+
+
+def _is_told(statement: ast.stmt) -> bool:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    name = call.func if isinstance(call, ast.Call) else None
+    return (isinstance(name, ast.Attribute) and name.attr in _TELLS) or (
+        isinstance(name, ast.Name) and name.id in _TELLS
+    )
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """The frames of the user's code, from `frame` up to the first of ours."""
+    each: FrameType | None = frame
+    while each is not None and not each.f_code.co_filename.startswith(_HOME):
+        yield each
+        each = each.f_back
+
+
+def _catches(frame: FrameType) -> bool:
+    """Whether an error at the frame's line would be caught there and be more than an error."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if file.startswith(f"{Path(torch.__file__).parent}/"):
+        return False
+    holding = (each for each in _tree(file) if isinstance(each, ast.Try) and _is_within(line, each.body))
+    return any(not isinstance(handler.body[-1], ast.Raise) for each in holding for handler in each.handlers)
+
+
+def _is_within(line: int, body: list[ast.stmt]) -> bool:
+    return body[0].lineno <= line <= (body[-1].end_lineno or 0)

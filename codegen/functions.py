@@ -1,0 +1,102 @@
+"""A user's `torch.autograd.Function` as an operator of the graph, which programs write as the Function's own `apply`.
+
+The operator computes what forward does and knows no gradient: a program calls the Function by its import path, and so
+has its backward. One operator is made for each Function and kinds of arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "autograd_function"
+_APPLY = torch.autograd.Function.__dict__["apply"]  # as it is where a trace has not replaced it
+_KINDS = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", type(None): "Tensor?"}
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionOperator:
+    """One Function for one schema. packet: the operator's name in `NAMESPACE`, and the Function's in programs."""
+
+    function: type
+    packet: str
+    operator: Callable[..., Any]
+
+    @property
+    def import_line(self) -> str:
+        """`from models.gelu import GeLU`, under the packet's name where that is another."""
+        root = self.function.__qualname__.partition(".")[0]
+        renamed = f" as {self.packet}" if root != self.packet else ""
+        return f"from {self.function.__module__} import {root}{renamed}"
+
+    @property
+    def call(self) -> str:
+        """`GeLU.apply`."""
+        _, dot, rest = self.function.__qualname__.partition(".")
+        return f"{self.packet}{dot}{rest}.apply"
+
+
+def applied(function: type, *args: Any) -> Any:
+    """`function.apply(*args)`, while a trace has replaced that too."""
+    return _APPLY.__get__(None, function)(*args)
+
+
+def function_of(target: str) -> FunctionOperator | None:
+    """The Function behind an operator's name, "autograd_function.GeLU.default"; None for other operators."""
+    space, _, name = target.partition(".")
+    return _made()[1].get(name.partition(".")[0]) if space == NAMESPACE else None
+
+
+def can_import(function: type) -> bool:
+    """Whether a module has the Function by its name."""
+    try:
+        return attrgetter(function.__qualname__)(sys.modules[function.__module__]) is function
+    except (KeyError, AttributeError):
+        return False
+
+
+def unknown_arguments(args: Sequence[Any]) -> list[Any]:
+    """Those that no operator's schema can have: what is neither a tensor nor a number, text, dtype or None."""
+    return [value for value in args if not isinstance(value, Tensor) and type(value) not in _KINDS]
+
+
+def operator_of(function: type, args: Sequence[Any], num_outputs: int | None) -> FunctionOperator:
+    """The operator for a call with `args`. num_outputs: of the tuple that it returns; None for a tensor by itself."""
+    kinds = ["Tensor" if isinstance(value, Tensor) else _KINDS[type(value)] for value in args]
+    result = "Tensor" if num_outputs is None else f"({', '.join(['Tensor'] * num_outputs)})"
+    schema = f"({', '.join(f'{kind} a{i}' for i, kind in enumerate(kinds))}) -> {result}"
+    by_schema, by_packet = _made()
+    if (function, schema) not in by_schema:
+        wish = function.__qualname__.replace(".", "_")
+        packet = wish if wish not in by_packet else f"{wish}_{len(by_packet)}"
+        made = FunctionOperator(function, packet, _operator(function, packet, schema))
+        by_schema[function, schema] = by_packet[packet] = made
+    return by_schema[function, schema]
+
+
+@cache
+def _made() -> tuple[dict[tuple[type, str], FunctionOperator], dict[str, FunctionOperator]]:
+    """Those of this process, by Function and schema and by packet: torch keeps operators as long."""
+    return {}, {}
+
+
+def _operator(function: type, packet: str, schema: str) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with torch.no_grad():
+            results = applied(function, *args)
+        return tuple(map(_own, results)) if isinstance(results, tuple) else _own(results)
+
+    def _own(result: Tensor) -> Tensor:
+        """An operator's result shares no memory with its operands."""
+        return result.clone()
+
+    made = torch.library.custom_op(f"{NAMESPACE}::{packet}", run, mutates_args=(), schema=schema)
+    made.register_fake(run)
+    return made
