@@ -70,6 +70,30 @@ class _Tripled(torch.autograd.Function):
         return gradient * 3
 
 
+class _Noisy(_Tripled):
+    """Draws random numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x + torch.rand_like(x)
+
+
+class _Doubled(_Tripled):
+    """Writes to its operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+
+def _local_function() -> Any:
+    class Local(_Tripled):
+        """No module has it."""
+
+    return Local
+
+
 def _no_grad(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         target = m.lin(x)
@@ -136,6 +160,7 @@ def _remembers(m: Any, x: Tensor) -> Tensor:
 
 
 ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
+    "a custom Function": (lambda m, x: _Tripled.apply(m.lin(x)), id),
     "plain": (plain, id),
     "integer counter": (
         statements(lambda m, x: m.count.add_(1)), buffer("count", dtype=torch.long)
@@ -217,7 +242,9 @@ REFUSED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "a branch": (_branch, id),
     "autograd.grad": (_penalised, id),
     "backward": (statements(lambda m, x: m.lin(x).sum().backward()), id),
-    "a custom Function": (lambda m, x: _Tripled.apply(m.lin(x)), id),
+    "a Function that draws": (lambda m, x: _Noisy.apply(m.lin(x)), id),
+    "a Function that writes": (lambda m, x: _Doubled.apply(m.lin(x)), id),
+    "a Function of a function": (lambda m, x: _local_function().apply(m.lin(x)), id),
     "numpy": (lambda m, x: torch.from_numpy(m.lin(x).detach().numpy()), id),
     "all frozen": (plain, lambda m: m.requires_grad_(False)),
     "a loss without parameters": (lambda m, x: x, id),

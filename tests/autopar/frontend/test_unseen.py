@@ -30,7 +30,15 @@ def test_refused_before_anything_is_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["counter that the loss reads", "batch norm", "unused parameters", "frozen batch norm", "no_grad"]
+    "name",
+    [
+        "counter that the loss reads",
+        "batch norm",
+        "unused parameters",
+        "frozen batch norm",
+        "no_grad",
+        "a custom Function",
+    ],
 )
 def test_state_is_that_of_the_single_process(name: str) -> None:
     assert is_exact(Model(*ACCEPTED[name]), BATCH, mean_square)
