@@ -138,9 +138,9 @@ def drop_cut_joins(flat: FlatGraph) -> None:
         )
         if is_whole and len(own) == 1:
             renamed[Ref(node.name)] = refs[0]
-        elif is_whole:
+        elif is_whole and refs != node.inputs:
             flat.nodes[position] = replace(node, op="aten.cat.default", args=(refs, dim), kwargs=())
-        elif len(own) == 1:
+        elif not is_whole and len(own) == 1:
             flat.nodes[position] = replace(node, op="aten.slice.Tensor", args=(refs[0], dim, *own[0][1:]), kwargs=())
     substitute(flat, renamed)
 
