@@ -6,6 +6,7 @@ view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -116,9 +117,9 @@ class _Functionaliser:
 
     def check_functions(self, node: Node, root: Ref) -> None:
         """Raises TraceError for a write to what a custom Function took before, and may have returned a view of."""
-        for earlier in self.flat.nodes[: self.flat.nodes.index(node)]:
-            roots = {self.chain(ref)[-1] for ref in earlier.inputs}
-            if earlier.op.startswith(f"{NAMESPACE}.") and root in roots:
+        before = itertools.takewhile(lambda each: each is not node, self.flat.nodes)
+        for earlier in (each for each in before if each.op.startswith(f"{NAMESPACE}.")):
+            if any(self.chain(ref)[-1] == root for ref in earlier.inputs):
                 raise TraceError(
                     "forward writes to a tensor that it gave to a custom autograd.Function before",
                     values=f"{node.op} after {earlier.op}{at(self.flat, node)}",

@@ -19,9 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopar.errors import TraceError
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
+from autopar.rules.creation import LIKE, PLAIN
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
-_DETACHED_OPS = ("aten.detach.default",)
+CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
+"""Operators whose results are constants to backward, whatever they take."""
+
 _ROOT = "model."
 
 
@@ -202,7 +205,7 @@ class _Importer:
         args = tuple(self._argument(a) for a in node.args)
         kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
         op = str(target)
-        is_differentiable = not no_grad and op not in _DETACHED_OPS
+        is_differentiable = not no_grad and base_name(op) not in CONSTANT
         grads = is_differentiable and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
@@ -221,7 +224,7 @@ class _Importer:
     def _follow_memory(self, name: str, op: str, args: tuple[Any, ...], outputs: tuple[TensorMeta, ...]) -> None:
         """What a differentiable write reaches is differentiated through from then on, views and bases included."""
         is_write = op.split(".")[1].endswith("_")
-        is_view = base_name(op) in VIEWS and op not in _DETACHED_OPS
+        is_view = base_name(op) in VIEWS and base_name(op) not in CONSTANT
         if not (is_write or is_view) or not args or not isinstance(args[0], Ref):
             return
         root = self.roots.get(args[0], args[0])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.frontend.fx_import import FlatGraph, unused_name
-from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients, with_refs
+from autopar.frontend.fx_import import CONSTANT, FlatGraph, unused_name
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, with_refs
 
 _DETACH = "aten.detach.default"
 
@@ -18,7 +18,7 @@ _DETACH = "aten.detach.default"
 def settle_gradients(flat: FlatGraph) -> None:
     """Settles detached regions and frozen parameters, and every tensor's `requires_grad` anew."""
     detach_regions(flat)
-    frozen = set(flat.parameters) - _reached(flat)
+    frozen = set(flat.parameters) - reached(flat)
     for name in frozen:
         parameter = flat.parameters[name]
         flat.parameters[name] = replace(parameter, meta=replace(parameter.meta, requires_grad=False))
@@ -39,7 +39,7 @@ def detach_regions(flat: FlatGraph) -> None:
     nodes: list[Node] = []
     for node in flat.nodes:
         node = with_refs(node, lambda ref: detached.get(ref, ref))
-        crosses = node.op != _DETACH and any(metas[ref].requires_grad for ref in node.inputs)
+        crosses = base_name(node.op) not in CONSTANT and any(metas[ref].requires_grad for ref in node.inputs)
         cut = [i for i, meta in enumerate(node.outputs) if crosses and has_gradients(meta.dtype)]
         cut = [i for i in cut if not node.outputs[i].requires_grad]
         if not cut:
@@ -66,11 +66,11 @@ def detach_regions(flat: FlatGraph) -> None:
     flat.loss = detached.get(flat.loss, flat.loss)
 
 
-def _reached(flat: FlatGraph) -> set[str]:
+def reached(flat: FlatGraph) -> set[str]:
     """Nodes, parameters and inputs that the loss is differentiated through."""
     metas: dict[Ref, TensorMeta] = flat.metas()
     found = {flat.loss.node} if metas[flat.loss].requires_grad else set()
     for node in reversed(flat.nodes):
-        if node.name in found and node.op != _DETACH:
+        if node.name in found and base_name(node.op) not in CONSTANT:
             found |= {ref.node for ref in node.inputs if metas[ref].requires_grad}
     return found

@@ -17,7 +17,7 @@ from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import write_unsorted
 from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
-from autopar.frontend.gradients import settle_gradients
+from autopar.frontend.gradients import reached, settle_gradients
 from autopar.frontend.losses import split_means
 from autopar.ir.graph import Node, Ref, TensorMeta, map_refs, with_refs
 from autopar.ir.operators import arguments_of
@@ -40,12 +40,12 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     drop_no_effect(flat)
     functionalise(flat)
     drop_identities(flat)
-    drop_cut_joins(flat)
     eliminate_dead(flat)
     refuse_effects(flat)
     refuse_untrained(flat)
     write_unsorted(flat)
     settle_gradients(flat)
+    drop_cut_joins(flat)
     eliminate_dead(flat)
     split_means(flat)
     constants = evaluate_constants(flat)
@@ -80,7 +80,8 @@ def drop_identities(flat: FlatGraph) -> None:
     renamed: dict[Ref, Ref] = {}
     for node in flat.nodes:
         if node.op == "aten.broadcast_tensors.default":
-            if all(metas[ref].shape == meta.shape for ref, meta in zip(node.inputs, node.outputs, strict=True)):
+            pairs = [(metas[ref], meta) for ref, meta in zip(node.inputs, node.outputs, strict=True)]
+            if all(source.shape == meta.shape and not _stops_gradients(source, meta) for source, meta in pairs):
                 renamed |= {Ref(node.name, i): ref for i, ref in enumerate(node.inputs)}
         elif node.args and isinstance(node.args[0], Ref) and _is_identity(node, metas):
             renamed[Ref(node.name)] = node.args[0]
@@ -89,7 +90,7 @@ def drop_identities(flat: FlatGraph) -> None:
 
 
 def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
-    if len(node.outputs) != 1:
+    if len(node.outputs) != 1 or _stops_gradients(metas[node.args[0]], node.meta):
         return False
     source, result = metas[node.args[0]], node.meta
     same = bool(source.shape == result.shape and source.dtype == result.dtype)
@@ -111,17 +112,26 @@ def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
     return name == "clone" and not source.requires_grad
 
 
+def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
+    """Whether a result is a constant to backward where its source is none (`torch.no_grad`)."""
+    return source.requires_grad and not result.requires_grad
+
+
 Piece = tuple[Ref, int, int]
 """A tensor between two positions of a dim."""
 
 
 def drop_cut_joins(flat: FlatGraph) -> None:
     """What is cut from joined tensors is cut from what was joined: so a tensor that is made empty and then written to
-    part by part is what these parts join."""
-    metas = flat.metas()
+    part by part is what these parts join.
+
+    Nothing is done where a parameter is left out of all that is cut, whose gradient of zeros would become none.
+    """
+    metas, before, nodes = flat.metas(), reached(flat), flat.nodes
+    flat.nodes = list(nodes)
     pieces: dict[tuple[Ref, int], list[Piece]] = {}
     renamed: dict[Ref, Ref] = {}
-    for position, node in enumerate(flat.nodes):
+    for position, node in enumerate(nodes):
         if node.op not in ("aten.cat.default", "aten.slice.Tensor", "aten.select.int"):
             continue
         dim = arguments_of(node)["dim"] % len(metas[node.inputs[0]].shape)
@@ -132,17 +142,18 @@ def drop_cut_joins(flat: FlatGraph) -> None:
             flat.nodes[position] = replace(node, args=(own[0][0], dim, own[0][1]), kwargs=())
             continue
         pieces[Ref(node.name), dim] = own
-        refs, is_whole = (
-            tuple(ref for ref, _, _ in own),
-            all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in own),
-        )
+        refs = tuple(ref for ref, _, _ in own)
+        is_whole = all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in own)
         if is_whole and len(own) == 1:
             renamed[Ref(node.name)] = refs[0]
         elif is_whole and refs != node.inputs:
             flat.nodes[position] = replace(node, op="aten.cat.default", args=(refs, dim), kwargs=())
         elif not is_whole and len(own) == 1:
             flat.nodes[position] = replace(node, op="aten.slice.Tensor", args=(refs[0], dim, *own[0][1:]), kwargs=())
+    loss = flat.loss
     substitute(flat, renamed)
+    if (before - reached(flat)) & set(flat.parameters):
+        flat.nodes, flat.loss = nodes, loss
 
 
 def _pieces(
@@ -161,11 +172,10 @@ def _pieces(
         return []
     if "index" in arguments:
         at = arguments["index"] % metas[source].shape[dim]
-        return list(_cut(pieces[source, dim], at, at + 1))
-    kept = range(metas[source].shape[dim])[slice(arguments["start"], arguments["end"], arguments["step"])]
-    if kept.step != 1:
-        return []
-    return list(_cut(pieces[source, dim], kept.start, kept.stop))
+        kept = range(at, at + 1)
+    else:
+        kept = range(metas[source].shape[dim])[slice(arguments["start"], arguments["end"], arguments["step"])]
+    return list(_cut(pieces[source, dim], kept.start, kept.stop)) if kept.step == 1 else []
 
 
 def _whole(ref: Ref, dim: int, metas: dict[Ref, TensorMeta]) -> list[Piece]:

@@ -140,6 +140,77 @@ def test_a_tensor_written_part_by_part_is_what_joins_the_parts() -> None:
     assert not any(node.op.startswith("aten.new_empty") for node in nodes)
 
 
+def joined_under_no_grad(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        both = torch.cat([a, b], 1)
+    return both[:, :4] * b
+
+
+def cut_under_no_grad(a: Tensor, b: Tensor) -> Tensor:
+    both = torch.cat([a, b], 1)
+    with torch.no_grad():
+        first = both[:, :4]
+    return first * b + both[:, 4:]
+
+
+def nested_under_no_grad(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        both = torch.cat([a, b], 1)
+    return torch.cat([both, b], 1)
+
+
+def left_out(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b], 1)[:, 4:]
+
+
+def selected(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b], 1)[:, 5] + b[:, 0]
+
+
+def viewed_under_no_grad(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        same = a.view(3, 4)
+    return same * b
+
+
+def constructed(a: Tensor, b: Tensor) -> Tensor:
+    return b * torch.ones_like(a) + a.new_zeros(3, 1)
+
+
+class Joins(nn.Module):
+    """What `join` makes of two linear layers."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.join = nn.Linear(4, 4), nn.Linear(4, 4), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(self.a(x), self.b(x)).square().mean()
+
+
+JOINS = [
+    joined_under_no_grad,
+    cut_under_no_grad,
+    nested_under_no_grad,
+    left_out,
+    selected,
+    viewed_under_no_grad,
+    constructed,
+]
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_joins_and_views_give_gradients_to_what_eager_gives_them(join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Zeros are not None: an optimiser with weight decay tells them apart."""
+    model = Joins(join)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(LEFT), parameters, allow_unused=True)
+    result = run_graph(trace(model, (LEFT,)), tensors_of(model), {"x": LEFT})
+    found = torch.autograd.grad(result, parameters, allow_unused=True)
+    assert [g is None for g in found] == [g is None for g in expected]
+    torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
+
+
 def test_write_that_cannot_be_carried_over_is_refused() -> None:
     def into_strided(base: Tensor, y: Tensor) -> Tensor:
         base[:, ::2] = y[:, :3]
