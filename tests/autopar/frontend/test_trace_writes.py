@@ -203,11 +203,13 @@ JOINS = [
 def test_joins_and_views_give_gradients_to_what_eager_gives_them(join: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Zeros are not None: an optimiser with weight decay tells them apart."""
     model = Joins(join)
-    parameters = list(model.parameters())
+    names, parameters = zip(*model.named_parameters(), strict=True)
     expected = torch.autograd.grad(model(LEFT), parameters, allow_unused=True)
-    result = run_graph(trace(model, (LEFT,)), tensors_of(model), {"x": LEFT})
-    found = torch.autograd.grad(result, parameters, allow_unused=True)
+    graph = trace(model, (LEFT,))
+    found = torch.autograd.grad(run_graph(graph, tensors_of(model), {"x": LEFT}), parameters, allow_unused=True)
     assert [g is None for g in found] == [g is None for g in expected]
+    trained = {parameter.name for parameter in graph.parameters if parameter.meta.requires_grad}
+    assert trained == {name for name, g in zip(names, expected, strict=True) if g is not None}
     torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
 
 
