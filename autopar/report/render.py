@@ -23,6 +23,7 @@ from autopar.report.sharding import activation_rows, parameter_rows
 from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
 from autopar.units import bytes_text, count_text, seconds_text
+from codegen.functions import function_of
 from codegen.program import ModuleClass, PipelineProgram, Program
 from codegen.runtime.optimizers import parameters_of
 
@@ -220,6 +221,11 @@ def _notes(compiled: GeneratedProgram) -> Iterator[RenderableType]:
         notes.append(
             f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
         )
+    tried = {
+        op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.known and function_of(op.node.op)
+    }
+    if tried:
+        notes.append(f"cut where parts of random numbers are seen to be those of the whole: {', '.join(sorted(tried))}")
     notes += [f"a check of values that the program leaves out: {line}" for line in compiled.best.graph.unchecked]
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)

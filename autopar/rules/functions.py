@@ -1,11 +1,14 @@
 """A user's `torch.autograd.Function`, of which nothing is known but what it does: its dims are cut where that shows.
 
 A dim is cut where, on random numbers, the parts' results and gradients are those of the whole: of operands that have
-the dim the parts', of those that have not the sum. A Function whose backward is not linear in its gradients keeps none.
+the dim the parts', of those that have not the sum; also where one part's numbers are small beside the
+other's, so that what the largest of all decides shows. A Function whose backward is not linear in its gradients keeps
+none.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,6 +27,9 @@ _LARGEST = 2**23
 
 _RANGES = ((0.01, 0.1), (-2.0, 2.0))
 """Of the random numbers: in the first, results must be finite (roots, arc cosines)."""
+
+_SCALES = (1e-2, 1e2)
+"""Of the two halves of operands along a dim, in the last of the trials."""
 
 _PRECISIONS = ((torch.float64, 1e-9), (None, 1e-5))
 """Dtype of the trial (None: the call's own) and the relative error up to which results are equal."""
@@ -74,7 +80,9 @@ def _cut_dims(
                 trials = [_Trial(op, placed, inputs, outputs, dtype, span) for span in _RANGES]
                 if all(trial.is_linear(error) for trial in trials) and trials[0].is_finite():
                     dims = range(len(outputs[0].shape))
-                    found = tuple(d for d in dims if all(trial.can_cut(d, error) for trial in trials))
+                    found = tuple(
+                        d for d in dims if all(each.can_cut(d, error) for each in (*trials, trials[-1].scaled(d)))
+                    )
                     if found:
                         return found
             except Exception:  # whatever the user's code raises on random numbers: it is not cut
@@ -117,6 +125,18 @@ class _Trial:
         own = [next(by_leaf) if x.requires_grad else None for x in leaves]
         whole = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, own, strict=True)]
         return [y.detach() for y in results], whole
+
+    def scaled(self, dim: int) -> _Trial:
+        """The same with operands of unlike scale in the two halves along `dim` of the first result."""
+        made, half = copy.copy(self), self.outputs[0].shape[dim] // 2
+        made.operands = [x.clone() for x in self.operands]
+        for meta, operand in zip(self.inputs, made.operands, strict=True):
+            own = _dim_of(meta, self.outputs[0], dim)
+            if own is not None and has_gradients(meta.dtype):
+                operand.narrow(own, 0, half).mul_(_SCALES[0])
+                operand.narrow(own, half, meta.shape[own] - half).mul_(_SCALES[1])
+        made.results, made.found = made.run(made.operands, made.gradients)
+        return made
 
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(value).all()) for value in (*self.results, *self.found))

@@ -15,6 +15,8 @@ from autopar.ir.graph import Graph
 from autopar.options.strategies import scopes_of
 from autopar.rules.registry import rule_for
 
+BATCH = (torch.randn(4, 6, 8), torch.randn(4, 6, 8))
+
 
 class Tripled(torch.autograd.Function):
     """Its backward is not that of its forward, so that tracing through it would be seen."""
@@ -54,6 +56,19 @@ class Clipped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clamp(-0.01, 0.01)
+
+
+class ByLargest(torch.autograd.Function):
+    """Asks for the largest number of the batch, which ordinary numbers do not reach."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = torch.where(x.abs().max() > 50, 3.0, 1.0)
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.factor
 
 
 class Noisy(torch.autograd.Function):
@@ -110,7 +125,7 @@ class Applies(nn.Module):
 
 
 def graph_of(*functions: Any) -> Graph:
-    return trace(Applies(*functions), (torch.randn(4, 6, 8), torch.randn(4, 6, 8)), nn.functional.mse_loss)
+    return trace(Applies(*functions), BATCH, nn.functional.mse_loss)
 
 
 def factors(graph: Graph) -> list[str]:
@@ -125,6 +140,12 @@ def test_dims_are_cut_where_the_parts_give_the_whole() -> None:
     assert factors(graph_of(Tripled)) == ["d0", "d1", "d2"]
     assert factors(graph_of(OverBatch)) == ["d1", "d2"]
     assert factors(graph_of(Clipped)) == []
+    assert factors(graph_of(ByLargest)) == []
+
+
+def test_the_report_tells_what_is_cut_on_trial() -> None:
+    compiled = autopar.compile(Applies(Tripled), "2 cpu", example_inputs=BATCH, loss_fn=nn.functional.mse_loss)
+    assert "seen to be those of the whole: Tripled" in " ".join(str(compiled.report()).split())
 
 
 @pytest.mark.parametrize(
