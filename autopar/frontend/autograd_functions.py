@@ -6,26 +6,48 @@ random numbers, writes to operands, and what is not made of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import TraceError
 from codegen.functions import applied, can_import, operator_of, unknown_arguments
 
+_is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
+
+
+def outside_functions(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `original` from the code of a Function, which is one operator whatever it does, else `replacement`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (original if _is_inside.get() else replacement)(*args, **kwargs)
+
+    return call
+
 
 def call_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `function.apply(*args)` returns, by its operator. Raises TraceError, naming the Function and the reason."""
+    token = _is_inside.set(True)
+    try:
+        return _called(function, args, kwargs)
+    finally:
+        _is_inside.reset(token)
+
+
+def _called(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or unknown_arguments(args):
         kinds = sorted({type(value).__name__ for value in unknown_arguments(args)} | set(kwargs))
         raise _refused(function, f"takes what is neither a tensor, a number nor text: {', '.join(kinds)}")
     if not can_import(function):
         raise _refused(function, "cannot be imported by this name, so that no program could call it")
-    tried = _Trial(function, args)
+    with ThreadPoolExecutor(1) as alone:  # which nothing of the trace that calls this holds for
+        tried = alone.submit(_Trial, function, args).result()
     operator = operator_of(function, args, tried.num_outputs).operator
     # Where backward gives nothing, the graph must say so.
     given = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
@@ -42,9 +64,6 @@ def _refused(function: type, reason: str) -> TraceError:
         alternatives="a Function of a module, of tensors, numbers and text, that computes new tensors from them alone; "
         "or an operator made by torch.library.custom_op and register_autograd",
     )
-
-
-_GRADIENTS = torch.autograd.grad  # as it is where a trace has not replaced it
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,14 +86,7 @@ class _Trial:
 
     def __init__(self, function: type, args: Sequence[Any]) -> None:
         watch = _Calls()  # type: ignore[no-untyped-call]
-        with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            FakeTensorMode(),
-            watch,
-        ):
+        with FakeTensorMode(), watch:
             leaves = [_leaf(value) if isinstance(value, Tensor) else value for value in args]
             versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
             results = _tried(function, "forward", lambda: applied(function, *leaves))
@@ -90,7 +102,9 @@ class _Trial:
             gradients: Sequence[Any] = ()
             if ends and trained:
                 wanted, ones = [leaves[i] for i in trained], [torch.ones_like(value) for value in ends]
-                gradients = _tried(function, "backward", lambda: _GRADIENTS(ends, wanted, ones, allow_unused=True))
+                gradients = _tried(
+                    function, "backward", lambda: torch.autograd.grad(ends, wanted, ones, allow_unused=True)
+                )
             self.without_gradient = {i for i, g in zip(trained, gradients, strict=False) if g is None}
         if watch.drawn:
             raise _refused(function, f"draws random numbers ({watch.drawn})")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.errors import TraceError
-from autopar.frontend.autograd_functions import call_function
+from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
@@ -115,10 +115,11 @@ def custom_backward() -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        apply_here = classmethod(in_this_thread(apply, applied))
+        apply_here = classmethod(in_this_thread(outside_functions(apply, applied), applied))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply_here))
         for owner, name, label in _DROPPED_CALLS:
-            call = in_this_thread(refused(label), getattr(owner, name))
+            own = getattr(owner, name)
+            call = in_this_thread(outside_functions(refused(label), own), own)
             stack.enter_context(mock.patch.object(owner, name, call))
         yield
 

@@ -221,11 +221,9 @@ def _notes(compiled: GeneratedProgram) -> Iterator[RenderableType]:
         notes.append(
             f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
         )
-    tried = {
-        op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.known and function_of(op.node.op)
-    }
-    if tried:
-        notes.append(f"cut where parts of random numbers are seen to be those of the whole: {', '.join(sorted(tried))}")
+    cut = {op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.known and function_of(op.node.op)}
+    if cut:
+        notes.append(f"custom Functions, cut as the operators that they call may be: {', '.join(sorted(cut))}")
     notes += [f"a check of values that the program leaves out: {line}" for line in compiled.best.graph.unchecked]
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)

@@ -1,45 +1,64 @@
-"""A user's `torch.autograd.Function`, of which nothing is known but what it does: its dims are cut where that shows.
+"""A user's `torch.autograd.Function`: forward and backward are traced into calls that have rules, and cut by those.
 
-A dim is cut where, on random numbers, the parts' results and gradients are those of the whole: of operands that have
-the dim the parts', of those that have not the sum; also where one part's numbers are small beside the
-other's, so that what the largest of all decides shows. A Function whose backward is not linear in its gradients keeps
-none.
+A dim is cut where every call of a rank's part is the call that a rule gives for that part, and the parts of results and
+gradients are those of the whole: of operands that have the dim the parts', of those that have not the sum. All ranks'
+numbers that a size divides into are tried, so that what the size decides shows, too. A Function whose backward is not
+linear in its gradients keeps none, nor does one of a call without a rule.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.ir.graph import TensorMeta, has_gradients
-from autopar.rules.call import Call, Operand, make_rule
-from autopar.rules.rule import Rule
+from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients
+from autopar.ir.operators import arguments_of
+from autopar.ir.placement import P, Placement, R, S, local_shape
+from autopar.rules.call import Call, Operand, make_rule, packet_name
+from autopar.rules.creation import LIKE, PLAIN
+from autopar.rules.localize import local_call
+from autopar.rules.pointwise import CASTS
+from autopar.rules.rule import AxisOption, Rule, axis_options
 from codegen.functions import applied, function_of
 
-_LARGEST = 2**23
-"""Elements of all operands and results together up to which a Function is tried at its whole size."""
+Metas = tuple[TensorMeta, ...]
+Dims = Sequence[int | None]
+RuleOf = Callable[[Node, Metas], Rule | None]
 
-_RANGES = ((0.01, 0.1), (-2.0, 2.0))
-"""Of the random numbers: in the first, results must be finite (roots, arc cosines)."""
+_GRADIENTS = torch.autograd.grad  # as it is where a trace has not replaced it
 
-_SCALES = (1e-2, 1e2)
-"""Of the two halves of operands along a dim, in the last of the trials."""
+_BACKWARDS = {
+    op: run
+    for op, run in decomposition_table.items()
+    if isinstance(op, torch._ops.OpOverload) and "backward" in str(op)
+}
+"""Backward operators have no rules: what they are made of has."""
 
-_PRECISIONS = ((torch.float64, 1e-9), (None, 1e-5))
-"""Dtype of the trial (None: the call's own) and the relative error up to which results are equal."""
+_MOST_RANKS = 64
+"""Up to so many ranks, and for one row each, all numbers that divide a dim are tried."""
+
+_CONSTRUCTORS = tuple(f"aten.{name}" for name in (*PLAIN, *LIKE))
+_ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+_FULL = ("aten.full", "aten.full_like", "aten.new_full", "aten.scalar_tensor")
+_CASTS = tuple(f"aten.{name}" for name in CASTS)
 
 
-def function_rule(call: Call) -> Rule | None:
+def function_rule(call: Call, rule_of: RuleOf) -> Rule | None:
     """A factor for each dim of the first result that may be cut; None where there is none."""
     arguments = tuple(call.arguments.values())
     placed = tuple(("tensor", value.index) if isinstance(value, Operand) else value for value in arguments)
-    dims = _cut_dims(call.node.op, placed, call.inputs, call.outputs)
+    dims = _cut_dims(rule_of, call.node.op, placed, call.inputs, call.outputs)
     if not dims:
         return None
     sizes: dict[str, int] = {}
@@ -67,128 +86,214 @@ def _dim_of(meta: TensorMeta, whole: TensorMeta, dim: int) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def _cut_dims(
-    op: str, placed: tuple[Any, ...], inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...]
-) -> tuple[int, ...]:
-    """The dims of the first result that may be cut."""
-    if not any(meta.numel for meta in inputs) or sum(meta.numel for meta in (*inputs, *outputs)) > _LARGEST:
-        return ()
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for dtype, error in _PRECISIONS:
-            try:
-                trials = [_Trial(op, placed, inputs, outputs, dtype, span) for span in _RANGES]
-                if all(trial.is_linear(error) for trial in trials) and trials[0].is_finite():
-                    dims = range(len(outputs[0].shape))
-                    found = tuple(
-                        d for d in dims if all(each.can_cut(d, error) for each in (*trials, trials[-1].scaled(d)))
-                    )
-                    if found:
-                        return found
-            except Exception:  # whatever the user's code raises on random numbers: it is not cut
+def _cut_dims(rule_of: RuleOf, op: str, placed: tuple[Any, ...], inputs: Metas, outputs: Metas) -> tuple[int, ...]:
+    """The dims of the first result that may be cut, each by itself and all together."""
+    found: list[int] = []
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        whole = _Traced.of(op, placed, inputs, outputs)
+        if whole is None or not whole.is_linear(rule_of):
+            return ()
+        cut = whole  # along all that was found, to the end
+        for dim, size in enumerate(outputs[0].shape):
+            ins, outs = ([_dim_of(meta, outputs[0], dim) for meta in metas] for metas in (inputs, outputs))
+            if size < 2 or None in outs or all(each is None for each in ins):
                 continue
-    return ()
+            numbers = [n for n in range(2, _MOST_RANKS) if size % n == 0]
+            if all(whole.can_cut(rule_of, ins, outs, n) for n in {*numbers, size}) and (
+                cut is whole or cut.can_cut(rule_of, ins, outs, size)
+            ):
+                found.append(dim)
+                cut = cut.part(ins, outs, size) or whole
+    return tuple(found)
 
 
-class _Trial:
-    """A Function on random operands, whole and in parts."""
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """Forward and backward of a Function as calls.
 
-    def __init__(
-        self,
-        op: str,
-        placed: tuple[Any, ...],
-        inputs: Sequence[TensorMeta],
-        outputs: Sequence[TensorMeta],
-        dtype: torch.dtype | None,
-        span: tuple[float, float],
-    ) -> None:
-        found = function_of(op)
-        assert found is not None
-        self.function, self.placed, self.inputs, self.outputs = found.function, placed, inputs, outputs
-        self.operands = [_random(meta, dtype, span) for meta in inputs]
-        self.gradients = [_random(meta, dtype, (-1.0, 1.0)) for meta in outputs]
-        self.results, self.found = self.run(self.operands, self.gradients)
+    metas: of all values. arguments: the operands, then gradients of the outputs. results: forward's, then the operands'
+    gradients (None: no gradient). constants: tensors that the Function makes or has.
+    """
 
-    def run(self, operands: list[Tensor], gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The results and the operands' gradients (zeros where there are none)."""
-        leaves = [x.detach().clone().requires_grad_(has_gradients(x.dtype)) for x in operands]
-        args = [leaves[value[1]] if isinstance(value, tuple) else value for value in self.placed]
-        results = applied(self.function, *args)
-        results = list(results) if isinstance(results, tuple) else [results]
-        pairs = [(y, g.to(y.dtype)) for y, g in zip(results, gradients, strict=True) if y.requires_grad]
-        wanted = [x for x in leaves if x.requires_grad]
-        found: list[Any] = []
-        if pairs and wanted:
-            ends, given = zip(*pairs, strict=True)
-            found = list(torch.autograd.grad(ends, wanted, given, allow_unused=True))
-        by_leaf = iter(found or [None] * len(wanted))
-        own = [next(by_leaf) if x.requires_grad else None for x in leaves]
-        whole = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, own, strict=True)]
-        return [y.detach() for y in results], whole
+    op: str
+    placed: tuple[Any, ...]
+    inputs: Metas
+    outputs: Metas
+    nodes: tuple[Node, ...]
+    metas: Mapping[Ref, TensorMeta]
+    arguments: tuple[Ref, ...]
+    results: tuple[Ref | None, ...]
+    constants: Mapping[Ref, Tensor]
 
-    def scaled(self, dim: int) -> _Trial:
-        """The same with operands of unlike scale in the two halves along `dim` of the first result."""
-        made, half = copy.copy(self), self.outputs[0].shape[dim] // 2
-        made.operands = [x.clone() for x in self.operands]
-        for meta, operand in zip(self.inputs, made.operands, strict=True):
-            own = _dim_of(meta, self.outputs[0], dim)
-            if own is not None and has_gradients(meta.dtype):
-                operand.narrow(own, 0, half).mul_(_SCALES[0])
-                operand.narrow(own, half, meta.shape[own] - half).mul_(_SCALES[1])
-        made.results, made.found = made.run(made.operands, made.gradients)
-        return made
+    @classmethod
+    def of(cls, op: str, placed: tuple[Any, ...], inputs: Metas, outputs: Metas) -> _Traced | None:
+        """None where forward and backward cannot be traced for these shapes."""
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tensors = [torch.empty(meta.shape, dtype=meta.dtype) for meta in (*inputs, *outputs)]
+            try:
+                joint = make_fx(_joint(op, placed, inputs), decomposition_table=_BACKWARDS)(*tensors)
+                joint = make_fx(functionalize(joint))(*tensors)  # without writes
+            except Exception:  # whatever the user's code raises for these shapes: it is not cut
+                return None
+        joint.graph.eliminate_dead_code()
+        values: dict[torch.fx.Node, Any] = {}
+        metas: dict[Ref, TensorMeta] = {}
+        constants: dict[Ref, Tensor] = {}
+        arguments: list[Ref] = []
+        nodes: list[Node] = []
+        for node in joint.graph.nodes:
+            args, kwargs = _with_values((node.args, tuple(node.kwargs.items())), values)
+            if node.op == "output":
+                return cls(op, placed, inputs, outputs, tuple(nodes), metas, tuple(arguments), args[0], constants)
+            if node.target is operator.getitem:
+                values[node] = args[0][args[1]]
+                continue
+            made = node.meta["val"] if node.op != "get_attr" else getattr(joint, node.target)
+            made = tuple(made) if isinstance(made, tuple | list) else made
+            found = tuple(
+                TensorMeta(tuple(each.shape), each.dtype) for each in (made if isinstance(made, tuple) else (made,))
+            )
+            refs = tuple(Ref(node.name, i) for i in range(len(found)))
+            values[node] = refs if isinstance(made, tuple) else refs[0]
+            metas |= zip(refs, found, strict=True)
+            if node.op == "call_function":
+                nodes.append(Node(node.name, str(node.target), args, kwargs, found))
+            elif node.op == "get_attr":
+                constants[refs[0]] = getattr(joint, node.target)
+            else:
+                arguments += refs
+        raise AssertionError("a graph without an output")
 
-    def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(value).all()) for value in (*self.results, *self.found))
+    def part(self, ins: Dims, outs: Dims, number: int) -> _Traced | None:
+        """The Function on one of `number` ranks, each tensor cut along its dim; None where it cannot be traced."""
+        return self.of(self.op, self.placed, _cut(self.inputs, ins, number), _cut(self.outputs, outs, number))
 
-    def is_linear(self, error: float) -> bool:
-        """Whether gradients of a scaled sum are the scaled sum of the gradients."""
-        others = [torch.rand_like(g) if has_gradients(g.dtype) else g for g in self.gradients]
-        sums = [0.25 * (a + b) if has_gradients(a.dtype) else a for a, b in zip(self.gradients, others, strict=True)]
-        other, total = self.run(self.operands, others)[1], self.run(self.operands, sums)[1]
-        return all(_equal(0.25 * (a + b), c, error) for a, b, c in zip(self.found, other, total, strict=True))
-
-    def can_cut(self, dim: int, error: float) -> bool:
-        """Whether the parts of several cuts along `dim` of the first result give the whole."""
-        whole = self.outputs[0]
-        ins = [_dim_of(meta, whole, dim) for meta in self.inputs]
-        outs = [_dim_of(meta, whole, dim) for meta in self.outputs]
-        size = whole.shape[dim]
-        if size < 2 or None in outs or all(d is None for d in ins):
+    def can_cut(self, rule_of: RuleOf, ins: Dims, outs: Dims, number: int) -> bool:
+        """Whether `number` ranks with parts of all tensors, along their dims, have the parts of the whole's results."""
+        part = self.part(ins, outs, number)
+        if part is None:
             return False
-        for cut in sorted({1, size // 2, size - 1}):
-            parts = []
-            for start, stop in ((0, cut), (cut, size)):
-                operands = list(_parts(self.operands, ins, start, stop))
-                parts.append(self.run(operands, list(_parts(self.gradients, outs, start, stop))))
-            (left, to_left), (right, to_right) = parts
-            joined = [torch.cat([a, b], d or 0) for a, b, d in zip(left, right, outs, strict=True)]
-            sums = [
-                a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(to_left, to_right, ins, strict=True)
-            ]
-            pairs = zip((*self.results, *self.found), (*joined, *sums), strict=True)
-            if not all(_equal(a, b, error) for a, b in pairs):
+        cut = [meta.shape[dim] for meta, dim in zip(self.outputs, outs, strict=True) if dim is not None]
+        for sections in (1, 2):
+            given = [R if dim is None else S(dim, sections) for dim in (*ins, *outs)]
+            wanted = [*given[len(ins) :], *(P if place == R else place for place in given[: len(ins)])]
+            divides = all(size % (number * sections) == 0 for size in cut)
+            if divides and not self._has(rule_of, part, given, wanted, number):
                 return False
         return True
 
+    def _has_constants(self, part: _Traced) -> bool:
+        """Whether what the Function makes of its own is the same on a rank."""
+        return self.constants.keys() == part.constants.keys() and all(
+            value.dtype == part.constants[ref].dtype and torch.equal(value, part.constants[ref])
+            for ref, value in self.constants.items()
+        )
 
-def _parts(values: Sequence[Tensor], dims: Sequence[int | None], start: int, stop: int) -> Iterator[Tensor]:
-    for value, dim in zip(values, dims, strict=True):
-        yield value if dim is None else value.narrow(dim, start, stop - start)
+    def is_linear(self, rule_of: RuleOf) -> bool:
+        """Whether parts that sum to the results' gradients give parts that sum to the operands'."""
+        given = [*(R for _ in self.inputs), *(P for _ in self.outputs)]
+        return self._has(rule_of, self, given, [None] * len(self.outputs) + [P] * len(self.inputs), 2)
+
+    def _has(
+        self,
+        rule_of: RuleOf,
+        part: _Traced,
+        given: Sequence[Placement],
+        wanted: Sequence[Placement | None],
+        number: int,
+    ) -> bool:
+        """Whether the calls of `part` are those of one of `number` ranks, and place the results as wanted."""
+        if len(self.nodes) != len(part.nodes) or self.results != part.results or not self._has_constants(part):
+            return False
+        places = {ref: frozenset((R,)) for ref in self.constants}
+        places |= {ref: frozenset((place,)) for ref, place in zip(self.arguments, given, strict=True)}
+        for node, own in zip(self.nodes, part.nodes, strict=True):
+            found = _placements(node, own, tuple(self.metas[ref] for ref in node.inputs), places, number, rule_of)
+            for i in range(len(node.outputs)):
+                places[Ref(node.name, i)] = frozenset(each[i] for each in found)
+        pairs = zip(self.results, wanted, strict=True)
+        return all(ref is None or want is None or want in places[ref] for ref, want in pairs)
 
 
-def _random(meta: TensorMeta, dtype: torch.dtype | None, span: tuple[float, float]) -> Tensor:
-    if not has_gradients(meta.dtype):
-        return torch.randint(0, 2, meta.shape).to(meta.dtype)
-    own = meta.dtype if dtype is None or meta.dtype.is_complex else dtype
-    return torch.empty(meta.shape, dtype=own).uniform_(*span)
+def _with_values(value: Any, values: Mapping[torch.fx.Node, Any]) -> Any:
+    """The same nested structure, in tuples, with every node replaced by its value."""
+    if isinstance(value, torch.fx.Node):
+        return values[value]
+    return tuple(_with_values(each, values) for each in value) if isinstance(value, tuple | list) else value
 
 
-def _equal(one: Tensor, two: Tensor, error: float) -> bool:
-    """Whether two tensors are equal up to `error` of the first one's largest number."""
-    if one.shape != two.shape or one.dtype != two.dtype:
-        return False
-    if not has_gradients(one.dtype):
-        return torch.equal(one, two)
-    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
-    return bool(torch.allclose(one, two, rtol=error, atol=error * largest, equal_nan=True))
+def _joint(op: str, placed: tuple[Any, ...], inputs: Metas) -> Callable[..., list[Tensor | None]]:
+    """(operands, gradients of the results) -> results, the operands' gradients."""
+    found = function_of(op)
+    assert found is not None
+
+    def run(*tensors: Tensor) -> list[Tensor | None]:
+        pairs = zip(tensors, inputs, strict=False)
+        leaves = [x.detach().requires_grad_(meta.requires_grad and has_gradients(x.dtype)) for x, meta in pairs]
+        args = [leaves[value[1]] if isinstance(value, tuple) else value for value in placed]
+        made = applied(found.function, *args)
+        results = made if isinstance(made, tuple) else (made,)
+        ends = [(y, g) for y, g in zip(results, tensors[len(inputs) :], strict=True) if y.requires_grad]
+        wanted = [x for x in leaves if x.requires_grad]
+        gradients: Any = [None] * len(wanted)
+        if ends and wanted:
+            differentiated, given = zip(*ends, strict=True)
+            gradients = _GRADIENTS(differentiated, wanted, given, allow_unused=True)
+        each = iter(gradients)
+        return [*results, *(next(each) if x.requires_grad else None for x in leaves)]
+
+    return run
+
+
+def _cut(metas: Metas, dims: Dims, number: int) -> Metas:
+    """The metas of one of `number` ranks, each cut along its own dim (None: whole)."""
+    pairs = zip(metas, dims, strict=True)
+    return tuple(
+        meta if dim is None else replace(meta, shape=local_shape(meta.shape, (S(dim),), (number,)))
+        for meta, dim in pairs
+    )
+
+
+def _placements(
+    node: Node,
+    own: Node,
+    inputs: Metas,
+    places: Mapping[Ref, frozenset[Placement]],
+    number: int,
+    rule_of: RuleOf,
+) -> list[tuple[Placement, ...]]:
+    """How the outputs may lie on `number` ranks where each calls `own` for `node`; none where no rule says so."""
+    rule = rule_of(node, inputs)
+    whole = AxisOption("R", (R,) * len(inputs), (R,) * len(node.outputs))
+    options: tuple[AxisOption, ...] = (whole,)
+    if rule is not None and "*" not in rule.lowerings:
+        counts = {place.sections for ref in node.inputs for place in places[ref] if place.is_shard} | {2}
+        options = axis_options(rule, number, inputs, node.outputs, {f: tuple(counts) for f in rule.sizes})
+    if packet_name(node.op) in _CASTS and node.outputs[0].dtype.is_floating_point:
+        options = (*options, AxisOption("P", (P,), (P,)))  # as sums of gradients in the type of their parts
+    given = [places[ref] for ref in node.inputs]
+    if packet_name(node.op) in _CONSTRUCTORS:  # which do not read what they take
+        given = [may | {R} if P in may else may for may in given]
+    found = []
+    for option in options:
+        if option.lowering or any(place not in may for place, may in zip(option.inputs, given, strict=True)):
+            continue
+        call = local_call(node, rule, (option,), inputs, (number,))
+        shapes = tuple(
+            local_shape(meta.shape, (place,), (number,))
+            for meta, place in zip(node.outputs, option.outputs, strict=True)
+        )
+        is_own = (call.op, call.args, call.kwargs) == (own.op, own.args, own.kwargs)
+        if is_own and shapes == tuple(meta.shape for meta in own.outputs):
+            found.append(option.outputs)
+            if _is_zero(node):
+                found.append((P,))
+    return found
+
+
+def _is_zero(node: Node) -> bool:
+    """Whether a call makes zeros, which are the sum of zeros over ranks."""
+    values = arguments_of(node)
+    return packet_name(node.op) in _ZEROS or (
+        packet_name(node.op) in _FULL and values.get("fill_value", values.get("s")) == 0
+    )

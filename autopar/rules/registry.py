@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 from autopar.ir.graph import Node, TensorMeta
@@ -103,7 +103,7 @@ class Registry:
             if name in self.additions:
                 return self.additions[name]
         if packet.startswith(f"{NAMESPACE}."):
-            return functions.function_rule
+            return partial(functions.function_rule, rule_of=self.rule_for)
         table = builtin_table()
         return table.get(packet) or table.get(plain)
 
