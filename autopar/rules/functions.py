@@ -144,7 +144,17 @@ class _Traced:
         for node in joint.graph.nodes:
             args, kwargs = _with_values((node.args, tuple(node.kwargs.items())), values)
             if node.op == "output":
-                return cls(op, placed, inputs, outputs, tuple(nodes), metas, tuple(arguments), args[0], constants)
+                return cls(
+                    op=op,
+                    placed=placed,
+                    inputs=inputs,
+                    outputs=outputs,
+                    nodes=tuple(nodes),
+                    metas=metas,
+                    arguments=tuple(arguments),
+                    results=args[0],
+                    constants=constants,
+                )
             if node.target is operator.getitem:
                 values[node] = args[0][args[1]]
                 continue
