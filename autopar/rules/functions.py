@@ -167,7 +167,7 @@ class _Traced:
             values[node] = refs if isinstance(made, tuple) else refs[0]
             metas |= zip(refs, found, strict=True)
             if node.op == "call_function":
-                nodes.append(Node(node.name, str(node.target), args, kwargs, found))
+                nodes.append(Node(node.name, str(node.target), args, kwargs, outputs=found))
             elif node.op == "get_attr":
                 constants[refs[0]] = getattr(joint, node.target)
             else:
