@@ -132,7 +132,7 @@ MORE = {
         {},
     ),
     "gpt2 kernels": ("gpt2", {"tp": 2, "dp": 1, "micro_batches": 2}, {"dropout": 0.1}, {"kernels": "on"}),
-    "t5 host optimizer": ("t5", {"dp": 2, "zero": 3, "offload": "optimizer"}, {"layers": 3}, {}),
+    "t5 host optimizer": ("t5", {"dp": 2, "zero": 3, "offload": "optimizer"}, {"layers": 2}, {}),
 }
 
 
