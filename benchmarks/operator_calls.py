@@ -247,6 +247,7 @@ SPECIAL_VALUES: dict[str, tuple[Any, ...]] = {
     "start_dim": (1,), "memory_format": (), "layout": (), "device": (), "pin_memory": (),
     "generator": (), "path": (), "divisor_override": (3,), "eps": (0.1,), "ord": (1, 3), "p": (1, 3),
     "enable_gqa": (True,), "scale": (0.3,), "dropout_p": (0.5,), "is_causal": (True,), "nan": (0.5,),
+    "scales": (2.0,), "scales_h": (2.0,), "scales_w": (2.0,), "scales_d": (2.0,),  # those of the sizes above
     "posinf": (1.0,), "neginf": (-1.0,), "min": (-0.5,), "max": (0.5,), "implicit": (), "copy": (),
     "scale_grad_by_freq": (), "sparse": (), "sparse_grad": (), "end_dim": (1, -2), "non_blocking": (),
 }  # fmt: skip
