@@ -16,14 +16,15 @@ from autopar.errors import TraceError
 from autopar.frontend.effects import at, refused_random
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, with_refs
-from autopar.ir.operators import find_op
+from autopar.ir.operators import arguments_of, find_op, may_be_view
 from codegen.functions import NAMESPACE
 
 _COPY = "aten.copy_.default"
 _DROPOUT = "aten.dropout_.default"
 """Whose functional form draws what no other random operator does: the same mask under every plan."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
-_SAME = frozenset({"alias", "detach", "to"})
+_SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
+_COPIES = frozenset({"contiguous"})  # of what is not laid out so already
 
 
 def functionalise(flat: FlatGraph) -> None:
@@ -190,7 +191,7 @@ class _Functionaliser:
             return value
         if name in _RESHAPES:
             return self.add(write, "aten.reshape.default", (value, meta.shape), meta)
-        if name in ("transpose", "t"):
+        if name in ("transpose", "t", "swapaxes", "swapdims"):
             return self.add(write, "aten.transpose.int", (value, *(arguments or (0, 1))), meta)
         if name == "select":
             dim, index = arguments
@@ -240,8 +241,13 @@ class _Functionaliser:
 def _is_view(node: Node, metas: dict[Ref, TensorMeta]) -> bool:
     if not node.args or not isinstance(node.args[0], Ref):
         return False
-    is_cast = node.op.split(".")[1] == "to"
-    return base_name(node.op) in VIEWS or (is_cast and metas[node.args[0]].dtype == node.meta.dtype)
+    name = node.op.split(".")[1]
+    if name == "to":
+        return metas[node.args[0]].dtype == node.meta.dtype
+    if name == "dropout":  # which hands its operand on where it drops nothing
+        arguments = arguments_of(node)
+        return not arguments["train"] or arguments["p"] == 0
+    return base_name(node.op) in VIEWS or (name not in _COPIES and may_be_view(node.op))
 
 
 def functional_name(op: str) -> str | None:

@@ -17,8 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import TraceError
+from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
+from autopar.ir.operators import may_be_view
 from autopar.rules.creation import LIKE, PLAIN
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
@@ -192,6 +194,9 @@ class _Importer:
                 values=f"{name} at {_module_path(node)}",
                 alternatives="a torch.library.custom_op, or an aten operator",
             )
+        parts = definition(target, node)
+        if parts is not None:
+            return self._inline(parts, node.all_input_nodes, no_grad)
         return self._append(node, target, no_grad)
 
     def _inline(self, body: Any, args: list[Any], no_grad: bool) -> Any:
@@ -224,7 +229,7 @@ class _Importer:
     def _follow_memory(self, name: str, op: str, args: tuple[Any, ...], outputs: tuple[TensorMeta, ...]) -> None:
         """What a differentiable write reaches is differentiated through from then on, views and bases included."""
         is_write = op.split(".")[1].endswith("_")
-        is_view = base_name(op) in VIEWS and base_name(op) not in CONSTANT
+        is_view = (base_name(op) in VIEWS or may_be_view(op)) and base_name(op) not in CONSTANT
         if not (is_write or is_view) or not args or not isinstance(args[0], Ref):
             return
         root = self.roots.get(args[0], args[0])

@@ -23,6 +23,13 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
+def may_be_view(name: str) -> bool:
+    """Whether a result of the operator may share memory with an operand that it does not write to, by its schema."""
+    op = find_op(name)
+    infos = [] if op is None else [each.alias_info for each in op._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
 def named_arguments(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by name, in the schema's order, with the defaults of those that are left out."""
     schema = op._schema.arguments

@@ -35,7 +35,15 @@ def arange(call: Call) -> Rule:
     return make_rule(call, [], [[["n"]]], sizes, lowerings={"n": Lowering("arange")})
 
 
+def whole(call: Call) -> Rule:
+    """Entries that depend on their positions: every rank has all of them."""
+    shape = call.outputs[0].shape
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    return make_rule(call, [], [[[f] for f in sizes]], sizes, blocked=sizes)
+
+
 TABLE = {
     **{f"aten.{name}": creation for name in (*PLAIN, *LIKE)},
     "aten.arange": arange,
+    **{f"aten.{name}": whole for name in ("eye", "linspace", "logspace", "tril_indices", "triu_indices")},
 }

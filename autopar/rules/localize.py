@@ -264,6 +264,7 @@ REWRITES: Mapping[str, Rewrite] = {
     **{name: _sizes("size") for name in ("new_full", "new_zeros", "new_ones", "new_empty")},
     "unflatten": _unflatten,
     "split": _split,
+    "unsafe_split": _split,
     "split_with_sizes": _split,
     **{f"conv_transpose{n}d": _transposed_convolution for n in (1, 2, 3)},
     "slice": _slice,

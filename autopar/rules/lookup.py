@@ -159,6 +159,33 @@ def scatter_sum(call: Call) -> Rule | None:
     )
 
 
+def scatter_reduce(call: Call) -> Rule | None:
+    """As scatter, where entries that meet are multiplied, averaged or compared."""
+    x, index, src = call.tensor("self"), call.tensor("index"), call.tensor("src")
+    rank = len(x.shape)
+    dim = normal_dim(call["dim"], max(rank, 1))
+    is_covered = all(a == b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d != dim)
+    if rank == 0 or not is_covered or src.shape != index.shape:
+        return None
+    names = [f"d{i}" for i in range(rank)]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"j": index.shape[dim]}
+    parts = [["j"] if i == dim else [f] for i, f in enumerate(names)]
+    groups = {x.index: [[f] for f in names], index.index: parts, src.index: parts}
+    return make_rule(call, [groups[i] for i in range(3)], [groups[x.index]], sizes, blocked={names[dim], "j"})
+
+
+def buckets(call: Call) -> Rule | None:
+    """The number of the interval that each value lies in; all limits are on every rank. None for limits by row."""
+    x, limits = call["self"], call.tensor("boundaries" if call.packet == "bucketize" else "sorted_sequence")
+    if not isinstance(x, Operand) or len(limits.shape) != 1 or len(call.inputs) != 2:
+        return None
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"limits": limits.shape[0]}
+    own = [[f] for f in names]
+    groups = {x.index: own, limits.index: [["limits"]]}
+    return make_rule(call, [groups[0], groups[1]], [own], sizes, blocked={"limits"})
+
+
 TABLE = {
     "aten.embedding": embedding,
     "aten.gather": gather,
@@ -168,5 +195,8 @@ TABLE = {
     "aten.one_hot": one_hot,
     "aten.scatter": scatter,
     "aten.scatter_add": scatter_sum,
+    "aten.scatter_reduce": scatter_reduce,
+    "aten.bucketize": buckets,
+    "aten.searchsorted": buckets,
     "aten.index_add": scatter_sum,
 }

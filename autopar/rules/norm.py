@@ -53,6 +53,18 @@ def group_norm(call: Call) -> Rule:
     return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked={"c", *space})
 
 
+def instance_norm(call: Call) -> Rule | None:
+    """Rows and channels are free, space is blocked. None with running statistics, which are of all rows."""
+    x = call.tensor("input")
+    if any(isinstance(call.get(name), Operand) for name in ("running_mean", "running_var")):
+        return None
+    names = ["b", "c", *(f"s{i}" for i in range(len(x.shape) - 2))]
+    groups: dict[int, Groups] = {index: [["c"]] for index in range(len(call.inputs))}
+    groups[x.index] = [[f] for f in names]
+    sizes = dict(zip(names, x.shape, strict=True))
+    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=names[2:])
+
+
 def along_dim(call: Call) -> Rule:
     """softmax, log_softmax, cumsum, sort ...: the dim they run along is blocked; outputs are shaped like the input.
 
@@ -72,6 +84,7 @@ TABLE = {
     "aten.rms_norm": trailing_norm,
     "aten.batch_norm": batch_norm,
     "aten.group_norm": group_norm,
+    "aten.instance_norm": instance_norm,
     **{
         f"aten.{name}": along_dim
         for name in (
@@ -84,6 +97,8 @@ TABLE = {
             "sort",
             "argsort",
             "logcumsumexp",
+            "cummax",
+            "cummin",
         )
     },
 }

@@ -25,6 +25,11 @@ BLOCKED = (
     "median",
     "var_mean",
     "std_mean",
+    "aminmax",
+    "count_nonzero",
+    "kthvalue",
+    "mode",
+    "nanmedian",
 )
 
 

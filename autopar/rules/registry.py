@@ -107,6 +107,10 @@ class Registry:
         table = builtin_table()
         return table.get(packet) or table.get(plain)
 
+    def has_rule(self, op: str) -> bool:
+        """Whether there is a rule for calls of this overload, though maybe not for each."""
+        return self._find(op) is not None
+
     def known_ops(self) -> tuple[str, ...]:
         """Names of all packets and overloads that have a rule, sorted."""
         return tuple(sorted({*builtin_table(), *self.additions}))
@@ -134,6 +138,11 @@ def register_rule(
     if find_op(op_name) is None and len(op_name.split(".")) == 3:
         raise ValueError(f"torch has no operator {op_name!r}; import the library that defines it first")
     default_registry().register(op_name, rule, linear=linear, lowerings=lowerings)
+
+
+def has_rule(op: str) -> bool:
+    """`Registry.has_rule` of the default registry."""
+    return default_registry().has_rule(op)
 
 
 def known_ops() -> tuple[str, ...]:

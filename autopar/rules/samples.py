@@ -8,8 +8,10 @@ from torch import Tensor
 from autopar.ir.graph import Node, TensorMeta
 from autopar.rules.call import Call, Operand
 
-POSITIVE = frozenset({"log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "reciprocal", "div", "xlogy", "kl_div"})
-UNIT_INTERVAL = frozenset({"binary_cross_entropy", "acos", "asin"})
+POSITIVE = frozenset(
+    {"log", "log2", "log10", "log1p", "lgamma", "sqrt", "rsqrt", "pow", "reciprocal", "div", "xlogy", "kl_div"}
+)
+UNIT_INTERVAL = frozenset({"binary_cross_entropy", "acos", "asin", "erfinv", "logit", "special_entr"})
 POSITIVE_ARGUMENTS = frozenset({"running_var"})
 
 

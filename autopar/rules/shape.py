@@ -195,15 +195,39 @@ def pad(call: Call) -> Rule:
 
 
 def keeps_shape(call: Call) -> Rule:
-    """tril, triu, roll, flip: dims that they look along are blocked."""
+    """tril, triu, roll, flip, channel_shuffle: dims that they look along are blocked."""
     names, sizes = _names(call)
     rank = len(names)
     if call.packet in ("tril", "triu"):
         along: tuple[int, ...] = (rank - 2, rank - 1)
+    elif call.packet == "channel_shuffle":
+        along = (1,)
     else:
         along = normal_dims(call["dims"], rank)
     own = [[f] for f in names]
     return make_rule(call, [own], [own], sizes, blocked={names[d] for d in along}, linear=("self",))
+
+
+def diagonal(call: Call) -> Rule:
+    """Two dims become one at the end, or with diag_embed one at the end becomes two: they are blocked."""
+    x, out = call.inputs[0].shape, call.outputs[0].shape
+    long, short = (out, x) if call.packet == "diag_embed" else (x, out)
+    pair = normal_dims((call["dim1"], call["dim2"]), len(long))
+    names = [f"d{i}" for i in range(len(long))]
+    sizes = dict(zip(names, long, strict=True)) | {"n": short[-1]}
+    wide, narrow = [[f] for f in names], [[f] for i, f in enumerate(names) if i not in pair] + [["n"]]
+    source, target = (narrow, wide) if call.packet == "diag_embed" else (wide, narrow)
+    return make_rule(call, [source], [target], sizes, blocked={"n", *(names[d] for d in pair)}, linear=("self",))
+
+
+def unfold(call: Call) -> Rule:
+    """Windows along one dim, their numbers in a new last one: both are blocked."""
+    names, sizes = _names(call)
+    dim, out = normal_dim(call["dimension"], max(len(names), 1)), call.outputs[0].shape
+    sizes |= {"windows": out[dim] if len(out) > 1 else 1, "window": out[-1]}
+    kept = [["windows"] if i == dim else [f] for i, f in enumerate(names)]
+    blocked = {"windows", "window", *names[dim : dim + 1]}
+    return make_rule(call, [[[f] for f in names]], [[*kept, ["window"]]], sizes, blocked=blocked, linear=("self",))
 
 
 TABLE = {
@@ -218,10 +242,12 @@ TABLE = {
     "aten.unbind": select,
     "aten.slice": slice_,
     "aten.narrow": slice_,
-    **{f"aten.{name}": split for name in ("split", "split_with_sizes", "chunk")},
+    **{f"aten.{name}": split for name in ("split", "unsafe_split", "split_with_sizes", "chunk")},
     "aten.cat": cat,
     "aten.stack": stack,
     "aten.pad": pad,
     "aten.constant_pad_nd": pad,
-    **{f"aten.{name}": keeps_shape for name in ("tril", "triu", "roll", "flip")},
+    **{f"aten.{name}": keeps_shape for name in ("tril", "triu", "roll", "flip", "channel_shuffle")},
+    **{f"aten.{name}": diagonal for name in ("diagonal", "diag_embed")},
+    "aten.unfold": unfold,
 }

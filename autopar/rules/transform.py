@@ -1,11 +1,15 @@
-"""Fourier transforms, and real numbers seen as complex ones: the dims that are transformed or paired are blocked."""
+"""Fourier transforms, real numbers seen as complex ones, and matrices taken as a whole: those dims are blocked."""
 
 from __future__ import annotations
 
-from autopar.rules.call import Call, make_rule, normal_dims
+from autopar.ir.graph import TensorMeta
+from autopar.rules.call import Call, broadcast_groups, make_rule, normal_dim, normal_dims
 from autopar.rules.rule import Rule
 
-FOURIER = tuple(f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n"))
+FOURIER = (
+    *(f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")),
+    *("_fft_c2c", "_fft_r2c", "_fft_c2r"),
+)
 
 
 def fourier(call: Call) -> Rule:
@@ -31,7 +35,67 @@ def complex_view(call: Call) -> Rule:
     return make_rule(call, [source], [target], sizes, blocked=names[-1:])
 
 
+MATRICES = (
+    "_linalg_det",
+    "_linalg_eigh",
+    "_linalg_slogdet",
+    "_linalg_solve_ex",
+    "_linalg_svd",
+    "linalg_cholesky_ex",
+    "linalg_eig",
+    "linalg_inv_ex",
+    "linalg_ldl_factor_ex",
+    "linalg_lu",
+    "linalg_lu_factor_ex",
+    "linalg_matrix_exp",
+    "linalg_qr",
+    "linalg_solve_triangular",
+    "cholesky_solve",
+)
+
+
+def matrices(call: Call) -> Rule | None:
+    """[..., n, m] of each operand: the leading dims are factors. None where operands have others than the first."""
+    batch = call.inputs[0].shape[:-2]
+    if any(meta.shape[: len(batch)] != batch or len(meta.shape) > len(batch) + 2 for meta in call.inputs):
+        return None
+    sizes = {f"b{i}": size for i, size in enumerate(batch)}
+
+    def groups(meta: TensorMeta) -> list[list[str]]:
+        own = [f"k{len(sizes) + i}" for i in range(len(meta.shape) - len(batch))]
+        sizes.update(zip(own, meta.shape[len(batch) :], strict=True))
+        return [[f"b{i}"] for i in range(len(batch))] + [[f] for f in own]
+
+    inputs, outputs = [groups(meta) for meta in call.inputs], [groups(meta) for meta in call.outputs]
+    return make_rule(call, inputs, outputs, sizes, blocked={f for f in sizes if f.startswith("k")})
+
+
+def cross(call: Call) -> Rule:
+    """The vector product: its dim of 3 is blocked, the others broadcast."""
+    shape = call.outputs[0].shape
+    names = [f"d{i}" for i in range(len(shape))]
+    sizes = dict(zip(names, shape, strict=True))
+    inputs = [broadcast_groups(meta.shape, names, sizes) for meta in call.inputs]
+    blocked = {names[normal_dim(call["dim"], len(names))]}
+    return make_rule(call, inputs, [[[f] for f in names]], sizes, blocked=blocked, linear=("self", "other"))
+
+
+def distances(call: Call) -> Rule:
+    """[..., p, d] and [..., r, d] -> [..., p, r]: the dim of the vectors is blocked."""
+    x, out = call.inputs[0].shape, call.outputs[0].shape
+    batch = [f"b{i}" for i in range(len(out) - 2)]
+    sizes = dict(zip([*batch, "p", "r"], out, strict=True)) | {"d": x[-1]}
+    inputs = [
+        [*broadcast_groups(meta.shape[:-2], batch, sizes), [own], ["d"]]
+        for own, meta in zip(("p", "r"), call.inputs, strict=True)
+    ]
+    return make_rule(call, inputs, [[[f] for f in (*batch, "p", "r")]], sizes, blocked={"d"})
+
+
 TABLE = {
+    "aten._cdist_forward": distances,
+    **{f"aten.{name}": matrices for name in MATRICES},
+    "aten.linalg_cross": cross,
     **{f"aten.{name}": fourier for name in FOURIER},
     **{f"aten.{name}": complex_view for name in ("view_as_complex", "view_as_real")},
 }

@@ -119,9 +119,25 @@ def part_by_part(base: Tensor, y: Tensor) -> Tensor:
     return whole
 
 
+def through_swapped_axes(base: Tensor, y: Tensor) -> Tensor:
+    base.swapaxes(0, 1).mul_(y[0].sum())
+    return base
+
+
+def through_a_part(base: Tensor, y: Tensor) -> Tensor:
+    base.tensor_split(2, 1)[0].mul_(y.sum())
+    return base
+
+
+def through_dropout_of_nothing(base: Tensor, y: Tensor) -> Tensor:
+    F.dropout(base, 0.0, training=True).add_(y.sum())
+    return base
+
+
 WRITES = [
     into_slice, into_zeros, into_row_of_slice, into_transposed_view, seen_by_older_view, twice_the_same_slice,
-    written_before_detach, casts_on_copy, overlapping, part_by_part,
+    written_before_detach, casts_on_copy, overlapping, part_by_part, through_swapped_axes, through_a_part,
+    through_dropout_of_nothing,
 ]  # fmt: skip
 
 
@@ -213,13 +229,25 @@ def test_joins_and_views_give_gradients_to_what_eager_gives_them(join: Callable[
     torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
 
 
-def test_write_that_cannot_be_carried_over_is_refused() -> None:
-    def into_strided(base: Tensor, y: Tensor) -> Tensor:
-        base[:, ::2] = y[:, :3]
-        return base
+def into_strided(base: Tensor, y: Tensor) -> Tensor:
+    base[:, ::2] = y[:, :3]
+    return base
 
+
+def into_diagonal(base: Tensor, y: Tensor) -> Tensor:
+    base.diagonal().mul_(y.sum())
+    return base
+
+
+def into_windows(base: Tensor, y: Tensor) -> Tensor:
+    base.unfold(1, 2, 2).mul_(y.sum())
+    return base
+
+
+@pytest.mark.parametrize("write", [into_strided, into_diagonal, into_windows])
+def test_write_that_cannot_be_carried_over_is_refused(write: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match="writes in place to a view"):
-        trace(Writes(into_strided), (LEFT,))
+        trace(Writes(write), (LEFT,))
 
 
 class Constants(nn.Module):

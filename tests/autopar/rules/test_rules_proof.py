@@ -305,6 +305,43 @@ SCATTER = [
     c("aten.index_add.default", f(4, 6), 0, ints(12), f(12, 6)),
     c("aten.index_add.default", f(4, 6), -1, ints(12), f(4, 12)),
 ]
+MORE = [
+    c("aten.softshrink.default", f(4, 6)),
+    c("aten.lgamma.default", f(4, 6)),
+    c("aten.erfinv.default", f(4, 6)),
+    c("aten.logit.default", f(4, 6)),
+    c("aten.hypot.default", f(4, 6), f(6)),
+    c("aten.special_entr.default", f(4, 6)),
+    c("aten._prelu_kernel.default", f(4, 6), f(6)),
+    c("aten.complex.default", f(4, 6), f(4, 6)),
+    c("aten.deg2rad.default", f(4, 6)),
+    c("aten.cummax.default", f(4, 6), 1),
+    c("aten.aminmax.default", f(4, 6), dim=1),
+    c("aten.kthvalue.default", f(4, 6), 2),
+    c("aten.mode.default", f(4, 6), 1, True),
+    c("aten.nanmedian.dim", f(4, 6), 0),
+    c("aten.diagonal.default", f(4, 6, 6), 0, 1, 2),
+    c("aten.diagonal.default", f(4, 6, 12), 2, 0, -1),
+    c("aten.diag_embed.default", f(4, 6)),
+    c("aten.diag_embed.default", f(4, 6), 1, 0, 2),
+    c("aten.unfold.default", f(4, 12, 6), 1, 4, 2),
+    c("aten.unsafe_split.Tensor", f(4, 12), 6, 1),
+    c("aten.channel_shuffle.default", f(4, 6, 6, 4), 2),
+    c("aten.linalg_cross.default", f(4, 6, 3), f(1, 6, 3)),
+    c("aten._linalg_det.default", f(4, 6, 6)),
+    c("aten.linalg_inv_ex.default", f(4, 6, 6)),
+    c("aten._linalg_solve_ex.default", f(4, 6, 6), f(4, 6, 2)),
+    c("aten.linalg_qr.default", f(4, 6, 6)),
+    c("aten.linalg_matrix_exp.default", f(4, 2, 4, 4)),
+    c("aten.linalg_solve_triangular.default", f(4, 6, 6), f(4, 6, 2), upper=True),
+    c("aten._cdist_forward.default", f(4, 6, 12), f(4, 4, 12), 2.0, None),
+    c("aten.instance_norm.default", f(4, 6, 4, 6), f(6), f(6), None, None, True, 0.1, 1e-5, False),
+    c("aten.scatter_reduce.two", f(4, 6), 1, ints(4, 4), f(4, 4), "prod"),
+    c("aten.bucketize.Tensor", T((4, 6), grad=False), STATS),
+    c("aten.searchsorted.Tensor", STATS, T((4, 6), grad=False)),
+    c("aten.eye.default", 6),
+    c("aten.linspace.default", 0, 1, 6),
+]
 ALL = [
     *CONTRACTION,
     *ATTENTION,
@@ -318,6 +355,7 @@ ALL = [
     *RANDOM,
     *SPATIAL,
     *SCATTER,
+    *MORE,
 ]
 
 
@@ -326,8 +364,12 @@ DECLINED = {
     "layer_norm": {"Rp, P, P -> P"},
     "rms_norm": {"Rp, P -> P"},
     "group_norm": {"Rp, P, P -> P"},
+    "instance_norm": {"Rp, P, P -> P"},
     # Targets given as probabilities are not partial sums either.
     "cross_entropy_loss": {"Rp, P -> P"},
+    # Right sides of a system, and what products scale, are not partial sums either; columns are not cut.
+    "linalg_solve_triangular": {"Rp, P -> P", "Rp, S(2) -> S(2)"},
+    "scatter_reduce": {"P, R, Rp -> P"},
     # Copies of whole pixels could stay in place; space is not cut.
     "upsample_nearest2d": {"S(2) -> S(2)", "S(3) -> S(3)"},
 }

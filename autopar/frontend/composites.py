@@ -1,0 +1,56 @@
+"""Operators that torch defines by others: where they have no rule, those take their place.
+
+Autograd differentiates such an operator through what defines it, so nothing changes but the form of the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.ir.graph import has_gradients
+from autopar.rules.registry import has_rule
+
+_DEFINED = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def definition(target: OpOverload, node: torch.fx.Node) -> torch.fx.GraphModule | None:
+    """The calls that a call of `target` is made of; its placeholders are for `node.all_input_nodes`.
+
+    None for an operator that has a rule or that nothing defines, and where its definition writes, draws random numbers
+    or makes tensors of its own.
+    """
+    is_defined = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _DEFINED)  # type: ignore[no-untyped-call]
+    if not is_defined or target._schema.is_mutable or has_rule(str(target)):
+        return None
+    operands = [each.meta.get("val") for each in node.all_input_nodes]
+    fakes = [value for value in operands if isinstance(value, FakeTensor)]
+    if not fakes or len(fakes) < len(operands):
+        return None
+    # Some are made of other calls where nothing is differentiated.
+    values = [value.detach().requires_grad_(has_gradients(value.dtype)) for value in fakes]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = dict(zip(node.all_input_nodes, tensors, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: given[each])
+        return target(*args, **kwargs)
+
+    with fakes[0].fake_mode, torch.enable_grad():
+        found = make_fx(functionalize(make_fx(call)(*values)))(*values)
+    if not all(_is_plain(each) for each in found.graph.nodes):
+        return None
+    for each in found.graph.nodes:
+        each.meta |= {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    return found
+
+
+def _is_plain(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return node.op in ("placeholder", "output") or node.target is operator.getitem
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
