@@ -140,14 +140,12 @@ NONLINEAR = (
     "fmax",
     "fmin",
     "frac",
-    "gcd",
     "hardshrink",
     "heaviside",
     "hypot",
     "i0",
     "isneginf",
     "isposinf",
-    "lcm",
     "ldexp",
     "lgamma",
     "logaddexp2",
@@ -170,8 +168,6 @@ NONLINEAR = (
     "special_xlog1py",
     "special_zeta",
     "trunc",
-    "__lshift__",
-    "__rshift__",
 )
 
 CASTS = ("to", "_to_copy", "type_as")

@@ -6,10 +6,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.rules.call import Call, broadcast_groups, make_rule, normal_dim, normal_dims
 from autopar.rules.rule import Rule
 
-FOURIER = (
-    *(f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")),
-    *("_fft_c2c", "_fft_r2c", "_fft_c2r"),
-)
+FOURIER = tuple(f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n"))
 
 
 def fourier(call: Call) -> Rule:
@@ -41,16 +38,11 @@ MATRICES = (
     "_linalg_slogdet",
     "_linalg_solve_ex",
     "_linalg_svd",
-    "linalg_cholesky_ex",
-    "linalg_eig",
     "linalg_inv_ex",
-    "linalg_ldl_factor_ex",
     "linalg_lu",
     "linalg_lu_factor_ex",
     "linalg_matrix_exp",
     "linalg_qr",
-    "linalg_solve_triangular",
-    "cholesky_solve",
 )
 
 

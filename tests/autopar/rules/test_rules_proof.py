@@ -333,7 +333,6 @@ MORE = [
     c("aten._linalg_solve_ex.default", f(4, 6, 6), f(4, 6, 2)),
     c("aten.linalg_qr.default", f(4, 6, 6)),
     c("aten.linalg_matrix_exp.default", f(4, 2, 4, 4)),
-    c("aten.linalg_solve_triangular.default", f(4, 6, 6), f(4, 6, 2), upper=True),
     c("aten._cdist_forward.default", f(4, 6, 12), f(4, 4, 12), 2.0, None),
     c("aten.instance_norm.default", f(4, 6, 4, 6), f(6), f(6), None, None, True, 0.1, 1e-5, False),
     c("aten.scatter_reduce.two", f(4, 6), 1, ints(4, 4), f(4, 4), "prod"),
@@ -367,8 +366,7 @@ DECLINED = {
     "instance_norm": {"Rp, P, P -> P"},
     # Targets given as probabilities are not partial sums either.
     "cross_entropy_loss": {"Rp, P -> P"},
-    # Right sides of a system, and what products scale, are not partial sums either; columns are not cut.
-    "linalg_solve_triangular": {"Rp, P -> P", "Rp, S(2) -> S(2)"},
+    # Nor is what products scale.
     "scatter_reduce": {"P, R, Rp -> P"},
     # Copies of whole pixels could stay in place; space is not cut.
     "upsample_nearest2d": {"S(2) -> S(2)", "S(3) -> S(3)"},
