@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.graph import has_gradients
+from autopar.ir.operators import calls_of
 from autopar.rules.registry import has_rule
 
 _DEFINED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -42,7 +41,7 @@ def definition(target: OpOverload, node: torch.fx.Node) -> torch.fx.GraphModule 
         return target(*args, **kwargs)
 
     with fakes[0].fake_mode, torch.enable_grad():
-        found = make_fx(functionalize(make_fx(call)(*values)))(*values)
+        found = calls_of(call, values)
     if not all(_is_plain(each) for each in found.graph.nodes):
         return None
     for each in found.graph.nodes:

@@ -14,9 +14,9 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.frontend.effects import at, refused_random
-from autopar.frontend.fx_import import FlatGraph, unused_name
-from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, with_refs
-from autopar.ir.operators import arguments_of, find_op, may_be_view
+from autopar.frontend.fx_import import FlatGraph, is_view, unused_name
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
+from autopar.ir.operators import find_op
 from codegen.functions import NAMESPACE
 
 _COPY = "aten.copy_.default"
@@ -24,7 +24,6 @@ _DROPOUT = "aten.dropout_.default"
 """Whose functional form draws what no other random operator does: the same mask under every plan."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
-_COPIES = frozenset({"contiguous"})  # of what is not laid out so already
 
 
 def functionalise(flat: FlatGraph) -> None:
@@ -52,7 +51,7 @@ class _Functionaliser:
                 self.write(position, node, functional)
                 continue
             self.nodes.append(self.updated(node))
-            if _is_view(node, self.metas):
+            if is_view(node, self.metas):
                 self.views |= {Ref(node.name, index): node for index in range(len(node.outputs))}
         self.flat.nodes = self.nodes
         self.flat.loss = self.now(self.flat.loss)
@@ -236,18 +235,6 @@ class _Functionaliser:
         name = unused_name(wish, self.names)
         self.names.add(name)
         return name
-
-
-def _is_view(node: Node, metas: dict[Ref, TensorMeta]) -> bool:
-    if not node.args or not isinstance(node.args[0], Ref):
-        return False
-    name = node.op.split(".")[1]
-    if name == "to":
-        return metas[node.args[0]].dtype == node.meta.dtype
-    if name == "dropout":  # which hands its operand on where it drops nothing
-        arguments = arguments_of(node)
-        return not arguments["train"] or arguments["p"] == 0
-    return base_name(node.op) in VIEWS or (name not in _COPIES and may_be_view(node.op))
 
 
 def functional_name(op: str) -> str | None:

@@ -20,7 +20,7 @@ from autopar.errors import TraceError
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
-from autopar.ir.operators import may_be_view
+from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.creation import LIKE, PLAIN
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
@@ -64,6 +64,19 @@ def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
     while name in taken:
         name, count = f"{wish}_{count}", count + 1
     return name
+
+
+def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
+    """Whether the results share memory with the first operand. A `contiguous` that is left in a trace is a copy."""
+    if not node.args or not isinstance(node.args[0], Ref):
+        return False
+    name = base_name(node.op)
+    if name == "to":
+        return metas[node.args[0]].dtype == node.meta.dtype
+    if name == "dropout":  # which hands its operand on where it drops nothing
+        arguments = arguments_of(node)
+        return not arguments["train"] or arguments["p"] == 0
+    return name in VIEWS or (name != "contiguous" and may_be_view(node.op))
 
 
 def import_program(
@@ -220,21 +233,22 @@ class _Importer:
         self.names.add(name)
         self.flat.lines[name] = node.meta.get("stack_trace") or ""
         module = _module_path(node)
-        self.flat.nodes.append(Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module))
+        made = Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module)
+        self.flat.nodes.append(made)
         self.metas |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
-        self._follow_memory(name, op, args, outputs)
+        self._follow_memory(made)
         refs = tuple(Ref(name, i) for i in range(len(outputs)))
         return refs if isinstance(value, (tuple, list)) else Ref(name)
 
-    def _follow_memory(self, name: str, op: str, args: tuple[Any, ...], outputs: tuple[TensorMeta, ...]) -> None:
+    def _follow_memory(self, node: Node) -> None:
         """What a differentiable write reaches is differentiated through from then on, views and bases included."""
-        is_write = op.split(".")[1].endswith("_")
-        is_view = (base_name(op) in VIEWS or may_be_view(op)) and base_name(op) not in CONSTANT
-        if not (is_write or is_view) or not args or not isinstance(args[0], Ref):
+        is_write = node.op.split(".")[1].endswith("_")
+        shares = is_view(node, self.metas) and base_name(node.op) not in CONSTANT
+        if not (is_write or shares) or not node.args or not isinstance(node.args[0], Ref):
             return
-        root = self.roots.get(args[0], args[0])
-        self.roots |= {Ref(name, i): root for i in range(len(outputs))}
-        if is_write and any(meta.requires_grad for meta in outputs):
+        root = self.roots.get(node.args[0], node.args[0])
+        self.roots |= {Ref(node.name, i): root for i in range(len(node.outputs))}
+        if is_write and any(meta.requires_grad for meta in node.outputs):
             for ref in (root, *(ref for ref, base in self.roots.items() if base == root)):
                 self.metas[ref] = replace(self.metas[ref], requires_grad=True)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.graph import Node
 
@@ -21,6 +23,19 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
     except AttributeError:
         return None
     return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def calls_of(
+    run: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
+) -> torch.fx.GraphModule:
+    """The operators that `run(*tensors)` calls, backward included, those that write in their functional form.
+
+    tensors: fake ones, under their mode. decompositions: of operators that are taken apart.
+    """
+    joint = make_fx(run, decomposition_table=decompositions)(*tensors)
+    return make_fx(functionalize(joint))(*tensors)
 
 
 def may_be_view(name: str) -> bool:

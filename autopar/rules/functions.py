@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients
-from autopar.ir.operators import arguments_of
+from autopar.ir.operators import arguments_of, calls_of
 from autopar.ir.placement import P, Placement, R, S, local_shape
 from autopar.rules.call import Call, Operand, make_rule, packet_name
 from autopar.rules.creation import LIKE, PLAIN
@@ -131,8 +129,7 @@ class _Traced:
         with FakeTensorMode(allow_non_fake_inputs=True):
             tensors = [torch.empty(meta.shape, dtype=meta.dtype) for meta in (*inputs, *outputs)]
             try:
-                joint = make_fx(_joint(op, placed, inputs), decomposition_table=_BACKWARDS)(*tensors)
-                joint = make_fx(functionalize(joint))(*tensors)  # without writes
+                joint = calls_of(_joint(op, placed, inputs), tensors, _BACKWARDS)
             except Exception:  # whatever the user's code raises for these shapes: it is not cut
                 return None
         joint.graph.eliminate_dead_code()

@@ -303,3 +303,24 @@ def test_a_dropout_in_place_is_one_whose_operand_is_dropped_too() -> None:
     (dropout,) = (node for node in calls if node.op == "aten.dropout.default")
     users = [node.op for node in calls if dropout.name in {ref.node for ref in node.inputs}]
     assert users == ["aten.linear.default", "aten.mean.default"]
+
+
+def test_a_write_to_a_cast_makes_nothing_else_differentiable() -> None:
+    """The mask that is cast stays a constant: what it alone decides gets no gradient."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x > 0
+            scale = mask.to(torch.float32)
+            scale.mul_(self.first(x))
+            return (self.second(x) * mask.to(torch.float32) * scale).mean()
+
+    model = Casts()
+    graph = trace(model, (LEFT,))
+    assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
+    nodes = [node for node in graph.body if isinstance(node, Node)]
+    assert not any(node.meta.requires_grad for node in nodes if node.op.split(".")[1] in ("gt", "to"))
