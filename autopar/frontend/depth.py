@@ -1,46 +1,91 @@
-"""Tracing runs of equal blocks at reduced depth.
+"""Tracing runs of blocks that repeat at reduced depth.
 
-A `ModuleList` whose blocks are equal (same classes, parameter shapes and plain attributes, the layer index aside)
-is cut to its first two blocks of the last run before tracing. Two are kept so that a computation that depends on
-the block's index shows as two different layers; then the whole model is traced. What looks equal need not act so:
-`depth_check.py` says which runs may be cut. Only the last run of a list is cut:
-models look masks up by position, and positions must not shift.
+A `ModuleList` whose blocks repeat with a period k (same classes, parameter shapes and plain attributes, the layer index
+aside; k = 1 where all are equal, 2 where windowed and full attention take turns) is cut before tracing to the first
+blocks of its last run: to k + 1 of them, so that a computation that depends on the block's index shows as two different
+layers (then the whole model is traced), and to as many more as it takes for the last one to be of the kind that the
+last one is. What looks equal need not act so: `depth_check.py` says which runs may be cut. Only the last run of a list
+is cut: models look masks up by position, and positions must not shift.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-KEPT_BLOCKS = 2
 _INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """`path` has `num_blocks` blocks; those from `first` on are equal; KEPT_BLOCKS of them stay when it is cut."""
+    """`path` has `num_blocks` blocks; those from `first` on repeat with `period`; `num_kept` of them stay when it is
+    cut."""
 
     path: str
     num_blocks: int
     first: int
+    period: int = 1
+
+    @property
+    def num_repeating(self) -> int:
+        return self.num_blocks - self.first
+
+    @property
+    def num_kept(self) -> int:
+        least = self.period + 1
+        return least + (self.num_repeating - least) % self.period
+
+    @property
+    def end(self) -> int:
+        """The first block that is deleted."""
+        return self.first + self.num_kept
+
+    def with_longer_periods(self) -> Iterator[Truncation]:
+        """This cut, and those whose period is a multiple of its, while they delete anything."""
+        for period in range(self.period, self.num_repeating // 2 + 1, self.period):
+            cut = replace(self, period=period)
+            if cut.num_kept < self.num_repeating:
+                yield cut
 
 
 def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
-    """The runs of `model` that look equal and are long enough to be cut (`depth_check.py` says whether they may be)."""
+    """The runs of `model` that look as if they repeat and are long enough to be cut (`depth_check.py` says whether they
+    may be)."""
     cuts: list[Truncation] = []
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or any(path.startswith(cut.path + ".") for cut in cuts):
             continue
-        prints = [fingerprint(block) for block in module]
-        first = len(prints)
-        while first > 0 and prints[first - 1] == prints[-1]:
-            first -= 1
-        if len(prints) - first > KEPT_BLOCKS and any(True for _ in module[-1].parameters()):
-            cuts.append(Truncation(path, len(prints), first))
+        cut = _longest(path, module)
+        if cut is not None:
+            cuts.append(cut)
     return tuple(cuts)
+
+
+def _longest(path: str, blocks: nn.ModuleList) -> Truncation | None:
+    """The cut that deletes most blocks, of the shortest period."""
+    numbers: dict[Any, int] = {}
+    kinds = [numbers.setdefault(fingerprint(block), len(numbers)) for block in blocks]
+    best: Truncation | None = None
+    for period in range(1, len(kinds) // 2 + 1):
+        first = len(kinds) - period
+        while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        cut = Truncation(path, len(kinds), first, period)
+        num_deleted = cut.num_repeating - cut.num_kept
+        if num_deleted > (best.num_repeating - best.num_kept if best else 0) and can_repeat(blocks, cut):
+            best = cut
+    return best
+
+
+def can_repeat(blocks: nn.ModuleList, cut: Truncation) -> bool:
+    """Whether the run has parameters, and, where neighbours differ, is of blocks that are layers by themselves, of
+    several modules with parameters (`layers.py`)."""
+    owners = [{name.rpartition(".")[0] for name, _ in block.named_parameters()} for block in blocks[-cut.period :]]
+    return min(map(len, owners)) > (cut.period > 1)
 
 
 class Dropped(nn.Module):
@@ -52,7 +97,7 @@ class Dropped(nn.Module):
 
 def dropped_blocks(model: nn.Module, cuts: tuple[Truncation, ...]) -> tuple[list[nn.Module], list[nn.Module]]:
     """The blocks that `shorten` will delete and nothing else refers to, and all modules that stay."""
-    ends = {id(model.get_submodule(cut.path)): cut.first + KEPT_BLOCKS for cut in cuts}
+    ends = {id(model.get_submodule(cut.path)): cut.end for cut in cuts}
     kept: dict[int, nn.Module] = {}
     beyond: list[nn.Module] = []
     waiting = [model]
@@ -72,7 +117,7 @@ def shorten(model: nn.Module, cuts: tuple[Truncation, ...]) -> None:
     for cut in cuts:
         blocks = model.get_submodule(cut.path)
         assert isinstance(blocks, nn.ModuleList)
-        del blocks[cut.first + KEPT_BLOCKS :]
+        del blocks[cut.end :]
 
 
 def fingerprint(module: nn.Module) -> Any:

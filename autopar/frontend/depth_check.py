@@ -1,4 +1,4 @@
-"""Which runs of blocks that look equal also behave equally, so that two of them may be traced for all.
+"""Which runs of blocks that look as if they repeat also behave so, so that the first of them may be traced for all.
 
 Blocks of equal classes and shapes may still act by their index, or forward may use one of them in its own way (a
 skip from the third block on). Therefore forward runs once at full depth, on fake tensors, and every operator is
@@ -6,8 +6,9 @@ written down as (operator, scalars, where each tensor comes from, shapes and dty
 
 - its blocks are called once each, in order, with no operator between them;
 - nobody but the next block uses what a block computes, and nobody but the block its own parameters (`Origin`);
-- the blocks from the second on have equal records: equal operators on the same outside tensors and on the same
-  results of their predecessor. (The trace itself compares the first two.)
+- the blocks from the second on have the records of those a period before: equal operators on the same outside tensors
+  and on the same results of their predecessor. (The trace itself compares the first one.) Where they look equal and
+  act by their index, the period may be a longer one.
 
 A second forward, of the cut model, must then leave the same records: operators outside of the runs and the blocks that
 were kept must not depend on how many blocks there are. Grad mode is part of the record. Nothing is computed, and
@@ -18,12 +19,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.frontend.depth import KEPT_BLOCKS, Dropped, Truncation, dropped_blocks, shorten
+from autopar.frontend.depth import Dropped, Truncation, can_repeat, dropped_blocks, shorten
 from autopar.frontend.fakes import Results
 from autopar.frontend.recorder import Forward, Record, record
 
@@ -35,7 +37,8 @@ def verified(
     forward: Forward,
     fake: FakeTensorMode,
 ) -> tuple[Truncation, ...]:
-    """The cuts among `cuts` that do not change what `forward` computes; none if forward cannot run on fake tensors.
+    """The cuts among `cuts`, some with a longer period, that do not change what `forward` computes; none if forward
+    cannot run on fake tensors.
 
     skeletons: equal ones of the model, with fake parameters; up to two are used up. batch: the fake inputs by name.
     forward: what will be exported, on that batch.
@@ -45,15 +48,16 @@ def verified(
         model = next(skeletons)
         short = _copy(model, cuts)
         whole = record(model, cuts, batch, forward, results)
-        sound = tuple(cut for cut in cuts if _repeats(whole, cut))
+        longer = (_repeating(whole, cut, model) for cut in cuts)
+        sound = tuple(cut for cut in longer if cut is not None)
         if not sound:
             return ()
-        if sound != cuts:  # blocks of the other lists are outside operators now
+        if sound != cuts:  # blocks of the other lists are outside operators now, and more may be kept
             model = next(skeletons)
             short = _copy(model, sound)
             whole = record(model, sound, batch, forward, results)
         shorten(short, sound)
-        kept = tuple(Truncation(cut.path, cut.first + KEPT_BLOCKS, cut.first) for cut in sound)
+        kept = tuple(replace(cut, num_blocks=cut.end) for cut in sound)
         return sound if _extends(whole, record(short, kept, batch, forward, results)) else ()
     except Exception:  # whatever forward cannot do on fake tensors: the full trace will say it, or do it
         return ()
@@ -67,17 +71,25 @@ def _copy(model: nn.Module, cuts: tuple[Truncation, ...]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def _repeating(whole: Record, cut: Truncation, model: nn.Module) -> Truncation | None:
+    """The cut with the shortest period with which the run's blocks from the second on did the same."""
+    blocks = model.get_submodule(cut.path)
+    assert isinstance(blocks, nn.ModuleList)
+    longer = (each for each in cut.with_longer_periods() if can_repeat(blocks, each))
+    return next((each for each in longer if _repeats(whole, each)), None)
+
+
 def _repeats(whole: Record, cut: Truncation) -> bool:
-    """Whether the run's blocks from the second on did the same."""
+    """Whether the run's blocks from the second on did what those a period before did."""
     run = whole.runs[cut.path]
-    second, *others = run.records[1:] or [[]]
-    complete = run.entered == cut.num_blocks - cut.first
-    return complete and not run.refused and all(other == second for other in others)
+    complete = run.entered == cut.num_repeating
+    pairs = zip(run.records[1:], run.records[1 + cut.period :], strict=False)
+    return complete and not run.refused and all(one == other for one, other in pairs)
 
 
 def _extends(whole: Record, short: Record) -> bool:
     """Whether `whole` is `short` with some of its blocks repeated."""
     if not all(_repeats(one, run.cut) for one in (whole, short) for run in one.runs.values()):
         return False
-    kept = {path: run.records[:KEPT_BLOCKS] for path, run in whole.runs.items()}
+    kept = {path: run.records[: run.cut.num_kept] for path, run in whole.runs.items()}
     return whole.outside == short.outside and kept == {path: run.records for path, run in short.runs.items()}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import TraceError
-from autopar.frontend.depth import KEPT_BLOCKS, Truncation
+from autopar.frontend.depth import Truncation
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import Graph, Input, LayerClass, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs, with_refs
 from codegen.names import class_name
@@ -29,35 +29,42 @@ _NUMBER = re.compile(r"(?<=.)(_\d+)+$")
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A contiguous slice of nodes of one layer, in canonical form."""
+    """A contiguous slice of nodes of one layer, in canonical form.
+
+    traced: the path of the layer whose nodes these are; another one's where the layer itself was cut from the trace.
+    results: names of the outputs outside of the layer, one for each.
+    """
 
     path: str
     prefix: str
     index: int
+    traced: str
     nodes: tuple[Node, ...]
     args: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
+    results: tuple[Ref, ...]
     key: Any
 
 
 def fold_layers(flat: FlatGraph, inputs: tuple[Input, ...], cuts: tuple[Truncation, ...], batch_size: int) -> Graph:
     """The Graph of `flat`, with lists that were traced at reduced depth extended to their full length.
 
-    Raises TraceError if a shortened list did not fold into one run (the caller then traces at full depth).
+    Raises TraceError if a shortened list did not fold into runs (the caller then traces at full depth).
     """
     metas = flat.metas()
     users = _users(flat)
     pieces: list[Node | _Segment] = []
     for path, nodes in _split(flat.nodes):
         pieces += [_segment(path, nodes, flat, metas, users)] if path else nodes
+    for cut in cuts:
+        pieces = _extended(pieces, cut, users)
     body, renamed = _fold(pieces, flat, metas, users)
-    whole, parameters = _extend(body, flat, cuts)
     loss = renamed.get(flat.loss, flat.loss)
     return Graph(
         name=class_name(flat.classes[""]),
         inputs=inputs,
-        parameters=parameters,
-        body=whole,
+        parameters=_all_parameters(body, flat, cuts),
+        body=tuple(body),
         loss=loss,
         batch_size=batch_size,
     )
@@ -108,9 +115,11 @@ def _segment(
         path=path,
         prefix=prefix,
         index=int(index),
+        traced=path,
         nodes=tuple(nodes),
         args=tuple(args),
         outputs=outputs,
+        results=outputs,
         key=key,
     )
 
@@ -123,6 +132,38 @@ def _relative(path: str, ref: Ref, flat: FlatGraph) -> str | None:
     return ref.node.removeprefix(path + ".")
 
 
+def _extended(pieces: list[Node | _Segment], cut: Truncation, users: dict[Ref, set[str]]) -> list[Node | _Segment]:
+    """The pieces with the layers that were cut from a list, each like that one period before it.
+
+    The last layer of the list takes over the names that the last traced one had for those that read its results; what
+    reads the names that are new is added to `users`. Raises TraceError where the layers do not repeat as traced.
+    """
+    places = [i for i, p in enumerate(pieces) if isinstance(p, _Segment) and p.prefix == cut.path]
+    layers = [p for p in pieces if isinstance(p, _Segment) and p.prefix == cut.path and p.index >= cut.first]
+    indices, period = [layer.index for layer in layers], cut.period
+    is_whole = indices == list(range(cut.first, cut.end)) and places[-1] - places[-len(layers)] == len(layers) - 1
+    if not is_whole or any(a.key != b.key for a, b in zip(layers, layers[period:], strict=False)):
+        raise TraceError("blocks that look alike trace differently", values=cut.path)
+    made, handed_on = {ref for layer in layers for ref in layer.outputs}, layers[-1].outputs
+    layers[-1] = _with_own_results(layers[-1], layers[-1].index)
+    for index in range(cut.end, cut.num_blocks):
+        model, before = layers[-period], layers[-period - 1]
+        carried = dict(zip(before.results, layers[-1].results, strict=True))
+        if any(ref not in carried and (ref in made or ref.node.startswith(f"{cut.path}.")) for ref in model.args):
+            raise TraceError("blocks read more than what the one before them computes", values=model.path)
+        args = tuple(carried.get(ref, ref) for ref in model.args)
+        layers.append(_with_own_results(replace(model, path=f"{cut.path}.{index}", index=index, args=args), index))
+    layers[-1] = replace(layers[-1], results=handed_on)
+    for layer, following in itertools.pairwise(layers[cut.num_kept - 1 :]):
+        users |= {ref: {following.path} for ref in layer.results}
+    return [*pieces[: places[-1] - cut.num_kept + 1], *layers, *pieces[places[-1] + 1 :]]
+
+
+def _with_own_results(layer: _Segment, index: int) -> _Segment:
+    """The layer with results that have names of their own, which nothing in a graph has."""
+    return replace(layer, results=tuple(replace(ref, node=f"{ref.node}@{index}") for ref in layer.outputs))
+
+
 def _fold(
     pieces: list[Node | _Segment], flat: FlatGraph, metas: dict[Ref, TensorMeta], users: dict[Ref, set[str]]
 ) -> tuple[list[Node | LayerRun], dict[Ref, Ref]]:
@@ -132,17 +173,19 @@ def _fold(
     classes: dict[Any, LayerClass] = {}
     groups = list(_groups(pieces, users))
     alone = _alone([group for group in groups if isinstance(group, list)], flat, users)
+    taken = {node.name for node in flat.nodes} | flat.inputs.keys() | flat.parameters.keys()
     for group in groups:
         if isinstance(group, Node):
             body.append(_rename(group, renamed))
         elif len(group) == 1 and group[0].path not in alone:
+            if group[0].traced != group[0].path:
+                raise TraceError("blocks that were cut from the trace are no layers", values=group[0].path)
             body += [_rename(node, renamed) for node in group[0].nodes]
         else:
-            taken = {piece.name for piece in body} | {node.name for node in flat.nodes}
-            taken |= flat.inputs.keys() | flat.parameters.keys()
             layer_run = _layer_run(group, flat, metas, classes, renamed, taken)
             body.append(layer_run)
-            renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(group[-1].outputs)}
+            taken.add(layer_run.name)
+            renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(group[-1].results)}
     return body, renamed
 
 
@@ -171,15 +214,21 @@ def _alone(groups: list[list[_Segment]], flat: FlatGraph, users: dict[Ref, set[s
     segments = [segment for group in groups for segment in group]
     times, lists = Counter(s.path for s in segments), Counter(s.prefix for s in segments)
     alike, folded = Counter(s.key for s in segments), {group[0].prefix for group in groups if len(group) > 1}
-    found = set[str]()
-    for segment in segments:
-        own = [name for name in flat.parameters if name.startswith(f"{segment.path}.")]
-        modules = {name.rpartition(".")[0] for name in own if Ref(name) in users}
-        is_shared = any(users.get(Ref(name), set()) - {segment.path} for name in own)
-        is_layer = times[segment.path] == 1 < lists[segment.prefix] and len(modules) > 1 and not is_shared
-        if is_layer and (alike[segment.key] > 1 or segment.prefix not in folded):
-            found.add(segment.path)
-    return found
+    are_layers = {path: _is_layer(path, flat, users) for path in {segment.traced for segment in segments}}
+    return {
+        s.path
+        for s in segments
+        if times[s.path] == 1 < lists[s.prefix]
+        and are_layers[s.traced]
+        and (alike[s.key] > 1 or s.prefix not in folded)
+    }
+
+
+def _is_layer(path: str, flat: FlatGraph, users: dict[Ref, set[str]]) -> bool:
+    """Whether several modules under a path have parameters that are read, none of them by anything else."""
+    own = [name for name in flat.parameters if name.startswith(f"{path}.")]
+    modules = {name.rpartition(".")[0] for name in own if Ref(name) in users}
+    return len(modules) > 1 and not any(users.get(Ref(name), set()) - {path} for name in own)
 
 
 def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
@@ -200,7 +249,7 @@ def _continues(run: list[_Segment], following: _Segment, users: dict[Ref, set[st
     last = run[-1]
     if following.prefix != last.prefix or following.index != last.index + 1 or following.key != last.key:
         return False
-    if any(users.get(ref, set()) - {last.path, following.path} for ref in last.outputs):
+    if any(users.get(ref, set()) - {last.path, following.path} for ref in last.results):
         return False
     wiring = _wiring(last, following)
     return wiring is not None and (len(run) == 1 or wiring == _wiring(run[-2], last))
@@ -210,8 +259,8 @@ def _wiring(last: _Segment, following: _Segment) -> tuple[tuple[int, int], ...] 
     """Pairs (input, output) carried from `last` to `following`; None unless every other input is shared."""
     carried = []
     for index, (before, now) in enumerate(zip(last.args, following.args, strict=True)):
-        if now in last.outputs:
-            carried.append((index, last.outputs.index(now)))
+        if now in last.results:
+            carried.append((index, last.results.index(now)))
         elif before != now:
             return None
     return tuple(carried) if carried else None
@@ -286,27 +335,6 @@ def _layer_parameters(path: str, nodes: tuple[Node, ...], flat: FlatGraph) -> tu
     )
 
 
-def _extend(
-    body: list[Node | LayerRun], flat: FlatGraph, cuts: tuple[Truncation, ...]
-) -> tuple[tuple[Node | LayerRun, ...], tuple[Parameter, ...]]:
-    """Runs of shortened lists get all their instances back, and the graph all its parameters."""
-    extended: list[Node | LayerRun] = []
-    for piece in body:
-        if isinstance(piece, LayerRun):
-            prefix, _, start = piece.instances[0].rpartition(".")
-            last = int(piece.instances[-1].rpartition(".")[2])
-            cut = next((c for c in cuts if c.path == prefix and c.first <= last), None)
-            if cut and len(piece.instances) >= KEPT_BLOCKS:
-                paths = (f"{prefix}.{i}" for i in range(int(start), cut.num_blocks))
-                piece = replace(piece, instances=tuple(paths))
-        extended.append(piece)
-    runs = {p for piece in extended if isinstance(piece, LayerRun) for p in piece.instances}
-    for cut in cuts:
-        if f"{cut.path}.{cut.num_blocks - 1}" not in runs:
-            raise TraceError("blocks that look alike trace differently", values=cut.path)
-    return tuple(extended), _all_parameters(tuple(extended), flat, cuts)
-
-
 def _in_block(parameter: Parameter, own: str, other: str) -> Parameter | None:
     """A block's parameter as another block has it; None for one that is tied to what lies elsewhere."""
     if not all(alias.startswith(own) for alias in parameter.aliases):
@@ -316,15 +344,15 @@ def _in_block(parameter: Parameter, own: str, other: str) -> Parameter | None:
 
 
 def _all_parameters(
-    body: tuple[Node | LayerRun, ...], flat: FlatGraph, cuts: tuple[Truncation, ...]
+    body: list[Node | LayerRun], flat: FlatGraph, cuts: tuple[Truncation, ...]
 ) -> tuple[Parameter, ...]:
     """Parameters of the traced model, used or not, and of the layers' instances that were cut from it."""
     found = dict(flat.parameters)
-    for cut in cuts:
-        last = cut.first + KEPT_BLOCKS - 1
-        own = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{last}.")]
-        for parameter, index in itertools.product(own, range(last + 1, cut.num_blocks)):
-            moved = _in_block(parameter, f"{cut.path}.{last}.", f"{cut.path}.{index}.")
+    models = [(cut, index) for cut in cuts for index in range(cut.end - cut.period, cut.end)]
+    for cut, model in models:
+        own = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{model}.")]
+        for parameter, index in itertools.product(own, range(model + cut.period, cut.num_blocks, cut.period)):
+            moved = _in_block(parameter, f"{cut.path}.{model}.", f"{cut.path}.{index}.")
             found |= {} if moved is None else {moved.name: moved}
     for piece in body:
         if isinstance(piece, LayerRun):

@@ -25,6 +25,8 @@ class Offers:
         self.scopes = {scope.name: scope for scope in scopes_of(graph)}
         self.runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
         self.uses = {name: self._uses_in(scope) for name, scope in self.scopes.items()}
+        self._layers = {run.name: run.layer for run in self.runs}
+        self._wanted: dict[tuple[str, Ref], frozenset[Placements]] = {}
 
     def parameter(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
         """What the consumers ask for; where one wants a partial sum (a bias), also R. On `cp` it is whole."""
@@ -59,16 +61,21 @@ class Offers:
         offered |= {(R,) * len(self.mesh.axes)} if not offered else set()
         return placement_choices(scope.metas[ref], sorted(offered), self.mesh)
 
-    def wanted(self, scope: Scope, ref: Ref) -> set[Placements]:
+    def wanted(self, scope: Scope, ref: Ref) -> frozenset[Placements]:
         """Input placements that some option of some user of `ref` has, through layer borders."""
-        found: set[Placements] = set()
-        for kind, name, position in self.uses[scope.name].get(ref, ()):
-            if kind == "operator":
-                found |= {option.inputs[position] for option in self.options[scope.name, name]}
-            elif kind == "run":
-                run = next(r for r in self.runs if r.name == name)
-                found |= self.wanted(self.scopes[run.layer.name], Ref(run.layer.inputs[position][0]))
-        return found
+        if (scope.name, ref) not in self._wanted:
+            uses = self.uses[scope.name].get(ref, ())
+            found = {
+                option.inputs[position]
+                for kind, name, position in uses
+                if kind == "operator"
+                for option in self.options[scope.name, name]
+            }
+            entered = [(self._layers[name], position) for kind, name, position in uses if kind == "run"]
+            for layer, formal in {(layer.name, layer.inputs[position][0]) for layer, position in entered}:
+                found |= self.wanted(self.scopes[layer], Ref(formal))
+            self._wanted[scope.name, ref] = frozenset(found)
+        return self._wanted[scope.name, ref]
 
     def _uses_in(self, scope: Scope) -> Uses:
         found: Uses = {}

@@ -99,6 +99,7 @@ class EqualSearch(PipelineSearch):
         )
         super().__init__(request, self.solved_layers)
         self._many: dict[tuple[int, ...], tuple[int, SolvedLayer | None]] = {}
+        self._alike: dict[Hashable, list[ParallelConfig]] = {}
 
     def configs(self) -> Iterator[ParallelConfig]:
         """All of them whose closed form is minimised."""
@@ -125,17 +126,23 @@ class EqualSearch(PipelineSearch):
             yield from ((bound(self.costs, each), each, Bound.WITH_MEMORY_FREE) for each in self.configs())
             return
         for config in self.unscheduled:
-            rows, many = self._most_rows(config)
-            for each in self.scheduled(config):
+            self._alike.setdefault(_of_rows(config), []).append(config)
+        for first, *_ in self._alike.values():
+            rows, many = self._most_rows(first)
+            for each in self.scheduled(first):
                 least = bound_of_many_rows(self.costs, each, many, rows) if many else 0.0
                 yield least, each, Bound.OF_MANY_ROWS
 
     def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
-        """The config with the next bound; none where another with the same assignment stands for it."""
+        """The config with the next bound; where its bound knows of its rows only, all that have them so, but for those
+        that another with the same assignment stands for."""
         if known > Bound.OF_MANY_ROWS:
             yield from super().closer(candidate, known)
-        elif not self.solved_layers.repeats(candidate):
-            yield bound(self.costs, candidate), candidate, Bound.WITH_MEMORY_FREE
+            return
+        for config in self._alike[_of_rows(candidate)]:
+            if not self.solved_layers.repeats(config):
+                each = config.under(candidate.schedule)
+                yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
 
     def _most_rows(self, config: ParallelConfig) -> tuple[int, SolvedLayer | None]:
         """The most rows that a rank has under the config's degrees, with their solved layer."""
@@ -149,6 +156,11 @@ class EqualSearch(PipelineSearch):
                 for sharing, (most, each) in rows.items()
             }
         return self._many[config.sharing]
+
+
+def _of_rows(config: ParallelConfig) -> Hashable:
+    """Equal for configs of equal stage meshes that share out the rows alike."""
+    return config.pp, config.stage_meshes[0].mesh, config.num_micro_batches
 
 
 class UnequalSearch(PipelineSearch):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.layers import layer_path
-from autopar.frontend.trace import trace
+from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.graph import Graph, LayerRun, Node
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
@@ -166,6 +166,45 @@ class ByIndex(nn.Module):
 
 def test_blocks_that_act_by_their_index() -> None:
     assert instances(Stack([ByIndex(i) for i in range(6)]), False) == []
+
+
+class TwoByIndex(nn.Module):
+    """A layer whose kind is its index modulo a period, which nothing but forward shows."""
+
+    def __init__(self, layer_idx: int, period: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layer_idx, self.period = layer_idx, period
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = (y.relu, y.tanh, y.sigmoid)[max(self.layer_idx % self.period - self.period + 3, 0)]()
+        return x + self.down(y)
+
+
+PATTERNS = {
+    "widths, 2": (lambda: [Block(8, 8 * (1 + i % 2)) for i in range(7)], 3),
+    "five narrow, one wide": (lambda: [Block(8, 8 if i % 6 < 5 else 16) for i in range(20)], 8),
+    "by index, 2": (lambda: [TwoByIndex(i, 2) for i in range(8)], 4),
+    "by index, 3": (lambda: [TwoByIndex(i, 3) for i in range(8)], 5),
+    "after others": (lambda: [Block(8, 24), Block(8, 8), *(Block(8, 8 * (1 + i % 2)) for i in range(6))], 4),
+}
+"""Layers that repeat with a period, and how many of those that do are traced."""
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_layers_of_a_pattern_are_traced_by_its_first_ones(name: str) -> None:
+    """The graph is that of the whole trace, and computes the model."""
+    torch.manual_seed(0)
+    make, num_kept = PATTERNS[name]
+    model, x = Stack(make()), (torch.randn(3, 8),)
+    cuts = find_cuts(model, x)
+    assert [cut.num_kept for cut in cuts] == [num_kept]
+    found, want = trace(model, x, cuts=cuts), trace(model, x, cuts=())
+    assert sorted(found.parameters, key=str) == sorted(want.parameters, key=str)
+    described = [[(p.layer, p.instances, p.args, p.carried) for p in runs_of(graph)] for graph in (found, want)]
+    assert described[0] == described[1]
+    assert instances(model, False) == instances(model, True)
 
 
 class LateByIndex(ByIndex):
