@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -56,7 +57,10 @@ def source_lines(
     lines: list[str] = []
     section = ""
     chain: _Chain | None = None  # what the last line says, if it can be chained
+    written = 0  # statements, so far
     for position, statement in enumerate(body):
+        if position < written:
+            continue
         if isinstance(statement, Call):
             here = _section(statement.section, depth)
             text = expression(statement)
@@ -78,8 +82,12 @@ def source_lines(
             chain = None
         else:
             read_later = {v.name for v in statement.args if _uses_after(position, v, body, outputs)}
-            lines += _loop(statement, statement.layer in parted, lines, read_later)
-            section, chain = "", None
+            turns = _turns(body[position:])
+            if turns is not None:
+                lines += turns.lines(lines, read_later)
+            else:
+                lines += _loop(statement, statement.layer in parted, lines, read_later)
+            written, section, chain = position + (turns.num_loops if turns else 1), "", None
     return lines
 
 
@@ -140,18 +148,115 @@ def _loop(loop: LayerLoop, is_part: bool, before: list[str], read_later: set[str
 
     is_part: other loops have layers of the class too. before: the lines so far. read_later: arguments that are.
     """
-    carried = dict(loop.carried)
-    lines = []
-    arguments = [var.name for var in loop.args]
-    for position, output in carried.items():
-        name, given = loop.results[output].name, arguments[position]
-        if before and before[-1].startswith(f"{given} = ") and arguments.count(given) == 1 and given not in read_later:
-            before[-1] = name + before[-1].removeprefix(given)
-        elif given != name:
-            lines.append(f"{name} = {given}")
-        arguments[position] = name
-    instances = f"self.layers_of({loop.layer})"
-    if is_part:
-        instances = f"self.layers_of({loop.layer}, {loop.first}, {loop.first + loop.count})"
+    lines, arguments = [], [var.name for var in loop.args]
+    for position, output in loop.carried:
+        lines += _handed_over(loop.results[output].name, position, arguments, before, read_later)
+    where = (str(loop.first), str(loop.first + loop.count)) if is_part else ()
+    return [*lines, *_loop_lines(loop, where, arguments)]
+
+
+def _handed_over(name: str, position: int, arguments: list[str], before: list[str], read_later: set[str]) -> list[str]:
+    """Lines that give an argument another name, which it gets in `arguments` too."""
+    given, lines = arguments[position], list[str]()
+    if before and before[-1].startswith(f"{given} = ") and arguments.count(given) == 1 and given not in read_later:
+        before[-1] = name + before[-1].removeprefix(given)
+    elif given != name:
+        lines.append(f"{name} = {given}")
+    arguments[position] = name
+    return lines
+
+
+def _loop_lines(loop: LayerLoop, where: tuple[str, ...], arguments: list[str]) -> list[str]:
+    """The loop itself, over the layers from one number to another, or over all of the class."""
+    instances = f"self.layers_of({', '.join((loop.layer, *where))})"
     targets = ", ".join(_name(result) for result in loop.results)
-    return [*lines, f"for layer in {instances}:", f"    {targets} = layer({', '.join(arguments)})"]
+    return [f"for layer in {instances}:", f"    {targets} = layer({', '.join(arguments)})"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Loops that come again and again in one order, `count` times, each over the layers that follow its last ones.
+
+    entering: arguments of the first loop that are results of the turn before it, by the names that they have there.
+    """
+
+    loops: tuple[LayerLoop, ...]
+    strides: tuple[int, ...]
+    entering: tuple[tuple[int, str], ...]
+    count: int
+
+    @property
+    def num_loops(self) -> int:
+        return len(self.loops) * self.count
+
+    def lines(self, before: list[str], read_later: set[str]) -> list[str]:
+        """One loop over the turns."""
+        lines, inner = list[str](), list[str]()
+        for number, (loop, stride) in enumerate(zip(self.loops, self.strides, strict=True)):
+            arguments = [var.name for var in loop.args]
+            for position, name in () if number else self.entering:
+                lines += _handed_over(name, position, arguments, before, read_later)
+            for position, output in loop.carried:
+                inner += _handed_over(loop.results[output].name, position, arguments, [], set())
+            start = "turn" if stride == 1 else f"{stride} * turn"
+            where = (start if not at else f"{start} + {at}" for at in (loop.first, loop.first + loop.count))
+            inner += _loop_lines(loop, tuple(where), arguments)
+        return [*lines, f"for turn in range({self.count}):", *(f"    {line}" for line in inner)]
+
+
+def _turns(body: tuple[Statement, ...]) -> _Turns | None:
+    """The turns that the first statements are, of the fewest loops each; None where they are none."""
+    loops = []
+    for statement in body:
+        if not isinstance(statement, LayerLoop):
+            break
+        loops.append(statement)
+    for length in range(1, len(loops) // 2 + 1):
+        first, second, *others = (tuple(loops[i : i + length]) for i in range(0, len(loops) - length + 1, length))
+        if any(a.layer != b.layer for a, b in zip(first, second, strict=True)):
+            continue
+        strides = tuple(b.first - a.first for a, b in zip(first, second, strict=True))
+        made = {_name(result) for result in first[-1].results}
+        entering = tuple((i, var.name) for i, var in enumerate(second[0].args) if var.name in made)
+        if not _is_entered(first, entering):
+            continue
+        count = 1
+        for other in (second, *others):
+            if not _comes_again(first, strides, entering, count, other):
+                break
+            count += 1
+        if count > 1:
+            return _Turns(first, strides, entering, count)
+    return None
+
+
+def _is_entered(turn: tuple[LayerLoop, ...], entering: tuple[tuple[int, str], ...]) -> bool:
+    """Whether nothing in the turn reads, under one of these names, what was there before it."""
+    known, positions = {name for _, name in entering}, {position for position, _ in entering}
+    if any(var.name in known for i, var in enumerate(turn[0].args) if i not in positions):
+        return False
+    for before, loop in itertools.pairwise(turn):
+        known -= {_name(result) for result in before.results}
+        if any(var.name in known for var in loop.args):
+            return False
+    return True
+
+
+def _comes_again(
+    turn: tuple[LayerLoop, ...],
+    strides: tuple[int, ...],
+    entering: tuple[tuple[int, str], ...],
+    number: int,
+    other: tuple[LayerLoop, ...],
+) -> bool:
+    """Whether the numbered turn is the first one with later layers."""
+    here = [_written(loop, loop.first + number * by) for loop, by in zip(turn, strides, strict=True)]
+    for position, name in entering:
+        here[0][0][position] = name
+    return here == [_written(loop, loop.first) for loop in other]
+
+
+def _written(loop: LayerLoop, first: int) -> tuple[list[str], tuple[object, ...]]:
+    """The names of a loop's arguments, and all else that its lines say."""
+    results = [_name(result) for result in loop.results]
+    return [var.name for var in loop.args], (loop.layer, first, loop.count, loop.carried, results)

@@ -9,9 +9,11 @@ from dataclasses import replace
 from autopar.costs.evaluate import layer_costs
 from autopar.costs.layer_costs import LayerCost
 from autopar.costs.price import Pricer
-from autopar.costs.stored_costs import StoredCost, stored_costs
+from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
+from autopar.ir.chain import homes_of
 from autopar.ir.graph import Graph
 from autopar.options.assignment import Assignment
+from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator
 
 
@@ -20,7 +22,8 @@ def unit_costs(
 ) -> dict[str, LayerCost]:
     """The cost of every unit, by name."""
     calls = layer_costs(graph, operators, pricer, assignment)
-    return combined(calls, stored_costs(graph, pricer, assignment.parameters))
+    parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph))
+    return combined(calls, stored_costs(graph, pricer, parameters))
 
 
 def combined(costs: Mapping[str, LayerCost], stored: Mapping[str, StoredCost]) -> dict[str, LayerCost]:

@@ -33,11 +33,11 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Emitted:
-    """A program, with the units of its classes by scope where they were read already (events.py). Sizes are those of
-    the graph that was first asked for: a program for other rows has the same statements."""
+    """A program, with the units of its classes by scope and mesh where they were read already (events.py). Sizes are
+    those of the graph and the mesh that were first asked for: a program for others has the same statements."""
 
     program: Program
-    units: dict[str, Any] = field(default_factory=dict)
+    units: dict[tuple[str, Mesh], Any] = field(default_factory=dict)
 
 
 Known = dict[Hashable, Emitted]
@@ -55,18 +55,34 @@ class _OneStage:
 
 
 def emitted(
-    graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer, assignment: Assignment, known: Known
+    graph: Graph,
+    operators: Mapping[Key, Operator],
+    pricer: Pricer,
+    assignment: Assignment,
+    known: Known,
+    decisions: Hashable = None,
 ) -> Emitted:
-    """The program of these decisions, after the passes that the pricer prices."""
+    """The program of these decisions, after the passes that the pricer prices.
+
+    decisions: equal for assignments that are one at several numbers of rows and sizes of axes, whose programs differ in
+    sizes and numbers of sections alone: enough for seconds, not for bytes. By default only those that place all tensors
+    of one mesh alike are.
+    """
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
-    key = has_kernels, has_fp8, overlaps, pricer.mesh, pays, _signature(assignment)
+    of_pricer = has_kernels, has_fp8, overlaps, pays
+    like = *of_pricer, pricer.mesh.axes, decisions
+    if decisions is not None and like in known:
+        return known[like]
+    key = *of_pricer, pricer.mesh, _signature(assignment)
     if key not in known:
         program = lower(graph, operators, _OneStage(pricer.mesh), assignment)
         for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
             program = rewrite(program)
         known[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
+    if decisions is not None:
+        known[like] = known[key]
     return known[key]
 
 

@@ -7,7 +7,7 @@ counted in stored_costs.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import partial
 
 from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
@@ -46,9 +46,10 @@ def layer_seconds(
     pricer: Pricer,
     assignment: Assignment,
     known: Known | None = None,
+    decisions: Hashable = None,
 ) -> dict[str, ComputeSeconds]:
-    """The seconds of every unit, as `layer_costs` has them, without counting any bytes."""
-    made = emitted(graph, operators, pricer, assignment, {} if known is None else known)
+    """The seconds of every unit, as `layer_costs` has them, without counting any bytes. decisions: see `emitted`."""
+    made = emitted(graph, operators, pricer, assignment, {} if known is None else known, decisions)
     costs = _Evaluation(made, graph, operators, pricer, assignment).costs(with_bytes=False)
     return {
         name: ComputeSeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.overlapped_seconds)
@@ -87,13 +88,14 @@ class _Evaluation:
 
     def _units(self, scope: Scope, anew: bool) -> Mapping[str, Unit]:
         """What happens in the units of a scope. anew: with the calls of this graph, of which bytes need the sizes."""
-        if anew or scope.name not in self.made.units:
+        key = scope.name, self.pricer.mesh
+        if anew or key not in self.made.units:
             fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
             own = self.operators, self.assignment, fusions, segments(self.graph)
             before = () if scope.layer else self.made.program.whole_sums
             cls = dict(classes(self.made.program))[scope.name]
-            self.made.units[scope.name] = Reader(scope, self.pricer.mesh, *own).units(cls, before)
-        found: Mapping[str, Unit] = self.made.units[scope.name]
+            self.made.units[key] = Reader(scope, self.pricer.mesh, *own).units(cls, before)
+        found: Mapping[str, Unit] = self.made.units[key]
         return found
 
     # --- seconds ------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import torch
 from autopar.costs.layer_costs import ACCUMULATION, FIXED_KINDS, HIDDEN, QUANTISING, ROUNDING, SYNCHRONISATION
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
-from autopar.ir.chain import home_of_unread, homes_of, last_readers
+from autopar.ir.chain import home_of_unread, last_readers
 from autopar.ir.graph import Graph, Ref, TensorMeta, unread
 from autopar.ir.placement import Stored
-from autopar.options.scopes import Scope, scopes_of
+from autopar.options.scopes import Scope
 
 
 @dataclass
@@ -40,35 +40,57 @@ class StoredCost:
         return self.make_slots()
 
 
+Alike = tuple[str, str, Stored, torch.dtype, bool]
+"""Parameters that are priced as one: their scope and unit, how they are stored, dtype, whether they are trained."""
+
+Trained = tuple[str, TensorMeta, Stored]
+"""A trained parameter: its name if it is a top-level one, what it is, how it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameters:
+    """Parameters as they are stored on some axes. elements: of all that are alike. trained: by unit. scope_bytes: of
+    the trained ones of every scope."""
+
+    elements: Mapping[Alike, int]
+    trained: Mapping[str, list[Trained]]
+    scope_bytes: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        chosen: Mapping[tuple[str, str], Stored],
+        homes: Mapping[str, str],
+        scopes: tuple[Scope, ...],
+    ) -> StoredParameters:
+        """homes: unit of each top-level parameter. scopes: of the graph."""
+        metas = {scope.name: scope.metas for scope in scopes}
+        trained: dict[str, list[Trained]] = defaultdict(list)
+        elements: dict[Alike, int] = defaultdict(int)
+        scope_bytes: dict[str, int] = defaultdict(int)
+        for (scope, name), stored in chosen.items():
+            meta, where = metas[scope][Ref(name)], scope or homes[name]
+            if meta.requires_grad:
+                scope_bytes[scope] += meta.num_bytes
+                trained[where].append(("" if scope else name, meta, stored))
+            elements[scope, where, stored, meta.dtype, meta.requires_grad] += meta.numel
+        return cls(elements, trained, scope_bytes)
+
+
 def stored_costs(
-    graph: Graph,
-    pricer: Pricer,
-    chosen: Mapping[tuple[str, str], Stored],
-    homes: Mapping[str, str] | None = None,
-    scopes: tuple[Scope, ...] | None = None,
-    counts_unread: bool = True,
+    graph: Graph, pricer: Pricer, parameters: StoredParameters, counts_unread: bool = True
 ) -> dict[str, StoredCost]:
     """Synchronisation, updates and storage of every unit's parameters; they do not depend on the batch.
 
-    homes: unit of each top-level parameter, by default that of its first use. scopes: of the graph, if they are known.
     counts_unread: also what no call reads, which every rank of one stage holds whole.
     """
-    home, hidden = homes or homes_of(graph), pricer.hidden_fraction
-    metas = {scope.name: scope.metas for scope in scopes or scopes_of(graph)}
+    hidden = pricer.hidden_fraction
     found: dict[str, StoredCost] = defaultdict(StoredCost)
-    trained: dict[str, list[Trained]] = defaultdict(list)
-    alike: dict[tuple[str, str, Stored, torch.dtype, bool], int] = defaultdict(int)
-    units: dict[str, int] = defaultdict(int)
-    for (scope, name), stored in chosen.items():
-        meta, where = metas[scope][Ref(name)], scope or home[name]
-        if meta.requires_grad:
-            units[scope] += meta.num_bytes
-            trained[where].append(("" if scope else name, meta, stored))
-        alike[scope, where, stored, meta.dtype, meta.requires_grad] += meta.numel
     # All prices are linear in the elements of parameters that share buffers: those stored alike are priced as one.
-    for (scope, where, stored, dtype, requires_grad), elements in alike.items():
+    for (scope, where, stored, dtype, requires_grad), elements in parameters.elements.items():
         unit, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
-        per_micro, per_step = pricer.sync_parts(meta, stored, units[scope])
+        unit_bytes = parameters.scope_bytes.get(scope, 0)
+        per_micro, per_step = pricer.sync_parts(meta, stored, unit_bytes)
         for table, exposed in ((unit.per_micro, per_micro), (unit.per_step, per_step)):
             table[SYNCHRONISATION] += exposed
             table[HIDDEN] += exposed * hidden / (1.0 - hidden)
@@ -76,7 +98,7 @@ def stored_costs(
         if rounding := pricer.rounding_seconds(meta, stored):
             unit.per_micro[ROUNDING] += rounding
         for table, quantising in zip(
-            (unit.per_micro, unit.per_step), pricer.quantising_parts(meta, stored, units[scope]), strict=True
+            (unit.per_micro, unit.per_step), pricer.quantising_parts(meta, stored, unit_bytes), strict=True
         ):
             if quantising:
                 table[QUANTISING] += quantising
@@ -84,8 +106,8 @@ def stored_costs(
         for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
             unit.fixed[kind] += size
         unit.gathered_bytes += pricer.gathered_bytes(meta, stored)
-    for where, parameters in trained.items():
-        found[where].make_slots = partial(_slots, graph, pricer, parameters)
+    for where, trained in parameters.trained.items():
+        found[where].make_slots = partial(_slots, graph, pricer, trained)
     if counts_unread:
         found[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
     return found
@@ -94,10 +116,6 @@ def stored_costs(
 def unread_bytes(graph: Graph) -> int:
     """Bytes of the parameters and buffers that no call reads."""
     return sum(parameter.meta.num_bytes for parameter in unread(graph))
-
-
-Trained = tuple[str, TensorMeta, Stored]
-"""A trained parameter: its name if it is a top-level one, what it is, how it is stored."""
 
 
 def _slots(graph: Graph, pricer: Pricer, parameters: list[Trained]) -> list[Slot]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,6 +145,8 @@ def _plain(value: Any) -> Any:
         return tuple(_plain(item) for item in value)
     if isinstance(value, dict):
         return tuple((str(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, partial):
+        return (_plain(value.func), _plain(value.args), _plain(value.keywords))
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
     return (type(value), id(value))

@@ -174,6 +174,9 @@ def _fold(
     groups = list(_groups(pieces, users))
     alone = _alone([group for group in groups if isinstance(group, list)], flat, users)
     taken = {node.name for node in flat.nodes} | flat.inputs.keys() | flat.parameters.keys()
+    runs = [group for group in groups if isinstance(group, list) and len(group) > 1]
+    # A layer by itself hands on what it makes as those of its class do that have neighbours of it.
+    carried = {run[0].key: _wiring(run[0], run[1]) or () for run in reversed(runs)}
     for group in groups:
         if isinstance(group, Node):
             body.append(_rename(group, renamed))
@@ -182,7 +185,16 @@ def _fold(
                 raise TraceError("blocks that were cut from the trace are no layers", values=group[0].path)
             body += [_rename(node, renamed) for node in group[0].nodes]
         else:
-            layer_run = _layer_run(group, flat, metas, classes, renamed, taken)
+            own = _wiring(group[0], group[1]) if len(group) > 1 else None
+            layer_run = _layer_run(
+                group,
+                carried=own or carried.get(group[0].key, ()),
+                flat=flat,
+                metas=metas,
+                classes=classes,
+                renamed=renamed,
+                taken_names=taken,
+            )
             body.append(layer_run)
             taken.add(layer_run.name)
             renamed |= {ref: Ref(layer_run.name, index) for index, ref in enumerate(group[-1].results)}
@@ -268,6 +280,8 @@ def _wiring(last: _Segment, following: _Segment) -> tuple[tuple[int, int], ...] 
 
 def _layer_run(
     run: list[_Segment],
+    *,
+    carried: tuple[tuple[int, int], ...],
     flat: FlatGraph,
     metas: dict[Ref, TensorMeta],
     classes: dict[Any, LayerClass],
@@ -275,7 +289,6 @@ def _layer_run(
     taken_names: set[str],
 ) -> LayerRun:
     first = run[0]
-    carried = (_wiring(first, run[1]) or ()) if len(run) > 1 else ()
     if first.key not in classes:
         taken = {layer.name for layer in classes.values()} | {class_name(flat.classes[""])}
         classes[first.key] = _layer_class(first, carried, flat, metas, taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from autopar.ir.graph import Node
 
 def find_op(name: str) -> torch._ops.OpOverload | None:
     """The overload called `name` ("aten.linear.default"), or None if torch does not have it."""
+    return _find_known(name) if name.startswith("aten.") else _find(name)
+
+
+def _find(name: str) -> torch._ops.OpOverload | None:
     parts = name.split(".")
     if len(parts) != 3:
         return None
@@ -23,6 +28,10 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
     except AttributeError:
         return None
     return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+_find_known = cache(_find)
+"""The same for torch's own operators, which do not come and go."""
 
 
 def calls_of(
@@ -47,11 +56,18 @@ def may_be_view(name: str) -> bool:
 
 def named_arguments(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by name, in the schema's order, with the defaults of those that are left out."""
+    names, defaults = _arguments(op)
+    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given[name] for name in names if name in given}
+
+
+@lru_cache(maxsize=4096)
+def _arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """The names of an operator's arguments, and the defaults of those that have one."""
     schema = op._schema.arguments
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in defaults.items()}
-    given |= {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
-    return {a.name: given[a.name] for a in schema if a.name in given}
+    return tuple(a.name for a in schema), given
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

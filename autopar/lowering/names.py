@@ -75,7 +75,7 @@ def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) ->
     roles, wishes = _roles(nodes, entering, followed, uses), _module_wishes(scope.nodes, followed)
     for piece in pieces:
         if isinstance(piece, LayerRun):
-            going_on = _going_on(piece, entering, uses)
+            going_on = _handed_on(piece, pieces, names, uses) | _going_on(piece, entering, uses)
             for index in range(len(piece.outputs)):
                 wish = "hidden_states" if index == 0 else f"{piece.name}_{index}"
                 names[Ref(piece.name, index)] = going_on[index] if index in going_on else _unique(wish, taken)
@@ -104,6 +104,16 @@ def _going_on(run: LayerRun, entering: Sequence[str], uses: dict[Ref, int]) -> d
         if ref.node in entering and ref.node == formal and uses[ref] == 1:
             found[output] = formal
     return found
+
+
+def _handed_on(
+    run: LayerRun, pieces: Sequence[Node | LayerRun], names: Mapping[Ref, str], uses: dict[Ref, int]
+) -> dict[int, str]:
+    """Output position -> name, for what takes the place of another run's result that is its alone: it keeps the
+    name."""
+    metas = {Ref(p.name, i): meta for p in pieces if isinstance(p, LayerRun) for i, meta in enumerate(p.outputs)}
+    alone = (ref for ref in run.args if uses[ref] == 1 and ref in metas and ref.index < len(run.outputs))
+    return {ref.index: names[ref] for ref in alone if metas[ref] == run.outputs[ref.index]}
 
 
 def _followed(pieces: Sequence[Node | LayerRun], uses: dict[Ref, int]) -> dict[str, Ref]:

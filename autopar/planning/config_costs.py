@@ -13,7 +13,7 @@ from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_boundaries import tied_parameters
-from autopar.costs.stored_costs import StoredCost, stored_costs
+from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
 from autopar.ir.chain import chain, homes_of
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.scopes import scopes_of
@@ -52,6 +52,7 @@ class ConfigCosts:
         self.usable_bytes = [usable_bytes(group) for group in self.groups]
         self.is_on_cpu = is_cpu(request.whole.groups[0])
         self._stored: dict[Hashable, dict[str, StoredCost]] = {}
+        self._stored_parameters: dict[Hashable, StoredParameters] = {}
         self._synchronised: dict[Hashable, tuple[list[float], list[float]]] = {}
         self._none = [0.0] * len(self.counts)
 
@@ -93,9 +94,17 @@ class ConfigCosts:
         # Gradients that are summed over micro-batches take room of their own, however many there are.
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, config.num_micro_batches > 1
         if key not in self._stored:
-            parameters, pricer = solved_layer.parameters(config.zero), self._pricer(config, stage_mesh)
-            self._stored[key] = stored_costs(self.graph, pricer, parameters, self.homes, self.scopes)
+            parameters = self._parameters(solved_layer, config.zero)
+            self._stored[key] = stored_costs(self.graph, self._pricer(config, stage_mesh), parameters)
         return self._stored[key]
+
+    def _parameters(self, solved_layer: SolvedLayer, zero: int) -> StoredParameters:
+        """The parameters as a solved layer stores them, on meshes of its axes."""
+        key = solved_layer.storage, solved_layer.mesh.axes, zero
+        if key not in self._stored_parameters:
+            found = StoredParameters.of(solved_layer.parameters(zero), self.homes, self.scopes)
+            self._stored_parameters[key] = found
+        return self._stored_parameters[key]
 
     def stored_bytes(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, float]:
         """Of every unit, what stays from step to step."""

@@ -46,8 +46,8 @@ TYPICAL_MICRO_BATCHES = 4
 class CallCosts:
     """What an assignment does on a mesh per micro-batch, parameters left out; found when it is asked for.
 
-    known: programs of the model that were lowered already. Bounds ask for seconds only, and most configs get no further
-    than their bound.
+    known: programs of the model that were lowered already. decisions: equal where the assignment is one at several
+    numbers of rows. Bounds ask for seconds only, and most configs get no further than their bound.
     """
 
     graph: Graph
@@ -55,11 +55,12 @@ class CallCosts:
     pricer: Pricer
     assignment: Assignment
     known: Known = field(default_factory=dict)
+    decisions: Hashable = None
 
     @cached_property
     def seconds(self) -> Mapping[str, ComputeSeconds]:
         """Unit -> seconds of forward and backward, and of weight gradients that can be deferred."""
-        return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known)
+        return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known, self.decisions)
 
     @cached_property
     def boundary_bytes(self) -> tuple[float, ...]:
@@ -152,7 +153,8 @@ class SolvedLayers:
     typical_rows: int | None = None
     _assignments: dict[Key, Assignment | None] = field(default_factory=dict)
     _solved_layers: dict[tuple[Mesh, int, float], SolvedLayer | None] = field(default_factory=dict)
-    _call_costs: dict[tuple[Mesh, int, float], CallCosts] = field(default_factory=dict)
+    _call_costs: dict[tuple[Mesh, int, int], CallCosts] = field(default_factory=dict)
+    _covered: dict[tuple[int, int], bool] = field(default_factory=dict)
     _storage: dict[tuple[tuple[str, ...], frozenset[tuple[tuple[str, str], Stored]]], int] = field(default_factory=dict)
     _stored_as: dict[tuple[Key, tuple[str, ...]], int] = field(default_factory=dict)
     _search_spaces: dict[Key, SearchSpace] = field(default_factory=dict)
@@ -193,7 +195,6 @@ class SolvedLayers:
             else Key(tp=tp, cp=cp, ep=ep, has_data=has_data, rows=rows).mesh
         )
         whole = rows * costed.num_data_ranks
-        graph = self.request.trace.estimate(whole)
         solved_ep = ep if self.typical_rows is None or ep == 1 else divisors(ep)[1]
         solved_key = Key(
             tp=tp,
@@ -204,22 +205,23 @@ class SolvedLayers:
             multiplier=multiplier,
         )
         assignment = self.assignment(solved_key)
-        if assignment is not None and not covers(assignment, graph):  # a model that is another one with few rows
+        if assignment is not None and not self._covers(assignment, whole):  # a model that is another one with few rows
             solved_key = Key(tp=tp, cp=cp, ep=ep, has_data=has_data, rows=rows, multiplier=multiplier)
             assignment = self.assignment(solved_key)
         if assignment is None:
             return None
         axes, solved_rows = solved_key.mesh.axes, solved_key.whole_rows
-        key = (costed, rows, multiplier)
+        key = (costed, rows, self._number_of(assignment))
         if key not in self._call_costs:
             here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
             placed = on_axes(here, axes, costed.axes)
             self._call_costs[key] = CallCosts(
-                graph=graph,
+                graph=self.request.trace.estimate(whole),
                 operators=self.operators(whole),
                 pricer=self.pricer(costed),
                 assignment=placed,
                 known=self._known,
+                decisions=(self._number_of(assignment), len(self.operators(whole))),
             )
         calls, storage = self.operators(solved_rows), self.storage_of(solved_key, axes)
         return SolvedLayer(
@@ -242,6 +244,17 @@ class SolvedLayers:
             kind = axes, frozenset(assignment.parameters.items())
             self._stored_as[solved_key, axes] = self._storage.setdefault(kind, len(self._storage))
         return self._stored_as[solved_key, axes]
+
+    def _number_of(self, assignment: Assignment) -> int:
+        """A number of the assignment, as it was made."""
+        return next(n for n, each in enumerate(self._assignments.values()) if each is assignment)
+
+    def _covers(self, assignment: Assignment, rows: int) -> bool:
+        """Whether the graph of so many rows has the calls that the assignment decides on."""
+        key = self._number_of(assignment), rows
+        if key not in self._covered:
+            self._covered[key] = covers(assignment, self.request.trace.estimate(rows))
+        return self._covered[key]
 
     def priced_for(self, request: Request) -> SolvedLayers:
         """The same assignments for another cluster: only what they cost is found anew."""

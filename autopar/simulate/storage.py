@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costs.price import Pricer
-from autopar.costs.stored_costs import StoredCost, stored_costs
+from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
 from autopar.ir.placement import Stored
 from autopar.simulate.experts import Key, expert_mesh, expert_stored
 from autopar.simulate.share import Share
@@ -19,8 +19,9 @@ def stored_shares(
 ) -> dict[str, StoredCost]:
     """`stored_costs` of all parameters. Under ep those of experts are priced on `expert_mesh`, in buffers of their
     own."""
+    homes, scopes = share.homes, share.scopes
     if wanted.ep == 1:
-        return stored_costs(share.graph, pricer, parameters, share.homes, share.scopes)
+        return stored_costs(share.graph, pricer, StoredParameters.of(parameters, homes, scopes))
     mesh = expert_mesh(wanted.mesh, wanted.ep)
     own = share.experts.parameters
     dense = {key: stored for key, stored in parameters.items() if key not in own}
@@ -29,8 +30,9 @@ def stored_shares(
     }
     # A copy with caches of its own: what is known of collectives is of the axes of one mesh.
     other = replace(pricer, mesh=mesh, _times={}, _memory_times={}, _reshards={}, _matrices={})
-    found = stored_costs(share.graph, pricer, dense, share.homes, share.scopes)
-    own_costs = stored_costs(share.graph, other, experts, share.homes, share.scopes, counts_unread=False)
+    found = stored_costs(share.graph, pricer, StoredParameters.of(dense, homes, scopes))
+    of_experts = StoredParameters.of(experts, homes, scopes)
+    own_costs = stored_costs(share.graph, other, of_experts, counts_unread=False)
     for name, cost in own_costs.items():
         found[name] = _sum(found[name], cost)
     return found
