@@ -32,11 +32,12 @@ class Mixing(nn.Module):
 
 
 class Alternating(nn.Module):
-    """Two layers of one kind and one of another in turn, the last turn cut short; the fifth also reads what the first
+    """Two layers of one kind and one of another in turn, the last turn cut short; one may also read what the first
     one made."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: int | None = 4) -> None:
         super().__init__()
+        self.reading = reading
         self.embed = nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList([Mixing(index % 3 == 2) for index in range(7)])
         self.head = nn.Linear(WIDTH, 32)
@@ -44,7 +45,7 @@ class Alternating(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = first = self.embed(tokens)
         for index, layer in enumerate(self.layers):
-            x = layer(x + first if index == 4 else x)
+            x = layer(x + first if index == self.reading else x)
             first = x if index == 0 else first
         return self.head(x).flatten(0, 1)
 
@@ -68,3 +69,17 @@ def test_alternating_layers_with_dropout_in_a_pipeline(pins: dict[str, Any]) -> 
     batch = torch.randint(32, (2, 8, 4))
     report = autopar.verify(Alternating(), IDEAL, example_inputs=tuple(batch), loss_fn=loss, constraints=pins)
     assert report.ok(1e-5) and f"pp{pins['pp']}" in report.mesh
+
+
+def test_layers_in_turns_are_one_loop() -> None:
+    batch = tuple(torch.zeros(2, 8, 4, dtype=torch.int64))
+    model = Alternating(reading=None)
+    source = autopar.compile(model, IDEAL, example_inputs=batch, loss_fn=loss, constraints={"dp": 4}).source
+    lines = [line.strip() for line in source.splitlines()]
+    start = lines.index("for turn in range(2):")
+    assert lines[start + 1 : start + 6 : 2] == [
+        "for layer in self.layers_of(Mixing, 2 * turn, 2 * turn + 2):",
+        "for layer in self.layers_of(Mixing2, turn, turn + 1):",
+        "for layer in self.layers_of(Mixing, 4, 5):",
+    ]
+    assert len({line for line in lines if line.endswith("= layer(hidden_states)")}) == 1
