@@ -25,7 +25,7 @@ from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
-from autopar.lowering.assembly import program_of, source_of
+from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.planning.given import check_agreement, reprice
@@ -92,7 +92,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=4)
     if best.plan.fp8 and not count_calls(program):
         warnings.warn(NOTHING_IN_FP8, stacklevel=4)
-    source = source_of(program)
+    files = files_of(program)
     return CompiledProgram(
         model=model,
         cluster=request.whole,
@@ -100,7 +100,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         best=best,
         result=result,
         program=program,
-        source=source,
+        files=files,
         traits=traits,
         loss_fn=options.loss_fn,
         request=request,

@@ -24,7 +24,9 @@ from cost_models.mixed import AnyCluster
 class GeneratedProgram:
     """A planned and generated program, as data: what functions of reports, folders and processes take.
 
-    best: the chosen candidate (plan, graph, assignment). result: it and its runner-ups. source: the text of model.py.
+    best: the chosen candidate (plan, graph, assignment). result: it and its runner-ups. files: the text of model.py,
+    of a pipeline of its stages, by name; a rank that gets the program writes them as they are, since it need not know
+    every operator that the model calls.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
     was when it was traced (`frontend/admission.traits_of`).
     """
@@ -35,7 +37,7 @@ class GeneratedProgram:
     best: Candidate
     result: SearchResult
     program: Program | PipelineProgram
-    source: str
+    files: dict[str, str]
     traits: dict[str, str]
     loss_fn: Callable[..., torch.Tensor] | None = None
     request: Request | None = None
@@ -47,6 +49,14 @@ class GeneratedProgram:
     def plan(self) -> Plan:
         """The plan that was chosen or given."""
         return self.best.plan
+
+    @property
+    def source(self) -> str:
+        """All generated Python text of the model; of a pipeline, its files one after the other."""
+        sources = {name: text for name, text in self.files.items() if name.endswith(".py")}
+        if len(sources) == 1:
+            return next(iter(sources.values()))
+        return "\n\n".join(f"# {name}\n{text}" for name, text in sources.items())
 
     @property
     def backend(self) -> str:

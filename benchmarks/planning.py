@@ -124,7 +124,7 @@ def measure(case: Case) -> dict[str, Any]:
     passes = importlib.import_module("autopar.compile")  # the package's attribute of that name is the function
     for name, part in (("find_cuts", "trace"), ("trace", "trace"), ("search_plans", "search")):
         setattr(passes, name, _counted(getattr(passes, name), part, spent))
-    for name in ("program_of", "source_of"):
+    for name in ("program_of", "files_of"):
         setattr(passes, name, _counted(getattr(passes, name), "lower", spent))
     program = autopar.compile(model, case.cluster, example_inputs=batch, precision="bf16")
     planned = time.process_time()

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,20 @@ from autopar.compiled import CompiledProgram
 from autopar.verify import sgd_with_momentum
 from examples.models import Example
 
-Trained = tuple[list[float], Mapping[str, Tensor]]
-"""The loss of every step, and the parameters after the last."""
 
-STEPS = 2
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The loss and the gradients of every step, and the parameters and buffers after the last, all by name."""
+
+    losses: list[float]
+    gradients: list[Mapping[str, Tensor]]
+    state: Mapping[str, Tensor]
+
+
+STEPS = 3
 VANISHING = 1e-3
-"""Of the largest parameter's norm: a smaller one (a key's bias, whose gradient is round-off) is compared with this."""
-SECONDS = 60.0
+"""Of the largest norm of its kind: a smaller tensor (a key's bias, whose gradient is round-off) is compared with it."""
+SECONDS = 180.0
 """After which ranks that do not answer are taken for hanging."""
 
 
@@ -47,7 +54,7 @@ class RankPool:
         self.processes: list[Any] = []
 
     def error(self, compiled: CompiledProgram, example: Example) -> float:
-        """The largest relative error of losses and parameters after STEPS steps on rotated batches.
+        """The largest relative error of losses, gradients, and parameters after STEPS steps on rotated batches.
 
         Raises RuntimeError with a process's traceback, or where one hangs; the pool then starts anew."""
         if not self.processes:
@@ -120,35 +127,54 @@ def _answer(results: Any, compute: Callable[..., Any], *arguments: Any) -> None:
 def _error(compiled: CompiledProgram, batches: list[dict[str, Tensor]], expected: Trained) -> float:
     """On every rank; 0 but on the first."""
     step = compiled.build()
-    losses = [float(step(compiled.local_batch(batch))) for batch in batches]
-    state = step.full_state_dict()
-    return _difference((losses, state), expected) if dist.get_rank() == 0 else 0.0
+    losses, gradients = [], []
+    for batch in batches:
+        losses.append(float(step.forward_backward(compiled.local_batch(batch))))
+        gradients.append(step.gradients())
+        step.update()
+    found = Trained(losses=losses, gradients=gradients, state=step.full_state_dict())
+    return _difference(found, expected) if dist.get_rank() == 0 else 0.0
 
 
 def _eager(example: Example, batches: list[dict[str, Tensor]]) -> Trained:
-    """The losses and the trained parameters of the model on one device."""
+    """The losses, the gradients and the trained state of the model on one device."""
     torch.set_num_threads(1)
     model = copy.deepcopy(example.model).train()
-    optimizer = sgd_with_momentum([p for p in model.parameters() if p.requires_grad])
-    losses = []
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = sgd_with_momentum(list(trained.values()))
+    losses, gradients = [], []
     for batch in batches:
         optimizer.zero_grad()
         loss = replace(example, model=model, inputs=batch).loss()
         torch.autograd.backward(loss)
+        gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    kept = {name: b for name, b in model.named_buffers() if name in model.state_dict() and b.is_floating_point()}
+    state = {name: p.detach() for name, p in model.named_parameters()} | kept
+    return Trained(losses=losses, gradients=gradients, state=state)
 
 
 def _difference(found: Trained, expected: Trained) -> float:
-    """The largest relative one of losses and parameters."""
+    """The largest relative one of losses, gradients and state."""
     worst = 0.0
-    for loss, other in zip(found[0], expected[0], strict=True):
+    for loss, other in zip(found.losses, expected.losses, strict=True):
         worst = max(worst, abs(loss - other) / abs(other)) if loss == loss else float("inf")
-    least = VANISHING * max(float(parameter.norm()) for parameter in expected[1].values())
-    for name, parameter in expected[1].items():
-        error = float((found[1][name].cpu() - parameter).norm()) / max(float(parameter.norm()), least)
-        worst = max(worst, error) if error == error else float("inf")
+    own, other_ones = [*found.gradients, found.state], [*expected.gradients, expected.state]
+    return max(worst, *(_tensors(these, those) for these, those in zip(own, other_ones, strict=True)))
+
+
+def _tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest relative error of a tensor; inf where one that is expected is missing, unless it is all zeros."""
+    worst = 0.0
+    least = VANISHING * max((float(tensor.norm()) for tensor in expected.values()), default=0.0)
+    for name, tensor in expected.items():
+        own = found.get(name)
+        if own is None:
+            worst = float("inf") if tensor.any() else worst
+        elif not torch.equal(own.cpu(), tensor):
+            error = float((own.cpu() - tensor).norm()) / max(float(tensor.norm()), least)
+            worst = max(worst, error) if error == error else float("inf")
     return worst
 
 

@@ -1,16 +1,17 @@
 """Every architecture of examples/zoo.py compiled, and run on four processes beside eager training, one after another.
 
-    python -m benchmarks.zoo [--only gpt2,mixtral] [--plans free,pp2] [--plan-only] [--seconds 120] [--csv]
+    python -m benchmarks.zoo [--only gpt2,mixtral] [--plans free,pp2] [--plan-only] [--seconds 60] [--csv]
 
 Plans: free choice; dp2 x tp2 with ZeRO-3; two pipeline ranks; and where a model offers them two ranks of expert
 parallelism and two of context parallelism. All are planned for `examples/clusters/ideal.toml`, on which sharding always
 pays, so that the programs really shard: what is replicated there could not be sharded. A row per model and plan: the
-mesh chosen, the largest relative error of losses and parameters after two steps (benchmarks/rank_pool.py), and the
-operators that every rank computes whole: those without a rule, and those that hold at least a hundredth of the work. A
-model that fails says why in its row, by the first line of its error. A program that is off in fp32 is run again in
-fp64, where no rounding takes a ReLU or a maximum to the other side of its kink. Prints a summary per plan; exits 1 if a
-program that ran is off by more than 1e-5. `--plan-only` starts no processes. `--csv` appends each row to
-benchmarks/results/zoo.csv as it is found, of which `python -m benchmarks.zoo_table` makes docs/models.md.
+mesh chosen, the largest relative error of losses, gradients, and parameters after three steps
+(benchmarks/rank_pool.py), and the operators that every rank computes whole: those without a rule, and those that hold
+at least a hundredth of the work. A model that fails says why in its row, by the first line of its error. A program
+that is off in fp32 is run again in fp64, where no rounding takes a ReLU or a maximum to the other side of its kink.
+Prints a summary per plan; exits 1 if a program that ran is off by more than 1e-5. `--plan-only` starts no processes.
+`--csv` appends each row to benchmarks/results/zoo.csv as it is found, of which `python -m benchmarks.zoo_table` makes
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 import signal
 import sys
 import time
@@ -71,7 +73,10 @@ PLANS: Mapping[str, Plan] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one model under one plan. failure: the first line of an error, "" for a program that was right."""
+    """What became of one model under one plan.
+
+    failure: the first line of an error, "" for a program that was right. seconds: of CPU, to build and to plan.
+    """
 
     model: str
     plan: str
@@ -94,18 +99,18 @@ class OutOfTime(Exception):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime in the main thread after so many seconds; 0 for no limit."""
+    """Raises OutOfTime in the main thread after so many CPU seconds of this process; 0 for no limit."""
 
     def stop(*_: Any) -> None:
         raise OutOfTime(f"not planned within {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def cases(models: list[str], plans: list[str]) -> Iterator[tuple[str, str]]:
@@ -160,7 +165,7 @@ def _work(operator: Operator) -> float:
 
 def run(model: str, plan: str, pool: RankPool | None, seconds: float) -> Row:
     """One case; without a pool it is planned and not run."""
-    started = time.perf_counter()
+    started = time.process_time()
     found: dict[str, Any] = {}
     try:
         example = ZOO[model].build()
@@ -176,7 +181,7 @@ def run(model: str, plan: str, pool: RankPool | None, seconds: float) -> Row:
                 found["failure"] = f"off by {found['error']:.1e}"
     except Exception as error:
         found["failure"] = first_line(error)
-    return Row(model=model, plan=plan, seconds=time.perf_counter() - started, **found)
+    return Row(model=model, plan=plan, seconds=time.process_time() - started, **found)
 
 
 def in_fp64(example: Example) -> Example:
@@ -244,7 +249,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(ZOO), help="names of examples/zoo.py")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--plan-only", action="store_true", help="compile, and start no processes")
-    parser.add_argument("--seconds", type=float, default=120.0, help="that a model may take to plan; 0 for no limit")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU that planning may take; 0 for no limit")
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
     models, plans = options.only.split(","), options.plans.split(",")
@@ -266,6 +271,8 @@ def main() -> int:
         if pool is not None:
             pool.close()
     print("\n" + summary(rows))
+    spent = os.times()
+    print(f"{sum(spent[:4]) / max(1, len(rows)):.1f} CPU seconds per row")
     return 1 if any(row.error > TOLERANCE for row in rows) else 0
 
 

@@ -19,11 +19,11 @@ TARGET = ROOT / "docs" / "models.md"
 TITLE = """# Models
 
 Tiny models of {models} architectures (`examples/zoo.py`), compiled for four processes on
-`examples/clusters/ideal.toml`, run for two steps beside eager training in one process, and compared. A cell has the
-mesh and the largest relative error of losses and parameters, or why there is no program. "64" behind an error says
-that it is that of fp64, because rounding alone took the fp32 program over 1e-5. Operators that every rank computes
-whole are named with their share of the forward's work. "-" says that the model does not offer the plan's axis, "?" that
-it was not run.
+`examples/clusters/ideal.toml`, run for three SGD steps beside eager training in one process, and compared. A cell has
+the mesh and the largest relative error of losses, gradients, and parameters, or why there is no program. "64" behind
+an error says that it is that of fp64, because rounding alone took the fp32 program over 1e-5. Operators that every
+rank computes whole are named with their share of the forward's work. "-" says that the model does not offer the plan's
+axis, "?" that it was not run.
 
 Made by `python -m benchmarks.zoo_table` of `benchmarks/results/zoo.csv`, which `python -m benchmarks.zoo --csv` writes;
 the latest row of a model and plan counts.

@@ -133,19 +133,18 @@ class Reader:
         return found
 
     def _homes(self, body: tuple[Statement, ...]) -> list[str]:
-        """The unit of every statement: that of the calls between the same layers, or else of those before them."""
+        """The unit of every statement: that of its calls, else of the next ones before a layer, else of the last."""
         if self.scope.layer is not None:
             return [self.scope.name] * len(body)
         nearest = next(iter(self.segments.values()), "")
-        homes, run = list[str](), list[Statement]()
+        homes, waiting = list[str](), 0
         for statement in (*body, None):
-            if statement is not None and not isinstance(statement, LayerLoop):
-                run.append(statement)
-                continue
-            named = (self.segments[n] for s in run if isinstance(s, Call) for n in names_of(s) if n in self.segments)
-            nearest = next(named, nearest)
-            homes += [nearest] * len(run) + ([nearest] if statement is not None else [])
-            run = []
+            made = names_of(statement) if isinstance(statement, Call) else ()
+            found = next((self.segments[name] for name in made if name in self.segments), "")
+            waiting += statement is not None
+            if found or statement is None or isinstance(statement, LayerLoop):
+                nearest = found or nearest
+                homes, waiting = homes + [nearest] * waiting, 0
         return homes
 
     # --- statements ---------------------------------------------------------------------------------------------------

@@ -1,11 +1,18 @@
 """A model as a chain of units: what runs between layers, and each layer, in execution order.
 
 A unit is a run of top-level calls between layers ("top 0", "top 1", ...) or one layer of a class (the class' name).
+The calls of a model without layers (a perceptron, a network whose one layer is called again and again) are several
+units, which begin at calls with trained parameters where few tensors cross.
 """
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph, LayerRun, Node, derived
+from collections.abc import Iterator
+
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived, repeated_calls
+
+MOST_UNITS = 16
+"""Into so many at most the calls of a model without layers are divided."""
 
 
 @derived
@@ -13,14 +20,47 @@ def segments(graph: Graph) -> dict[str, str]:
     """Top-level call -> its unit: "top 0" before the first layers, and so on."""
     found: dict[str, str] = {}
     number, is_open = -1, False
+    begins = _beginnings(graph)
     for piece in graph.body:
         if isinstance(piece, LayerRun):
             is_open = False
             continue
-        if not is_open:
+        if not is_open or piece.name in begins:
             number, is_open = number + 1, True
         found[piece.name] = f"top {number}"
     return found
+
+
+def _beginnings(graph: Graph) -> frozenset[str]:
+    """Calls of a model without layers at which a unit begins: where the fewest tensors cross, spread evenly.
+
+    All batch sizes have the same ones: nothing of it depends on sizes.
+    """
+    if any(isinstance(piece, LayerRun) for piece in graph.body):
+        return frozenset()
+    places = list(_crossings(graph))
+    most = max(sorted(count for _, count in places)[: MOST_UNITS - 1], default=0)
+    narrow = [name for name, count in places if count <= most]
+    step = max(1.0, len(narrow) / (MOST_UNITS - 1))
+    return frozenset(narrow[int(index * step)] for index in range(min(len(narrow), MOST_UNITS - 1)))
+
+
+def _crossings(graph: Graph) -> Iterator[tuple[str, int]]:
+    """Calls that read a trained parameter, with the number of tensors that earlier calls make for it and later ones.
+
+    Left out are those ahead of which there is nothing but what every stage computes itself, and those that a tensor
+    without a gradient crosses.
+    """
+    repeats, trained = repeated_calls(graph), {p.name for p in graph.parameters if p.meta.requires_grad}
+    last = {ref: index for index, piece in enumerate(graph.body) for ref in piece.inputs}
+    last[graph.loss] = len(graph.body)
+    made: dict[Ref, bool] = {}
+    for index, piece in enumerate(graph.body):
+        crossing = [has_gradient for ref, has_gradient in made.items() if last.get(ref, -1) >= index]
+        if crossing and all(crossing) and any(ref.node in trained for ref in piece.inputs):
+            yield piece.name, len(crossing)
+        if piece.name not in repeats:
+            made |= {Ref(piece.name, i): meta.requires_grad for i, meta in enumerate(piece.outputs)}
 
 
 @derived

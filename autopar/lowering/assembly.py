@@ -103,20 +103,17 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
     )
 
 
-def source_of(program: Program | PipelineProgram) -> str:
-    """All generated text of the model; of a pipeline, its files one after the other.
+def files_of(program: Program | PipelineProgram) -> dict[str, str]:
+    """File name -> text of all that is generated of the model.
 
     Raises InternalError for text that would fail when a rank runs it (codegen/check.py).
     """
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
-        sources = {name: text for name, text in files.items() if name.endswith(".py")}
-        check_files(sources)
+        check_files({name: text for name, text in files.items() if name.endswith(".py")})
     except EmissionError as error:
         raise _internal(f"{error}{_operator_of(program, error.call)}") from error
-    if isinstance(program, Program):
-        return sources["model.py"]
-    return "\n\n".join(f"# {name}\n{text}" for name, text in sources.items())
+    return files
 
 
 def _operator_of(program: Program | PipelineProgram, text: str) -> str:

@@ -29,7 +29,7 @@ from autopar.cli import app
 from autopar.cluster import ClusterSpec
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError
-from autopar.lowering.assembly import program_of, source_of
+from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.plan import Plan
 from autopar.planning.given import reprice
@@ -172,7 +172,7 @@ def _with_value(
         assert program.request is not None
         result = reprice(program.request, plan)
         lowered = program_of(result.best, passes(fp8=result.best.plan.fp8))
-        made = replace(program, best=result.best, result=result, program=lowered, source=source_of(lowered))
+        made = replace(program, best=result.best, result=result, program=lowered, files=files_of(lowered))
         _emitted(made, folder)
 
     return attempt

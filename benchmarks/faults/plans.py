@@ -20,7 +20,7 @@ import yaml
 import autopar
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
-from autopar.lowering.assembly import program_of, source_of
+from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
@@ -123,7 +123,7 @@ class Base:
         result = reprice(request.compressed(plan.compression), plan)
         best: Candidate = result.best
         lowered = program_of(best, passes(fp8=best.plan.fp8))
-        return replace(self.program, best=best, result=result, program=lowered, source=source_of(lowered))
+        return replace(self.program, best=best, result=result, program=lowered, files=files_of(lowered))
 
     def _run(self, program: CompiledProgram) -> Result:
         plan = program.plan

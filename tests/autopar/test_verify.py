@@ -108,7 +108,7 @@ def test_a_wrong_program_is_caught():
     example = EXAMPLES["mlp"]()
     options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": {"dp": 4}}
     compiled = autopar.compile(example.model, IDEAL, **options)
-    wrong = replace(compiled, source=compiled.source.replace("= F.mse_loss", "= 2 * F.mse_loss"))
+    wrong = replace(compiled, files={"model.py": compiled.source.replace("= F.mse_loss", "= 2 * F.mse_loss")})
     assert wrong.source != compiled.source
     report = verify_program(wrong, example.inputs)
     assert report.loss > 0.5 and report.largest_gradient > 0.5
@@ -155,7 +155,7 @@ def test_buffers_are_compared():
     for name in ("running_mean", "running_var"):
         source = source.replace(f".{name},", f".{name}.clone(),")
     assert source != compiled.source, source
-    wrong = verify_program(replace(compiled, source=source), inputs)
+    wrong = verify_program(replace(compiled, files={"model.py": source}), inputs)
     assert wrong.largest_parameter < TOLERANCE and wrong.beyond() == ("1.running_mean", "1.running_var")
     assert len(str(wrong).splitlines()) == 6 and len(str(wrong)) < 600
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import InternalError
-from autopar.lowering.assembly import source_of
+from autopar.lowering.assembly import files_of
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.program import Call, Raw
@@ -93,7 +93,7 @@ def test_an_operator_that_was_written_wrongly_is_named():
     bad = replace(program.root.body[0], target="runtime.cross_entropy", args=(var("x"),), section="mlp.gate")
     program = replace(program, root=replace(program.root, body=(bad,)))
     with pytest.raises(InternalError, match="runtime.cross_entropy of M.mlp.gate") as error:
-        source_of(program)
+        files_of(program)
     assert "error of autopar's own" in str(error.value)
 
 
@@ -101,7 +101,7 @@ def test_an_operator_that_torch_lacks_is_named():
     program = Body().call("y", "aten.mul.Tensor", "x", "a").program("y")
     bad = replace(program.root.body[0], target="aten.muls.Tensor")
     with pytest.raises(InternalError, match="aten.muls.Tensor"):
-        source_of(replace(program, root=replace(program.root, body=(bad,))))
+        files_of(replace(program, root=replace(program.root, body=(bad,))))
 
 
 @pytest.mark.parametrize("names", [("x", "self.weight"), ("x", "long_name" * 14)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph
 from autopar.options.strategies import scopes_of
 from autopar.rules.registry import rule_for
+from codegen import expressions
 
 BATCH = (torch.randn(4, 6, 8), torch.randn(4, 6, 8))
 
@@ -265,6 +268,15 @@ def test_a_write_to_what_a_function_took_is_refused() -> None:
 
     with pytest.raises(TraceError, match="gave to a custom"):
         trace(Model(), (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss)
+
+
+def test_a_rank_that_does_not_know_a_function_has_the_programs_text(monkeypatch: Any, tmp_path: Path) -> None:
+    """Operators are made by tracing: processes that only get the program, of a pipeline too, have none of them."""
+    options = {"example_inputs": BATCH, "loss_fn": nn.functional.mse_loss, "constraints": {"pp": 2}}
+    compiled = autopar.compile(Applies(Masked), "2 cpu", **options)
+    monkeypatch.setattr(expressions, "schema_of", lambda target: None)
+    stages = (pickle.loads(pickle.dumps(compiled)).save(tmp_path / "program")).glob("stage_*.py")
+    assert sum("Masked.apply(" in stage.read_text() for stage in stages) == 1
 
 
 @pytest.mark.distributed
