@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.costs.price import Pricer
@@ -139,6 +140,29 @@ def test_a_comparison_that_proves_nothing_fails(model, optimizer, loss_fn, reaso
     inputs = (torch.randn(8, 4), torch.randn(8, 3))
     report = autopar.verify(model(4, 3), "1 cpu", example_inputs=inputs, loss_fn=loss_fn, optimizer=optimizer)
     assert not report.ok() and reason in str(report)
+
+
+class NamesDtypes(torch.nn.Module):
+    """A checkpointed block with dropout, a cast to fp32 and a state of torch's default dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+
+    def block(self, x):
+        return torch.nn.functional.dropout(self.first(x), 0.5, self.training).tanh()
+
+    def forward(self, x):
+        state = torch.zeros(len(x), 4, device=x.device)
+        state = self.first(state) + checkpoint(self.block, x.float(), use_reentrant=False)
+        return self.second(state.to(torch.float32))
+
+
+def test_the_reference_in_fp64_is_one_whatever_forward_names():
+    inputs = (torch.randn(8, 4), torch.randn(8, 3))
+    report = autopar.verify(NamesDtypes(), "1 cpu", example_inputs=inputs, loss_fn=torch.nn.functional.mse_loss)
+    assert report.ok(TOLERANCE), str(report)
+    assert max(report.gradient_floors.values()) > 0  # which are distances to another precision's
 
 
 def test_buffers_are_compared():
