@@ -109,7 +109,7 @@ class _Body:
         """What is no local variable (a parameter, a sum over the batch) is first known where it is read."""
         if variable.name not in self.known and not variable.name.isidentifier():
             held, spec = variable.type, self.stored.get(variable.type.tensor[0])
-            fits = spec is not None and (held.shape, held.placements) == (spec.shape, spec.placements)
+            fits = spec is not None and (held.shape, held.placements) == (spec.padded_shape, spec.placements)
             if variable.is_stored and not fits:
                 raise self.fail("the class stores no such tensor", variable)
             self.known[variable.name] = held
