@@ -62,7 +62,7 @@ class _Search:
     def __init__(self, graph: Graph) -> None:
         self.loss = graph.loss
         self.parameters = {Ref(p.name) for p in graph.parameters if not p.is_buffer}
-        self.metas = {Ref(each.name): each.meta for each in (*graph.parameters, *graph.inputs)}
+        self.metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
         self.uses: dict[Ref, list[tuple[Node | LayerRun, int]]] = {}
         for piece in graph.body:
             self.metas |= {Ref(piece.name, index): meta for index, meta in enumerate(piece.outputs)}

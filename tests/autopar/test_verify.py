@@ -227,6 +227,27 @@ def test_checkpoint_of_one_plan_continues_under_another(tmp_path):
     assert half + rest == pytest.approx(straight, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_padded_vocabularies_train_alike_and_continue_unpadded(tmp_path):
+    """Of 97 words tp4 has 25 a rank, tp2 49 and tp1 all; the plan file says so, checkpoints have 97 rows."""
+    example = EXAMPLES["gpt2"](layers=1, vocab_size=97, width=16, num_heads=2)
+    options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": torch.optim.AdamW}
+    compiled = autopar.compile(example.model, IDEAL, constraints={"tp": 4}, **options)
+    assert compiled.source.count("padding=3") == 1 and 'tp="S(0)"' in compiled.source
+    saved = tmp_path / "plan.yaml"
+    saved.write_text(compiled.plan.to_yaml())
+    first = autopar.compile(example.model, IDEAL, plan=saved, **options)
+    assert first.source == compiled.source
+    report = verify_program(first, example.inputs)
+    assert report.ok(TOLERANCE), str(report)
+    straight = run_ranks(_train, (first, example.inputs, 4, None, None), 4)[0]
+    half = run_ranks(_train, (first, example.inputs, 2, None, tmp_path / "half"), 4)[0]
+    second = autopar.compile(example.model, IDEAL, constraints={"dp": 2, "tp": 2, "zero": 3}, **options)
+    assert "padding=1" in second.source
+    rest = run_ranks(_train, (second, example.inputs, 2, tmp_path / "half", None), 4)[0]
+    assert half + rest == pytest.approx(straight, rel=1e-5)
+
+
 def _train(compiled, batch, steps, start, end):
     import importlib
 
