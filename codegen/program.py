@@ -168,11 +168,6 @@ class Spec:
     increment: float = 0
     padding: int = 0
 
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the program's own tensor."""
-        return (self.shape[0] + self.padding, *self.shape[1:]) if self.padding else self.shape
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
