@@ -226,14 +226,14 @@ def _refuse_undivided(best: Candidate, request: Request) -> None:
     tp = request.constraints.degrees.get("tp", 1)
     rules = [(operator.rule, operator.batch[0] if operator.batch else "") for operator in best.operators.values()]
     sizes = {rule.sizes[factor] for rule, batch in rules for factor in rule.shardable if factor != batch}
-    legal = [n for n in range(2, 2 * tp + 1) if any(size % n == 0 for size in sizes)]
-    if tp == 1 or tp in legal:
+    if tp == 1 or any(size % tp == 0 for size in sizes):
         return
-    nearest = [*[n for n in legal if n < tp][-1:], *[n for n in legal if n > tp][:1]]
+    legal = [n for n in divisors(request.cluster.num_devices)[1:] if any(size % n == 0 for size in sizes)]
+    nearest = sorted(legal, key=lambda n: abs(n - tp))[:2]
     raise ConstraintError(
         "tp divides no dim of the model that may be cut: every rank of it would repeat all of the work",
         values=f"tp={tp}, sizes {', '.join(map(str, sorted(sizes, reverse=True)[:8]))}",
-        alternatives=[*(f"tp={n}" for n in nearest), f"dp={tp}"],
+        alternatives=[*(f"tp={n}" for n in nearest), "tp left out"],
     )
 
 
