@@ -22,6 +22,7 @@ from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.frontend.evaluation import check_norms, why_no_evaluation
 from autopar.frontend.inputs import common_batch, name_inputs
+from autopar.frontend.padding import padded
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
@@ -128,11 +129,15 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     cuts = find_cuts(model, batch, loss_fn, dtype)
     no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
 
+    limits, given = Constraints.parse(options.constraints), options.given_plan
+    multiple = limits.degrees.get("tp", 1) if given is None else given.padded_to
+    multiple = 1 if needs.problem else multiple  # an update that sees tensors whole sees padding
+
     def trace_at(micro_rows: int) -> Graph:
-        return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
+        graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
+        return padded(graph, multiple)
 
     traced = AccumulatingTrace(trace_at, rows)
-    limits = Constraints.parse(options.constraints)
     limits.check(traced(rows))
     reason = traced.whole_batch_reason(limits.micro_batches or 1)
     if reason is not None:

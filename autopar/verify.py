@@ -19,16 +19,19 @@ distance is reported beside the error, and an error of at most FLOORS of them is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
@@ -248,14 +251,43 @@ _GROUPED = getattr(torch, "_grouped_mm", None)
 """What torch.nn.functional.grouped_mm calls."""
 
 
-class _GroupedInDouble(TorchFunctionMode):
-    """Within it, grouped products of experts have fp64 too, which torch's own lack."""
+class _InDouble(TorchFunctionMode):
+    """Within it, what forward makes or casts to fp32 by name is fp64, and grouped products of experts, which torch's
+    own lack there, have it too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GROUPED and args[0].dtype == torch.float64:
             rows, weight, ends = args[0], args[1], kwargs["offs"].tolist()
             return torch.cat([rows[a:b] @ own for a, b, own in zip([0, *ends], ends, weight, strict=False)])
-        return func(*args, **(kwargs or {}))
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {n: _wide(v) for n, v in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wide)
+
+
+def _wide(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def _forward_once(*_: Any, **__: Any) -> Iterator[None]:
+    """In place of what torch's checkpointing keeps and recomputes: nothing, which has the same gradients."""
+    yield
+
+
+@contextlib.contextmanager
+def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within it, an eager forward is one that a program can be compared with, in `dtype` if given.
+
+    A checkpointed block is not run again in backward, where dropout would draw other masks.
+    """
+    usual = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _forward_once))
+        stack.enter_context(SameDropout(seed, step))
+        if dtype is not None:
+            stack.callback(torch.set_default_dtype, usual)
+            torch.set_default_dtype(dtype)
+            stack.enter_context(_InDouble())
+        yield
 
 
 class _Reference:
@@ -284,7 +316,7 @@ class _Reference:
         loss_fn = self.loss_fn
         if isinstance(loss_fn, nn.Module) and dtype is not None:
             loss_fn = copy.deepcopy(loss_fn).to(dtype)
-        with SameDropout(self.seed, self.step), _GroupedInDouble():
+        with _as_compared(self.seed, self.step, dtype):
             loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
             return loss
 

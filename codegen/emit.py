@@ -284,6 +284,7 @@ def _spec(spec: Spec) -> str:
     parts += [f"zero={spec.zero}"] if spec.zero else []
     parts += [f"aliases={literal(spec.aliases)}"] if spec.aliases else []
     parts += [f'dtype="{spec.dtype}"'] if spec.dtype != "float32" else []
+    parts += [f"padding={spec.padding}"] if spec.padding else []
     parts += ["persistent=False"] if not spec.persistent else []
     parts += [f"increment={literal(spec.increment)}"] if spec.increment else []
     parts += ["requires_grad=False"] if not spec.requires_grad and spec.dtype.startswith(("float", "bfloat")) else []

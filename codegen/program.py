@@ -155,7 +155,7 @@ def assigns(statement: Statement) -> tuple[Var, ...]:
 class Spec:
     """A stored tensor or a batch input: global shape, dtype name ("float32"), placement text per axis (R left out).
 
-    increment: what every step adds to a buffer that counts.
+    increment: what every step adds to a buffer that counts. padding: rows of zeros that follow them.
     """
 
     shape: tuple[int, ...]
@@ -166,6 +166,7 @@ class Spec:
     requires_grad: bool = True
     persistent: bool = True
     increment: float = 0
+    padding: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class _Body:
         """What is no local variable (a parameter, a sum over the batch) is first known where it is read."""
         if variable.name not in self.known and not variable.name.isidentifier():
             held, spec = variable.type, self.stored.get(variable.type.tensor[0])
-            fits = spec is not None and (held.shape, held.placements) == (spec.shape, spec.placements)
+            fits = spec is not None and (held.shape, held.placements) == (_padded(spec), spec.placements)
             if variable.is_stored and not fits:
                 raise self.fail("the class stores no such tensor", variable)
             self.known[variable.name] = held
@@ -210,3 +210,8 @@ def _described(variable: Var) -> str:
     """`x: float32 [8, 16], tp S(1)`."""
     places = "".join(f", {axis} {text}" for axis, text in variable.type.placements)
     return f"{variable.name}: {variable.type.dtype} {list(variable.type.shape)}{places}"
+
+
+def _padded(spec: Spec) -> tuple[int, ...]:
+    """The shape of the program's own tensor, of which the user's is the beginning."""
+    return (spec.shape[0] + spec.padding, *spec.shape[1:]) if spec.padding else spec.shape

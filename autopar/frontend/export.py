@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.modules import transformer
 
 from autopar.errors import TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
@@ -73,7 +74,19 @@ def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | No
 def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
     """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
-    with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed):
+    with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed), masks_as_given():
+        yield
+
+
+@contextlib.contextmanager
+def masks_as_given() -> Iterator[None]:
+    """torch.nn's transformer layers do not look whether the values of a mask are causal: the mask says the same."""
+
+    def told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    own = transformer._detect_is_causal_mask
+    with mock.patch.object(transformer, "_detect_is_causal_mask", in_this_thread(told, own)):
         yield
 
 

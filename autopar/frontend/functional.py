@@ -40,7 +40,7 @@ class _Functionaliser:
         self.current: dict[Ref, Ref] = {}  # a tensor of the trace -> what holds its value now, if written to
         self.views: dict[Ref, Node] = {}  # in order of creation
         self.last_use: dict[Ref, int] = {ref: i for i, node in enumerate(flat.nodes) for ref in node.inputs}
-        self.last_use[flat.loss] = len(flat.nodes)
+        self.last_use |= {ref: len(flat.nodes) for ref in (flat.loss, *map(Ref, flat.parameters))}  # what is kept
         self.written: dict[str, Node] = {}  # buffer -> the last call that writes to it
 
     def run(self) -> None:

@@ -5,6 +5,7 @@ Order matters and is `simplify`'s body. Every pass takes the FlatGraph and chang
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,8 @@ from autopar.ir.graph import Node, Ref, TensorMeta, map_refs, with_refs
 from autopar.ir.operators import arguments_of
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
+CONSTANT_RUNS = 32
+"""Of so many different values a constant may be made in a program; what has more is a buffer's."""
 _SDPA = "aten.scaled_dot_product_attention.default"
 _NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
 _IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
@@ -218,40 +221,58 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
 
 
 def write_out_constants(flat: FlatGraph) -> None:
-    """Constant tensors of the trace become `full` calls, equal ones a single one.
+    """Constant tensors of the trace become `full` calls, one for each run of equal values, equal ones a single one.
 
-    Raises TraceError for one that holds different values: a generated program keeps parameters and buffers only.
+    Raises TraceError for one of more than CONSTANT_RUNS: a generated program keeps parameters and buffers only.
     """
     used = {ref.node for node in flat.nodes for ref in node.inputs}
     made: dict[Any, Ref] = {}
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
+
+    def call(key: Any, op: str, args: tuple[Any, ...], meta: TensorMeta, **kwargs: Any) -> Ref:
+        if key not in made:
+            made[key] = Ref(f"constant_{len(made)}")
+            name = made[key].node
+            nodes.append(Node(name=name, op=op, args=args, kwargs=tuple(kwargs.items()), outputs=(meta,)))
+        return made[key]
+
+    def full(number: Any, meta: TensorMeta) -> Ref:
+        key = (type(number), str(number), meta)  # as text: -0.0 is 0.0, and nan nothing
+        return call(key, "aten.full.default", (meta.shape, number), meta, dtype=meta.dtype)
+
     for name, value in flat.constants.items():
         meta = flat.parameters.pop(name).meta
         if name not in used:
             continue
-        if not bool((value == value.reshape(-1)[:1]).all()):
+        runs = _runs(value)
+        if len(runs) > CONSTANT_RUNS:
             raise TraceError(
                 "forward uses a tensor that is neither a parameter nor a buffer",
                 values=f"{name} of shape {tuple(value.shape)}",
                 alternatives="self.register_buffer(name, tensor, persistent=False) in the module's constructor",
             )
-        number = value.reshape(-1)[0].item() if value.numel() else 0
-        key = (type(number), number, meta)
-        if key not in made:
-            made[key] = Ref(f"constant_{len(made)}")
-            nodes.append(
-                Node(
-                    name=made[key].node,
-                    op="aten.full.default",
-                    args=(meta.shape, number),
-                    kwargs=(("dtype", meta.dtype),),
-                    outputs=(meta,),
-                )
-            )
-        renamed[Ref(name)] = made[key]
+        if len(runs) == 1:
+            renamed[Ref(name)] = full(runs[0][0], meta)
+            continue
+        parts = tuple(full(number, replace(meta, shape=(length,))) for number, length in runs)
+        row = call(parts, "aten.cat.default", (parts, 0), replace(meta, shape=(meta.numel,)))
+        shaped = ("aten.view.default", (row, meta.shape), meta)
+        renamed[Ref(name)] = row if len(meta.shape) == 1 else call((row, meta.shape), *shaped)
     flat.nodes = [*nodes, *flat.nodes]
     substitute(flat, renamed)
+
+
+def _runs(value: torch.Tensor) -> list[tuple[Any, int]]:
+    """Equal values that follow one another in a tensor's rows, and how many they are; [(0, 0)] of none."""
+    flat = value.detach().reshape(-1)
+    if not len(flat):
+        return [(0, 0)]
+    differs = flat[1:] != flat[:-1]
+    if flat.dtype.is_floating_point:
+        differs |= flat.signbit()[1:] != flat.signbit()[:-1]  # 0.0 equals -0.0
+    starts = [0, *(torch.nonzero(differs).flatten() + 1).tolist(), len(flat)]
+    return [(flat[at].item(), end - at) for at, end in itertools.pairwise(starts)]
 
 
 def call_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

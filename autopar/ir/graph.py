@@ -103,7 +103,8 @@ class Parameter:
     """A parameter or buffer of the user's model under its first name; `aliases` are tied names.
 
     A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
-    a buffer that counts.
+    a buffer that counts. padding: rows of the meta's first dim, the last ones, that the user's own tensor lacks
+    (frontend/padding.py).
     """
 
     name: str
@@ -112,6 +113,7 @@ class Parameter:
     is_buffer: bool = False
     persistent: bool = True
     increment: int | float = 0
+    padding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,8 @@ class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
     accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
-    values and raise or warn, which are left out. known: what functions marked `derived` have found out of it.
+    values and raise or warn, which are left out. padded_to: what numbers of rows of vocabularies were brought to a
+    multiple of (frontend/padding.py). known: what functions marked `derived` have found out of it.
     """
 
     name: str
@@ -195,6 +198,7 @@ class Graph:
     batch_size: int
     accumulation: Accumulation | None = None
     unchecked: tuple[str, ...] = field(default=(), compare=False)
+    padded_to: int = 1
     known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 

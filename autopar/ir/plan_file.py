@@ -41,7 +41,7 @@ LONGEST = 500
 """Characters that a text may have at most."""
 REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
 OPTIONAL = (
-    *("compression", "fp8", "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
+    *("compression", "fp8", "padded_to", "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
     *("predicted_bytes_by_position", "runner_ups"),
 )
 SCOPE = ("inputs", "parameters", "calls", "tensors")
@@ -84,6 +84,7 @@ def _to_data(plan: PlanData) -> dict[str, Any]:
         "precision": plan.precision,
         **({"compression": plan.compression.names} if plan.compression else {}),
         **({"fp8": True} if plan.fp8 else {}),
+        **({"padded_to": plan.padded_to} if plan.padded_to > 1 else {}),
         **_pipeline_data(plan.pipeline),
         "top": scope_data(plan.scopes[""]),
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
@@ -158,6 +159,7 @@ class _Reader:
             pipeline=self._pipeline(whole.size("pp"), stage_meshes, pipeline),
             compression=self._compression(),
             fp8=self._fp8(),
+            padded_to=self.count("padded_to") if "padded_to" in self.data else 1,
             source=self.source,
             lines=self.lines,
         )

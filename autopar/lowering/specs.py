@@ -13,7 +13,7 @@ def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
     """A parameter or buffer of a scope, as it is stored."""
     stored = shared.assignment.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
     return Spec(
-        shape=parameter.meta.shape,
+        shape=_own_shape(parameter),
         dtype=_stored_dtype(parameter),
         placements=placement_pairs(stored.placements, shared.mesh),
         zero=stored.zero,
@@ -21,6 +21,7 @@ def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
         requires_grad=parameter.meta.requires_grad,
         persistent=parameter.persistent,
         increment=parameter.increment,
+        padding=parameter.padding,
     )
 
 
@@ -32,6 +33,12 @@ def unread_specs(graph: Graph) -> dict[str, Spec]:
         )
         for p in unread(graph)
     }
+
+
+def _own_shape(parameter: Parameter) -> tuple[int, ...]:
+    """That of the user's tensor."""
+    first, *rest = parameter.meta.shape or (0,)
+    return (first - parameter.padding, *rest) if parameter.padding else parameter.meta.shape
 
 
 def _stored_dtype(parameter: Parameter) -> str:

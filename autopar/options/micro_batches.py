@@ -39,10 +39,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-import torch
-
+from autopar.frontend.effects import is_random
 from autopar.ir.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta, ancestors, repeated_calls
-from autopar.ir.operators import find_op
 from autopar.ir.placement import P, R, S
 from autopar.options.batch_shares import (
     ONE,
@@ -192,9 +190,7 @@ class _Proof:
         site = Site(scope=scope, node=node, twin=twin, call=call, rule=rule_for(node, metas), inputs=inputs, numbers={})
         if node.op != twin.op or node.inputs != twin.inputs or len(node.outputs) != len(twin.outputs):
             raise site.error("is another call for a micro-batch than for the whole batch")
-        found = find_op(node.op)
-        is_random = found is not None and torch.Tag.nondeterministic_seeded in found.tags
-        if is_random and site.packet not in DRAWING:
+        if site.packet not in DRAWING and is_random(node):
             raise site.error("draws random numbers")
         twins = Call.of(twin, tuple(other.metas[ref] for ref in twin.inputs))
         return replace(site, numbers=numbers_of(site, call, twins))

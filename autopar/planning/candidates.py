@@ -44,6 +44,7 @@ def candidate_of(found: Found, request: Request) -> Candidate:
         pipeline=pipeline,
         compression=request.training.compression,
         fp8=request.fp8,
+        padded_to=graph.padded_to,
     )
     return predicted(
         request, Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=None)

@@ -198,10 +198,12 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         )
     legal = [s for s in wanted if request.global_batch_size % s.dp == 0]
     if not legal:
+        smallest, rows = min(s.dp for s in wanted), request.global_batch_size
+        others = sorted((s for s in found if rows % s.dp == 0 and s.dp < smallest), key=lambda s: -s.dp)
         raise ConstraintError(
             "no mesh divides the global batch",
-            values=f"batch {request.global_batch_size} on " + ", ".join(f"dp{s.dp} x tp{s.tp}" for s in wanted),
-            alternatives=f"a batch that is a multiple of {min(s.dp for s in wanted)}",
+            values=f"batch {rows} on " + ", ".join(f"dp{s.dp} x tp{s.tp}" for s in wanted),
+            alternatives=[f"a batch that is a multiple of {smallest}", *map(str, others[:1])],
         )
     return legal
 

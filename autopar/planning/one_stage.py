@@ -221,6 +221,7 @@ def _candidate(
         prediction=costs.simulated().prediction,
         compression=request.training.compression,
         fp8=request.fp8,
+        padded_to=graph.padded_to,
     )
     return Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=solution)
 

@@ -115,6 +115,7 @@ def search_plans(
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.mesh_text))
     found = _distinct(found)
     _refuse_idle(found[0], request)
+    _refuse_undivided(found[0], request)
     names = {c.plan.mesh_text for c in found}
     skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
@@ -218,6 +219,22 @@ def price_plan(
             alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
         )
     return found
+
+
+def _refuse_undivided(best: Candidate, request: Request) -> None:
+    """A pinned tp that divides no dim of any call but its batch: its ranks would do all of the work each."""
+    tp = request.constraints.degrees.get("tp", 1)
+    rules = [(operator.rule, operator.batch[0] if operator.batch else "") for operator in best.operators.values()]
+    sizes = {rule.sizes[factor] for rule, batch in rules for factor in rule.shardable if factor != batch}
+    if tp == 1 or any(size % tp == 0 for size in sizes):
+        return
+    legal = [n for n in divisors(request.cluster.num_devices)[1:] if any(size % n == 0 for size in sizes)]
+    nearest = sorted(legal, key=lambda n: abs(n - tp))[:2]
+    raise ConstraintError(
+        "tp divides no dim of the model that may be cut: every rank of it would repeat all of the work",
+        values=f"tp={tp}, sizes {', '.join(map(str, sorted(sizes, reverse=True)[:8]))}",
+        alternatives=[*(f"tp={n}" for n in nearest), "tp left out"],
+    )
 
 
 def _refuse_idle(best: Candidate, request: Request) -> None:

@@ -36,7 +36,8 @@ class Param:
     zero: 0 stores it whole; 1 shards the optimiser state over the axes of `ZERO_AXES` on which it is Rp; 2 the
     accumulated gradients too; 3 the parameter itself too, gathered for use. aliases: further names of the same tensor
     (tied weights). persistent: whether a buffer belongs to the state dict. increment: what every step adds to a buffer
-    that counts forwards.
+    that counts forwards. padding: so many rows of zeros follow the tensor's own, so that the ranks that share it have
+    equally many; they stay zeros, since no gradient reaches them, and leave the program with no value that it gives.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +48,7 @@ class Param:
     requires_grad: bool
     persistent: bool
     increment: float
+    padding: int
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Param:
         requires_grad: bool = True,
         persistent: bool = True,
         increment: float = 0,
+        padding: int = 0,
         **placements: str,
     ) -> None:
         kept = {axis: text for axis, text in placements.items() if text != "R"}
@@ -67,17 +70,22 @@ class Param:
         if zero and requires_grad and not any(kept.get(axis) == "Rp" for axis in ZERO_AXES):
             lies = ", ".join(f"{axis} has {kept.get(axis, 'R')}" for axis in ZERO_AXES)
             raise ValueError(f"ZeRO shards over an Rp axis only, {lies}")
-        about = (getattr(torch, dtype), requires_grad, persistent, increment)
+        about = (getattr(torch, dtype), requires_grad, persistent, increment, padding)
         values = (tuple(shape), kept, zero, tuple(aliases), *about)
         for name, value in zip(Param.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape with its padding."""
+        return (self.shape[0] + self.padding, *self.shape[1:]) if self.padding else self.shape
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one rank's part as the program uses it (gathered, under ZeRO-3).
 
         Raises ValueError if a sharded dim does not divide.
         """
-        local = list(self.shape)
+        local = list(self.padded_shape)
         for axis, dim, sections in shards(self.placements, mesh):
             size = mesh.axis(axis).size
             if dim >= len(local) or local[dim] % (sections * size):
@@ -109,10 +117,11 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
 
 def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    index = torch.arange(spec.shape[dim], device="cpu")
+    index = torch.arange(spec.padded_shape[dim], device="cpu")
     for axis, sharded, sections in shards(spec.placements, mesh):
         if sharded == dim:
             index = reshard.own_part(index, 0, sections, mesh.axis(axis))
+    index = index[index < spec.shape[dim]]  # padding is the end of it
     starts = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist()] if len(index) else []
     stops = [*starts[1:], len(index)] if starts else []
     return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
@@ -127,7 +136,9 @@ def declared(root: type[Module]) -> Iterator[tuple[str, Param, tuple[str, ...]]]
 
 
 def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
-    """This rank's part of a whole tensor, contiguous (a view where that is one)."""
+    """This rank's part of a whole tensor, contiguous (a view where that is one), with its share of the padding."""
+    if isinstance(spec, Param) and spec.padding:
+        tensor = torch.cat([tensor, tensor.new_zeros(spec.padding, *tensor.shape[1:])])
     for axis, dim, sections in shards(_placements(spec), mesh):
         tensor = reshard.own_part(tensor, dim, sections, mesh.axis(axis))
     return tensor.contiguous()
@@ -140,7 +151,7 @@ def unshard(local: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tenso
     for name, text in _placements(spec).items():
         if text == "P":
             local = mesh.axis(name).sum_over(local)
-    return local
+    return local.narrow(0, 0, spec.shape[0]) if isinstance(spec, Param) and spec.padding else local
 
 
 def _placements(spec: Param | Mapping[str, str]) -> Mapping[str, str]:

@@ -247,7 +247,7 @@ class Pipeline:
             copies = []
             for stage in stages:
                 spec = self._parameter(stage, name)
-                layout = (spec.shape, dict(spec.placements), spec.zero, spec.dtype, spec.requires_grad)
+                layout = (spec.padded_shape, dict(spec.placements), spec.zero, spec.dtype, spec.requires_grad)
                 copies.append(layout)
             if any(copy != copies[0] for copy in copies):
                 raise ValueError(f"the copies of {name} in stages {stages} must lie alike on their meshes")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.costs.price import Pricer
@@ -141,6 +142,29 @@ def test_a_comparison_that_proves_nothing_fails(model, optimizer, loss_fn, reaso
     assert not report.ok() and reason in str(report)
 
 
+class NamesDtypes(torch.nn.Module):
+    """A checkpointed block with dropout, a cast to fp32 and a state of torch's default dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+
+    def block(self, x):
+        return torch.nn.functional.dropout(self.first(x), 0.5, self.training).tanh()
+
+    def forward(self, x):
+        state = torch.zeros(len(x), 4, device=x.device)
+        state = self.first(state) + checkpoint(self.block, x.float(), use_reentrant=False)
+        return self.second(state.to(torch.float32))
+
+
+def test_the_reference_in_fp64_is_one_whatever_forward_names():
+    inputs = (torch.randn(8, 4), torch.randn(8, 3))
+    report = autopar.verify(NamesDtypes(), "1 cpu", example_inputs=inputs, loss_fn=torch.nn.functional.mse_loss)
+    assert report.ok(TOLERANCE), str(report)
+    assert max(report.gradient_floors.values()) > 0  # which are distances to another precision's
+
+
 def test_buffers_are_compared():
     """Statistics that the program does not update are seen, though loss, gradients and parameters are equal."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -199,6 +223,27 @@ def test_checkpoint_of_one_plan_continues_under_another(tmp_path):
     second = autopar.compile(example.model, IDEAL, constraints={"tp": 4}, **options)
     straight = run_ranks(_train, (first, example.inputs, 4, None, None), 4)[0]
     half = run_ranks(_train, (first, example.inputs, 2, None, tmp_path / "half"), 4)[0]
+    rest = run_ranks(_train, (second, example.inputs, 2, tmp_path / "half", None), 4)[0]
+    assert half + rest == pytest.approx(straight, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_padded_vocabularies_train_alike_and_continue_unpadded(tmp_path):
+    """Of 97 words tp4 has 25 a rank, tp2 49 and tp1 all; the plan file says so, checkpoints have 97 rows."""
+    example = EXAMPLES["gpt2"](layers=1, vocab_size=97, width=16, num_heads=2)
+    options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": torch.optim.AdamW}
+    compiled = autopar.compile(example.model, IDEAL, constraints={"tp": 4}, **options)
+    assert compiled.source.count("padding=3") == 1 and 'tp="S(0)"' in compiled.source
+    saved = tmp_path / "plan.yaml"
+    saved.write_text(compiled.plan.to_yaml())
+    first = autopar.compile(example.model, IDEAL, plan=saved, **options)
+    assert first.source == compiled.source
+    report = verify_program(first, example.inputs)
+    assert report.ok(TOLERANCE), str(report)
+    straight = run_ranks(_train, (first, example.inputs, 4, None, None), 4)[0]
+    half = run_ranks(_train, (first, example.inputs, 2, None, tmp_path / "half"), 4)[0]
+    second = autopar.compile(example.model, IDEAL, constraints={"dp": 2, "tp": 2, "zero": 3}, **options)
+    assert "padding=1" in second.source
     rest = run_ranks(_train, (second, example.inputs, 2, tmp_path / "half", None), 4)[0]
     assert half + rest == pytest.approx(straight, rel=1e-5)
 

@@ -131,6 +131,26 @@ def test_hand_written_masks(mask: Callable[[], Tensor]) -> None:
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-7)
 
 
+class Decodes(nn.Module):
+    """torch.nn's own layers, which compare the values of a mask that they are given with a causal one's."""
+
+    def __init__(self, mask: Callable[[], Tensor]) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True)
+        self.decoder, self.mask = nn.TransformerDecoder(layer, 1), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x, x.sin(), tgt_mask=self.mask()).square().mean()
+
+
+@pytest.mark.parametrize("mask", [additive_mask, upper_mask])
+def test_masks_of_transformer_layers(mask: Callable[[], Tensor]) -> None:
+    model, x = Decodes(lambda: mask().logical_not() if mask is upper_mask else mask()), torch.randn(BATCH, SEQ, WIDTH)
+    graph = trace(model, (x,))
+    assert masking(graph) == [MASKS[mask], (False, False)]
+    torch.testing.assert_close(run_graph(graph, tensors_of(model), {"x": x}), model(x), rtol=1e-5, atol=1e-7)
+
+
 class Picks(nn.Module):
     def __init__(self, rows: Callable[[], Tensor]) -> None:
         super().__init__()

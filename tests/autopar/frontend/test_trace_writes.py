@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -273,10 +274,48 @@ def test_uniform_constants_are_written_out() -> None:
     assert sorted(values) == pytest.approx([-0.1, 1.5])
 
 
-def test_other_constants_are_refused_with_the_remedy() -> None:
+@pytest.mark.parametrize("values", [[0.5, 0.5, -0.0, 0.0], [1.0, math.nan, math.inf, 1.0]])
+def test_other_constants_are_made_of_runs_of_equal_values(values: list[float]) -> None:
+    """Literals of forward or of the loss, such as quantiles or weights of classes. 1 / x tells zeros apart."""
+    model = Quotients(torch.tensor(values).view(2, 2))
+    graph = trace(model, (LEFT,))
+    found, loss = run_graph(graph, dict(model.named_parameters()), {"x": LEFT}), model(LEFT)
+    torch.testing.assert_close(found, loss, equal_nan=True)
+    assert all(isinstance(piece, Node) for piece in graph.body)
+
+
+class Quotients(nn.Module):
+    def __init__(self, divisors: Tensor) -> None:
+        super().__init__()
+        self.linear, self.divisors = nn.Linear(4, 1), divisors
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).exp() / self.divisors.flatten()).sum(0).nan_to_num(3.0, 5.0, -5.0).sum()
+
+
+def test_constants_of_many_values_are_refused_with_the_remedy() -> None:
     with pytest.raises(TraceError, match="neither a parameter nor a buffer") as caught:
-        trace(Constants(torch.arange(4.0)), (LEFT,))
+        trace(Quotients(torch.arange(40.0)), (LEFT,))
     assert "register_buffer" in str(caught.value)
+
+
+class TwoViews(nn.Module):
+    """A batch norm that is called for each of two views of the batch: its counter goes on by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return (self.norm(x) * self.norm(x + 1)).mean()
+
+
+def test_a_counter_goes_on_by_all_that_is_added_to_it() -> None:
+    graph = trace(TwoViews(), (LEFT,))
+    counters = {p.name: p.increment for p in graph.parameters if p.increment}
+    assert counters == {"norm.num_batches_tracked": 2, "count": 1}
 
 
 class Drops(nn.Module):

@@ -158,6 +158,20 @@ def test_losses_that_add_up_over_micro_batches(loss_fn: Loss) -> None:
     assert is_exact(loss_fn, 2)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0].square().mean()
+
+
+def test_recurrent_layers_without_dropout_draw_nothing() -> None:
+    """Though their operator may."""
+    assert check(Recurrent().double(), {"x": batch_of()["x"]}, None, 2)
+
+
 @pytest.mark.slow
 def test_the_number_of_micro_batches_does_not_matter() -> None:
     torch.manual_seed(0)

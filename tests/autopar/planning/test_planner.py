@@ -6,7 +6,10 @@ import re
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.planning.equal_configs import shapes
@@ -136,5 +139,15 @@ def test_more_pipeline_ranks_than_blocks() -> None:
 
 
 def test_batch_that_no_mesh_divides() -> None:
-    with pytest.raises(ConstraintError, match="no mesh divides the global batch"):
+    with pytest.raises(ConstraintError, match="no mesh divides the global batch") as caught:
         meshes(request_for("gpt2", "16 a100-80g", dp=16))
+    assert "a batch that is a multiple of 16" in str(caught.value) and "dp=8 x tp=2" in str(caught.value)
+
+
+def test_a_pinned_tp_that_divides_nothing_is_refused_with_the_nearest_that_does() -> None:
+    """Widths 30 and 6 on four ranks; the batch of 8 is dp's."""
+    model = nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 6))
+    options = {"example_inputs": (torch.randn(8, 30), torch.randn(8, 6)), "loss_fn": nn.functional.mse_loss}
+    with pytest.raises(ConstraintError, match="tp divides no dim") as caught:
+        autopar.compile(model, "4 a100-80g", constraints={"tp": 4}, **options)
+    assert "tp=4, sizes 30, 6" in str(caught.value) and "tp=2" in str(caught.value)
