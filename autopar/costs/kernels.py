@@ -112,6 +112,10 @@ class KernelPricer(Pricer):
         fusion = self.fusion(operator)
         return fusion if fusion is not None and is_whole(fusion, operator, option) else None
 
+    def is_grouped(self, operator: Operator) -> bool:
+        """Whether one kernel multiplies the rows of all experts (codegen/runtime/grouped.py): on GPUs, in any dtype."""
+        return not is_cpu(self.cluster)
+
     @property
     def writes_copies(self) -> bool:
         """One launch updates all masters and writes what the model computes with (codegen/runtime/fused_adamw.py)."""

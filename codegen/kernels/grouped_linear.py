@@ -30,14 +30,7 @@ from .tile import ProductTile
 from .tuning import launch
 
 # The first ones fit 48 KiB of shared memory, which every GPU has, in every dtype.
-ROW_TILES: Final = (
-    ProductTile(128, 128, depth_bytes=64, num_warps=8, num_stages=3),
-    ProductTile(128, 128, depth_bytes=128, num_warps=8, num_stages=3),
-    ProductTile(128, 256, depth_bytes=128, num_warps=8, num_stages=3),
-    ProductTile(64, 128, depth_bytes=128, num_warps=4, num_stages=4),
-    ProductTile(64, 64, depth_bytes=64, num_warps=4, num_stages=4),
-)
-WEIGHT_TILES: Final = (
+TILES: Final = (
     ProductTile(128, 128, depth_bytes=64, num_warps=8, num_stages=3),
     ProductTile(128, 128, depth_bytes=128, num_warps=8, num_stages=3),
     ProductTile(128, 256, depth_bytes=128, num_warps=8, num_stages=3),
@@ -208,11 +201,10 @@ def _weight_kernel(
     expert_64 = expert.to(tl.int64)
     dweight_ptrs = dweight_ptr + (expert_64 * num_inner + inner[:, None]) * num_cols + cols[None, :]
     tl.store(dweight_ptrs, total.to(dweight_ptr.dtype.element_ty), mask=inner_ok[:, None] & col_ok[None, :])
-    if NEED_DBIAS:
-        # Programs of one column block have all the same sum.
-        if block_in == 0:
-            dbias_ptrs = dbias_ptr + expert_64 * num_cols + cols
-            tl.store(dbias_ptrs, total_bias.to(dbias_ptr.dtype.element_ty), mask=col_ok)
+    # The programs of a column block all have the same sum.
+    if NEED_DBIAS and block_in == 0:
+        dbias_ptrs = dbias_ptr + expert_64 * num_cols + cols
+        tl.store(dbias_ptrs, total_bias.to(dbias_ptr.dtype.element_ty), mask=col_ok)
 
 
 def _widens(dtype: torch.dtype) -> bool:
@@ -268,7 +260,7 @@ def grouped_product(
         return y
 
     transposed = weight.stride(1) == 1
-    return launch("grouped_linear", ROW_TILES, run, sizes, rows_MA, bias=bias is not None, transposed=transposed)
+    return launch("grouped_linear", TILES, run, sizes, rows_MA, bias=bias is not None, transposed=transposed)
 
 
 # An operator, which selective recomputation sees and whose result it keeps (runtime/recompute.py), unlike a launch. Its
@@ -309,7 +301,7 @@ def _weight_gradients(
         return dweight, dbias
 
     sizes = _Sizes(experts=num_experts, inner=-(-num_rows // num_experts), rows=num_inner, cols=num_cols)
-    return launch("grouped_linear_weight", WEIGHT_TILES, run, sizes, rows_MA, bias=need_dbias)
+    return launch("grouped_linear_weight", TILES, run, sizes, rows_MA, bias=need_dbias)
 
 
 class _GroupedLinear(torch.autograd.Function):
