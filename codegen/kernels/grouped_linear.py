@@ -312,7 +312,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight, ends)
-        return _product(rows, weight, ends, bias)
+        y: torch.Tensor = _product(rows, weight, ends, bias)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
