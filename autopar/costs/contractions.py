@@ -142,9 +142,7 @@ class Contractions(Rates):
             num_experts = local_experts(operator, option, self.mesh)
             rows, launches = max(rows // num_experts, 1), 1 if self.is_grouped(operator) else num_experts
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
-        works = (
-            compute.Work("matmul", flops / launches, num_bytes / launches, dtype, shape=shape) for shape in shapes
-        )
+        works = (compute.Work("matmul", flops / launches, num_bytes / launches, dtype, shape=shape) for shape in shapes)
         forward, wrt_input, wrt_weight = (launches * compute.seconds(work, self.cluster.device) for work in works)
         return forward, wrt_input, wrt_weight
 

@@ -91,6 +91,24 @@ def _check(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: t
 
 
 @jit
+def _rows_of_tile(
+    tile: tl.tensor, ends_ptr: tl.tensor, num_experts: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(expert, first row, end of the expert's rows) of a tile; an expert that there is not for a tile too many."""
+    experts = tl.arange(0, EXPERTS)
+    known = experts < num_experts
+    ends = tl.load(ends_ptr + experts, mask=known, other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts > 0), other=0)
+    tiles = tl.where(known, tl.cdiv(ends - starts, ROWS), 0)
+    tile_ends = tl.cumsum(tiles, 0)
+    # Experts whose tiles end before this one are those before its own.
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    own = experts == expert
+    start = tl.sum(tl.where(own, starts + (tile - tile_ends + tiles) * ROWS, 0), 0)
+    return expert, start, tl.sum(tl.where(own, ends, 0), 0)
+
+
+@jit
 def _rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -121,19 +139,9 @@ def _rows_kernel(
     height = tl.minimum(num_tiles - first_tile, BESIDE)
     tile = first_tile + program % per_band % height
     cols = program % per_band // height * COLS + tl.arange(0, COLS)
-    # Which expert's rows the tile has: experts whose tiles end before it are those before its own.
-    experts = tl.arange(0, EXPERTS)
-    known = experts < num_experts
-    ends = tl.load(ends_ptr + experts, mask=known, other=0)
-    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts > 0), other=0)
-    tiles = tl.where(known, tl.cdiv(ends - starts, ROWS), 0)
-    tile_ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    expert, start, end = _rows_of_tile(tile, ends_ptr, num_experts, ROWS, EXPERTS)
     if expert >= num_experts:
         return
-    own = experts == expert
-    start = tl.sum(tl.where(own, starts + (tile - tile_ends + tiles) * ROWS, 0), 0)
-    end = tl.sum(tl.where(own, ends, 0), 0)
     rows = start + tl.arange(0, ROWS)
     row_ok, col_ok = rows < end, cols < num_cols
     inner = tl.arange(0, DEPTH)
