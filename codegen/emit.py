@@ -32,6 +32,8 @@ _RUNTIME_HOME = {
     "arange": "layout",
     **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
 }
+_RUNTIME_MODULES = frozenset({"async_tp", "deferred", "fp8", "grouped", "overlapped"})
+"""Modules of the run time whose functions are called by the module's name and theirs."""
 _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
 """Calls that draw the mask of a dropout."""
 
@@ -150,7 +152,7 @@ def _imports(calls: Iterable[Call], body: str, homes: dict[str, list[str]]) -> l
         elif space == "kernels":
             written = kernel_name(name)
             homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
-        elif space in ("async_tp", "deferred", "fp8", "overlapped") and space not in homes.get(".runtime", []):
+        elif space in _RUNTIME_MODULES and space not in homes.get(".runtime", []):
             homes.setdefault(".runtime", []).append(space)
     functions = {call.target: function for call in calls if (function := function_of(call.target))}
     theirs = [*sorted(function.import_line for function in functions.values()), ""] if functions else []

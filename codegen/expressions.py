@@ -112,7 +112,7 @@ def expression(call: Call) -> str:
     """The right-hand side of a call."""
     if call.target == "self.dropout_attention":
         text = _dropout_attention(call)
-    elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "overlapped.")):
+    elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "grouped.", "overlapped.")):
         text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith("kernels."):
         name = kernel_name(call.target.removeprefix("kernels."))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from autopar.costs.context import ContextCall, context_call
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
@@ -135,14 +137,23 @@ class Contractions(Rates):
         else:
             rows = max(num_local(output, placements, self.mesh) // max(columns, 1), 1)
             depth = max(round(flops / (2 * rows * columns)), 1)
-            if operator.node.op == EXPERT_LINEAR:
-                rows = max(rows // local_experts(operator, option, self.mesh), 1)
+        launches = 1
+        if operator.node.op == EXPERT_LINEAR:
+            num_experts = local_experts(operator, option, self.mesh)
+            rows, launches = max(rows // num_experts, 1), 1 if self.is_grouped(operator) else num_experts
         shapes = ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows))
-        device = self.cluster.device
-        forward, wrt_input, wrt_weight = (
-            compute.seconds(compute.Work("matmul", flops, num_bytes, dtype, shape=shape), device) for shape in shapes
-        )
+        works = (compute.Work("matmul", flops / launches, num_bytes / launches, dtype, shape=shape) for shape in shapes)
+        forward, wrt_input, wrt_weight = (launches * compute.seconds(work, self.cluster.device) for work in works)
         return forward, wrt_input, wrt_weight
+
+    def is_grouped(self, operator: Operator) -> bool:
+        """Whether one kernel multiplies the rows of all experts, rather than one for each: here torch's own
+        (codegen/runtime/experts.py), of bf16 on GPUs that multiply in fp8 as well; see kernels.py too.
+
+        Among these are those of compute capability 8.9, which torch has no such kernel for.
+        """
+        is_torchs = operator.node.outputs[0].dtype == torch.bfloat16 and not is_cpu(self.cluster)
+        return is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
 
 
 def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:

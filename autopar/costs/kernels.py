@@ -15,6 +15,8 @@ reshard parts; as each call is charged its own share, parting a run never seems 
 The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) makes no whole logits: its forward has all
 three products, chunk by chunk, and keeps the gradients but for a factor. It costs more time than the loss's kernel
 alone (the sum over chunks is fp32) and is put where it needs less memory.
+
+Layers of experts are priced as without kernels, in one launch instead of one per expert (contractions.py).
 """
 
 from __future__ import annotations
@@ -111,6 +113,10 @@ class KernelPricer(Pricer):
             return self.fusions.get((operator.scope, operator.node.name))
         fusion = self.fusion(operator)
         return fusion if fusion is not None and is_whole(fusion, operator, option) else None
+
+    def is_grouped(self, operator: Operator) -> bool:
+        """Whether one kernel multiplies the rows of all experts (codegen/runtime/grouped.py): on GPUs, in any dtype."""
+        return not is_cpu(self.cluster)
 
     @property
     def writes_copies(self) -> bool:

@@ -117,11 +117,11 @@ class Pricer(Contractions, ParameterPrices):
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
         """Temporaries of a call's backward beside the gradients that it makes; see fp8.py. Experts' weights have a
-        gradient each, which are joined."""
+        gradient each, which are joined, where they have a kernel each."""
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
         weight = num_local(operator.inputs[1], option.inputs[1], self.mesh) * operator.inputs[1].dtype.itemsize
-        return self.sorted_bytes(operator, option) + weight
+        return self.sorted_bytes(operator, option) + (0.0 if self.is_grouped(operator) else weight)
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
         """Bytes of the product of a matmul whose result is another tensor (see fp8.py); 0 for all others."""

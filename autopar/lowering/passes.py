@@ -11,6 +11,7 @@ from dataclasses import replace
 from codegen.async_tp import with_async_tp
 from codegen.fp8 import in_fp8
 from codegen.fusion import fuse
+from codegen.grouped import with_grouped_experts
 from codegen.overlap import overlap
 from codegen.program import Program
 
@@ -22,13 +23,13 @@ def passes(
 ) -> tuple[Pass, ...]:
     """The passes of a program.
 
-    fused: Triton kernels in place of runs of calls, for the update and for the gradient's norm. fp8: linear layers of
-    layer classes multiply in e4m3. asynchronous: products run beside the collectives before and after them.
-    overlapped: sums over ranks of backward run beside weight gradients, of calls that no kernel has.
+    fused: Triton kernels in place of runs of calls and for layers of experts, for the update and for the gradient's
+    norm. fp8: linear layers of layer classes multiply in e4m3. asynchronous: products run beside the collectives before
+    and after them. overlapped: sums over ranks of backward run beside weight gradients, of calls that no kernel has.
     """
     wanted = ((fused, _with_kernels), (fp8, in_fp8), (asynchronous, with_async_tp), (overlapped, overlap))
     return tuple(each for is_wanted, each in wanted if is_wanted)
 
 
 def _with_kernels(program: Program) -> Program:
-    return replace(fuse(program), kernels=True)
+    return replace(with_grouped_experts(fuse(program)), kernels=True)

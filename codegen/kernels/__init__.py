@@ -28,6 +28,7 @@ from .dropout_add import dropout_add
 from .fp8 import fp8_linear, fp8_linears
 from .geglu import geglu
 from .grad_norm import clip_factor, squared_norm
+from .grouped_linear import grouped_linear
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .quantize import dequantize_blocks, dequantize_sum, quantize_blocks
@@ -49,6 +50,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linears",
     "geglu",
+    "grouped_linear",
     "layer_norm",
     "linear_cross_entropy",
     "quantize_blocks",

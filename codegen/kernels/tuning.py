@@ -38,10 +38,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from .dispatch import launch_device, power_of_2_at_least, triton
-from .tile import Tile
+from .tile import Candidate
 from .tuning_file import Entry, TuningFile
 
 Result = TypeVar("Result")
+Tile = TypeVar("Tile", bound=Candidate)
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds of one run on the device."""
 
@@ -77,20 +78,20 @@ class Tuner:
     timer: Timer
     device_text: Callable[[torch.device], str]
     is_capturing: Callable[[], bool]
-    chosen: dict[Case, Tile] = field(default_factory=dict)
+    chosen: dict[Case, Any] = field(default_factory=dict)
 
     def choose(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
         """One of `tiles`, by running `trial` where no one has done so before."""
-        tile = self.chosen.get(case)
+        tile: Tile | None = self.chosen.get(case)
         return self._settle(case, tiles, trial) if tile is None else tile
 
     def _settle(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
         # Short rows make the same launch of several candidates.
         distinct: dict[object, Tile] = {}
         for tile in tiles:
-            distinct.setdefault((tile.fit(case.shape[-1]), tile.programs), tile)
+            distinct.setdefault(tile.launched(case.shape), tile)
         if len(distinct) == 1:
-            return self.chosen.setdefault(case, tiles[0])
+            return self._keep(case, tiles[0])
         device, by_text = self.device_text(case.device), {str(tile): tile for tile in tiles}
         entry = self.file.entry(device, str(case), by_text)
         if entry is None:
@@ -100,8 +101,12 @@ class Tuner:
                 entry = self.file.settle(device, str(case), by_text, self._measure(list(distinct.values()), trial))
             except OSError as error:
                 warnings.warn(f"launch parameters cannot be written down, so none are chosen: {error}", stacklevel=2)
-                return self.chosen.setdefault(case, tiles[0])
-        return self.chosen.setdefault(case, by_text[entry["tile"]])
+                return self._keep(case, tiles[0])
+        return self._keep(case, by_text[entry["tile"]])
+
+    def _keep(self, case: Case, tile: Tile) -> Tile:
+        kept: Tile = self.chosen.setdefault(case, tile)
+        return kept
 
     def _measure(self, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Entry:
         """The entry of the fastest. Raises what the last candidate did, if none runs."""
@@ -144,7 +149,7 @@ def choose(
         kernel: its name in the file, and of the direction if it has two.
         tiles: the candidates.
         trial: runs with a tile, as often as is asked, and leaves everything as it is but what the launch overwrites.
-        shape: of the problem, columns last: `Tile.fit` is asked about these.
+        shape: of the problem, columns last: candidates are asked what they launch for it.
         tensors: on one device; their dtypes are part of the case.
         flags: what else is compiled in.
     """

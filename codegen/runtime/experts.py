@@ -8,6 +8,7 @@ back: between `dispatch` and `combine` may be anything that does with each row t
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,11 @@ class Routes:
             counts = arriving.sum(0)
         self.counts = counts
 
+    @cached_property
+    def ends(self) -> Tensor:
+        """For each expert of this rank the number of arranged rows that it and those before it have, int32."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
 
 def dispatch(rows: Tensor, routes: Routes) -> Tensor:
     """[N, ...] in the order of the tokens -> [M, ...] sorted by expert: of all ranks' rows, those of this one's."""
@@ -72,8 +78,8 @@ def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | N
 
     An expert without a row gets a gradient of zeros.
     """
-    if _has_kernel(rows, weight):
-        products = F.grouped_mm(rows, weight, offs=routes.counts.cumsum(0, dtype=torch.int32))
+    if has_grouped_product(rows, weight):
+        products = F.grouped_mm(rows, weight, offs=routes.ends)
     else:
         parts = zip(torch.split(rows, routes.counts.tolist()), weight.unbind(), strict=True)
         products = torch.cat([part @ matrix for part, matrix in parts])
@@ -121,8 +127,21 @@ def _exchanged(rows: Tensor, axis: RoutingAxis, sent: list[int], received: list[
     return exchanged
 
 
-def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel: of bf16 on GPUs of compute capability 8.0 or more."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (8, 0):
+def has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies all groups in one kernel: bf16 on GPUs of compute capability 9.x and 10.x. On others its
+    grouped_mm waits for the ends, for a product per group (aten/src/ATen/native/GroupedMMUtils.h)."""
+    is_gpu = rows.is_cuda and torch.version.hip is None and rows.numel() > 0
+    if not is_gpu or not rows.dtype == weight.dtype == torch.bfloat16:
         return False
-    return all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in (rows.shape[1], weight.shape[2]))
+    sizes = (rows.shape[1], weight.shape[2])
+    fits = all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in sizes) and all(
+        map(_is_aligned, (rows, weight))
+    )
+    return fits and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
+
+
+def _is_aligned(matrices: Tensor) -> bool:
+    """Whether rows, or columns, lie in one piece each and begin where torch's grouped product wants them."""
+    near, far = sorted(matrices.stride()[-2:])
+    begins = (matrices.data_ptr(), far * matrices.element_size())
+    return near == 1 and all(begin % ALIGNMENT_BYTES == 0 for begin in begins)

@@ -13,7 +13,8 @@ tensor that backward needs. This is torch.utils.checkpoint, non-reentrant:
 - Random numbers: dropout masks are functions of counters. The micro-batch is that of the first run, whatever runs by
   then; the optimiser step cannot have changed.
 - Buffers that a forward writes (running statistics) are written by the first run alone.
-- Operators inside autograd functions (kernels launched directly are invisible to the policy) always run again.
+- Kernels that an autograd function launches, rather than calls as an operator, are invisible to the policy and always
+  run again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _KEPT = (
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
 )  # fmt: skip
 """aten operators whose results "selective" keeps; torch versions and devices differ in which they use."""
+
+_KEPT_KERNELS = ("grouped_product",)
+"""Kernels that are operators, whatever their namespace, whose results it keeps: those that multiply matrices."""
 
 
 def mode(text: str) -> Mode:
@@ -127,5 +131,5 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     """The policy that `create_selective_checkpoint_contexts` takes: results of matmuls and attention are kept."""
     namespace, _, name = operator._schema.name.partition("::")
     # With a given output (`out=`, as collectives have) the caller's tensor would stay empty.
-    keeps = namespace == "aten" and name in _KEPT and not operator._schema.is_mutable
+    keeps = name in (_KEPT if namespace == "aten" else _KEPT_KERNELS) and not operator._schema.is_mutable
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

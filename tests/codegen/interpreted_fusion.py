@@ -23,8 +23,12 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"dropout": 0.1, "target_len": 8, "feed_forward_proj": "gated-gelu"},
         {"_LinearCrossEntropy", "_RmsNorm", "_DropoutAdd", "_GeGlu"},
     ),
+    "mixtral": ({}, {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}),
 }
 """Model -> options, and the autograd functions of our kernels that its loss is made with."""
+
+CONSTRAINTS = {"mixtral": {"dp": 2, "ep": 2}}
+"""Of models that are not on two ranks of dp alone."""
 
 OURS = frozenset[str]().union(*(functions for _, functions in CASES.values()))
 
@@ -46,8 +50,9 @@ def kernels_run(compiled: Any, batch: Any) -> set[str]:
 def main(name: str) -> int:
     options, functions = CASES[name]
     example = EXAMPLES[name](**SIZES, **options)
+    constraints = CONSTRAINTS.get(name, {"dp": 2})
     compiled = autopar.compile(
-        example.model, "2 cpu", example_inputs=example.inputs, constraints={"dp": 2}, kernels="on"
+        example.model, "2 cpu", example_inputs=example.inputs, constraints=constraints, kernels="on"
     )
     found = run_ranks(kernels_run, (compiled, example.inputs), 2)
     report = verify_program(compiled, example.inputs, steps=1)

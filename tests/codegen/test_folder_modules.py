@@ -19,6 +19,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "zero 3 offloaded": ("llama", "2 cpu", {"dp": 2, "zero": 3, "offload": "parameters", "recompute": "offload"}, {}),
     "recomputed": ("gpt2", "2 cpu", {"dp": 2, "recompute": "full"}, {"kernels": "on"}),
     "compressed": ("mlp", "2 cpu", {"dp": 2, "zero": 2}, {"compression": {"gather": "int8", "reduce": "int8"}}),
+    "experts": ("mixtral", "2 cpu", {"dp": 2, "ep": 2}, {"kernels": "on"}),
     "async": ("llama", "2 cpu", {"tp": 2}, {"backend": "async-tp"}),
 }
 FEATURES = {
@@ -30,8 +31,9 @@ FEATURES = {
     "host_optimizer": {"zero 3 offloaded"},
     "offload": {"zero 3 offloaded"},
     "recompute": {"zero 3 offloaded", "recomputed"},
-    "fused_update": {"recomputed"},
-    "fused_adamw": {"recomputed"},
+    "fused_update": {"recomputed", "experts"},
+    "fused_adamw": {"recomputed", "experts"},
+    "grouped": {"experts"},
     "compressed": {"compressed"},
     "symmetric_memory": {"async"},
     "dropout_module": set(),
@@ -84,7 +86,7 @@ def test_the_files_are_what_main_imports(saved: tuple[str, Path]) -> None:
     assert files == closure(folder)
     for module, cases in FEATURES.items():
         assert ((folder / "runtime" / f"{module}.py") in files) == (case in cases), module
-    assert (folder / "kernels").exists() == (case in ("recomputed", "compressed"))
+    assert (folder / "kernels").exists() == (case in ("recomputed", "compressed", "experts"))
 
 
 def test_no_line_is_long(saved: tuple[str, Path]) -> None:

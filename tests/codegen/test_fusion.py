@@ -354,7 +354,7 @@ def test_fused_bf16_is_near_fp32(name):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5", "mixtral"])
 def test_fused_program_with_interpreted_triton_kernels(case, tmp_path):
     """In a process of its own: Triton reads TRITON_INTERPRET when the kernels are imported."""
     pytest.importorskip("triton")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.cases import activations, losses, norms, positions, quantization, updates
+from benchmarks.gpu.cases import activations, experts, losses, norms, positions, quantization, updates
 from benchmarks.gpu.cases.case import Case, Kernel, Shape
 
 KERNELS: dict[str, Kernel] = {
@@ -12,6 +12,7 @@ KERNELS: dict[str, Kernel] = {
     **positions.KERNELS,
     **activations.KERNELS,
     **losses.KERNELS,
+    **experts.KERNELS,
     **updates.KERNELS,
     **quantization.KERNELS,
 }

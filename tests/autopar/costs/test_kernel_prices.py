@@ -30,6 +30,7 @@ from autopar.planning.planner import search_plans
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, pricer_for
 from autopar.planning.search_space import build_search_space
+from autopar.rules.experts import EXPERT_LINEAR
 from benchmarks.memory import IDEAL, OVER, UNDER, _peaks
 from codegen.fusion import PATTERNS, fuse
 from codegen.program import Call
@@ -321,6 +322,39 @@ def test_chunks_are_those_of_the_kernel(device: str) -> None:
     for rows, classes in ((1, 7), (130, 50257), (8192, 128256), (4096, 32000), (100000, 32000), (3, 1 << 29)):
         height = kernel._even_chunk(rows, classes, torch.device("cpu" if device == "cpu" else "cuda"))
         assert pricer._chunks(rows, classes) == (-(-rows // height), min(height, rows))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "one_without_kernels"),
+    [("4 a100-80g", "fp32", False), ("4 a100-80g", "bf16", False), ("4 h100-sxm", "bf16", True)],
+    ids=str,
+)
+def test_experts_are_one_launch_or_one_each(cluster: str, dtype: str, one_without_kernels: bool) -> None:
+    """Of equal loads. Where each expert has a kernel of its own, the gradients of their matrices are joined, too."""
+    graph = graph_of("mixtral", BATCH)
+    operator = next(o for o in operators_of(graph).values() if o.node.op == EXPERT_LINEAR)
+    if dtype == "bf16":
+        inputs = tuple(replace(m, dtype=torch.bfloat16) if m.dtype.is_floating_point else m for m in operator.inputs)
+        outputs = tuple(replace(m, dtype=torch.bfloat16) for m in operator.node.outputs)
+        operator = replace(operator, inputs=inputs, node=replace(operator.node, outputs=outputs))
+    request, mesh = request_for("mixtral", cluster), Mesh.parse("single")
+    option = options_of(operator, mesh)[0]
+    (rows, depth), (experts, _, columns) = (meta.shape for meta in operator.inputs[:2])
+    tensors = (*operator.inputs, *operator.node.outputs)
+    moved, flops = sum(meta.num_bytes for meta in tensors), 2.0 * rows * depth * columns
+    shape = rows // experts, columns, depth
+    together = compute.Work("matmul", flops, moved, dtype, shape=shape)
+    each = compute.Work("matmul", flops / experts, moved / experts, dtype, shape=shape)
+    device, weight = pricer_for(request, mesh, 1).cluster.device, operator.inputs[1].num_bytes
+    seconds, num_bytes = [], []
+    for kernels in (False, True):
+        pricer = pricer_for(replace(request, kernels=kernels), mesh, 1)
+        seconds.append(pricer.operator_seconds(operator, option)[0])
+        num_bytes.append(pricer.backward_bytes(operator, option))
+    saved = experts * compute.seconds(each, device) - compute.seconds(together, device)
+    assert saved > 0
+    assert seconds[0] - seconds[1] == pytest.approx(0.0 if one_without_kernels else saved, rel=1e-6, abs=1e-15)
+    assert num_bytes[0] - num_bytes[1] == (0 if one_without_kernels else weight)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Run by test_kernels_isolated.py in a process of its own, without TRITON_INTERPRE
 from __future__ import annotations
 
 import importlib
+import re
 
 import pytest
 from triton import compile as triton_compile
@@ -19,6 +20,7 @@ from codegen.kernels.dispatch import power_of_2_at_least
 ce = importlib.import_module("codegen.kernels.cross_entropy")
 norms = importlib.import_module("codegen.kernels.norm_kernels")
 norm_launches = importlib.import_module("codegen.kernels.norm_launches")
+grouped = importlib.import_module("codegen.kernels.grouped_linear")
 linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
 adamw = importlib.import_module("codegen.kernels.adamw")
 grad_norm = importlib.import_module("codegen.kernels.grad_norm")
@@ -34,6 +36,7 @@ POINTERS = {
     + ("scale_ptr", "scales_ptr", "parameter_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "decays_ptr", "factors_ptr")
     + ("partial_ptr", "weights_ptr", "mean_ptr", "avg_ptr", "db_ptr"),
     "*fp8e4nv": ("q_ptr",),
+    "*i32": ("ends_ptr",),
 }
 POINTER_TYPES = {name: type_ for type_, names in POINTERS.items() for name in names}
 FLOATS = {"eps", "one_minus_beta1", "beta2", "one_minus_beta2", "scale"}
@@ -191,6 +194,21 @@ def linear_cross_entropy_cases():
         yield from block_cases(f"linear_ce_{name}", getattr(linear_ce, f"_{name}_kernel"), tiles)
 
 
+def grouped_cases():
+    """Matrices as they are stored or transposed, as gradients of rows read them."""
+    no_bias = {"HAS_BIAS": False, "bias_ptr": None}
+    for index, tile in enumerate(grouped.TILES):
+        rows, cols = tile.fit(4096, 4096)
+        own = {"ROWS": rows, "COLS": cols, "DEPTH": tile.depth(2), "WIDE": False}
+        experts = own | {"EXPERTS": 8, "BESIDE": 8}
+        label = f"_tile_{index}" if index else ""
+        yield f"grouped{label}", grouped._rows_kernel, experts | no_bias | {"col_stride": 1}, tile
+        yield f"grouped_weight{label}", grouped._weight_kernel, own | {"NEED_DBIAS": True, "dbias_ptr": "*bf16"}, tile
+    yield "grouped_transposed", grouped._rows_kernel, experts | no_bias | {"inner_stride": 1}, tile
+    yield "grouped_bias", grouped._rows_kernel, experts | {"HAS_BIAS": True, "col_stride": 1}, tile
+    yield "grouped_weight_alone", grouped._weight_kernel, own | {"NEED_DBIAS": False, "dbias_ptr": None}, tile
+
+
 def table_cases():
     table = {"CHUNK": adamw.CHUNK, "ALIGNED": True, "num_cols": adamw.CHUNK}
     copy = {"NUM_COLUMNS": 5, "HAS_COPY": True}
@@ -247,6 +265,27 @@ def test_compiles_with_16_byte_loads(kernel, constants, warps):
     compiled = compile_kernel(kernel, "bf16", constants, warps)
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert ".v4.b32" in compiled.asm["ptx"], "no 16-byte access: the kernel would not reach the memory's bandwidth"
+
+
+PRODUCTS = [
+    pytest.param(*case[1:], id=case[0], marks=[] if index < 2 else [pytest.mark.slow])
+    for index, case in enumerate(grouped_cases())
+]
+
+
+@pytest.mark.parametrize(("kernel", "constants", "tile"), PRODUCTS)
+def test_products_are_of_tensor_cores_and_read_ahead(kernel, constants, tile):
+    """Warp-group products of operands that are copied to shared memory 16 bytes at a time, while others are."""
+    options = {"num_stages": tile.num_stages}
+    compiled = compile_kernel(kernel, "bf16", constants, tile.num_warps, **options)
+    ptx, widths = (
+        compiled.asm["ptx"],
+        re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, (0x\w+),", compiled.asm["ptx"]),
+    )
+    assert "wgmma.mma_async" in ptx and ".v4.b32" in ptx and set(widths) == {"0x10"}
+    assert compiled.metadata.shared <= 227 * 1024 and (
+        tile != grouped.TILES[0] or compiled.metadata.shared <= 48 * 1024
+    )
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ SHAPES = {
     "dropout_add": [(37, 65), (3, 5001), (3, 9002)],
     "cross_entropy": [(4, 20001)],
     "linear_cross_entropy": [(6, 16, 20001)],
+    "grouped_linear": [(3, 50, 33, 70)],
     "adamw": [(2, 33001)],
     "grad_norm": [(2, 33001)],
     "fp8_quantize": [(3, 17001)],
@@ -45,7 +46,7 @@ SHAPES = {
 }
 # Sums over a row or over rows; all other kernels promise equal bits.
 SUMS = {"rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "bias_gelu", "bias_gelu_tanh", "cross_entropy"}
-SUMS |= {"linear_cross_entropy", "grad_norm"}
+SUMS |= {"linear_cross_entropy", "grouped_linear", "grad_norm"}
 
 
 def set_candidate(monkeypatch, index):
