@@ -255,13 +255,14 @@ class _Builder:
         self._add_matrix(origin, target, matrix * weight)
 
     def _parameter_bar(self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], single: bool) -> np.ndarray:
-        """inf where a parameter with one use would be moved in every micro-batch: storing it so is never worse."""
+        """inf where a parameter with one use would be moved in every micro-batch and may be stored so, which is never
+        worse."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}
         for pair in {(m, w) for m in made for w in wanted}:
             path = steps(*pair, sizes)
             moves = path is None or any(step.forward or step.backward for step in path)
-            bar[pair] = float("inf") if moves and single else 0.0
+            bar[pair] = float("inf") if moves and single and pair[1] in made else 0.0
         return np.array([[bar[m, w] for w in wanted] for m in made])
 
     def _add_matrix(self, a: int, b: int, matrix: np.ndarray) -> None:
