@@ -16,16 +16,21 @@ The gradient of the whole is a sum over blocks. A block needs the *whole* attent
     p = exp(x - lse)    dv = p^T g    ds = p * (g v^T - rowsum(g * out))    dq = scale * ds k    dk = scale * ds^T q
 
 This is what flash kernels compute from the out and lse that they are given. The only module that calls torch's own,
-which are private: on a CPU, and on a GPU in half precision; what they do not take is computed by the formulas.
+which are private: on a CPU, and on a GPU in half precision without a mask; what they do not take is computed by the
+formulas.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from .windows import Positions, Window
 
 Block = tuple[Tensor, Tensor]
 """(out [B, H, L, F], lse [B, H, L]). lse, and a merged out, are float32 for half precision, else in the dtype of q."""
@@ -45,8 +50,11 @@ def block_attention(
     aten: Any = torch.ops.aten
     kernel = _kernel(q, k, v, mask)
     if kernel == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
-        return out, lse
+        bias = _bias(mask, q, k)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        return out, lse if bias is None else lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
     if kernel == "gpu":
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
         return out, lse
@@ -68,8 +76,9 @@ def block_gradients(
     out, lse = whole
     kernel = _kernel(q, k, v, mask)
     if kernel == "cpu":
+        lse = lse.masked_fill(lse == -math.inf, 0.0) if mask is not None else lse
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
+            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=_bias(mask, q, k), scale=scale
         )
         return dq, dk, dv
     if kernel == "gpu":
@@ -86,6 +95,48 @@ def block_gradients(
     return (ds @ keys).to(q.dtype), _per_group(dk, k).to(k.dtype), _per_group(dv, v).to(v.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class WindowedKeys:
+    """A window and where queries and the keys at hand lie in a sequence of `length` positions."""
+
+    window: Window
+    queries: Positions
+    keys: Positions
+    length: int
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Block:
+        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F], by tiles."""
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, keys, mask in self._tiles(q.device):
+            own = q.narrow(-2, *rows), k.narrow(-2, *keys), v.narrow(-2, *keys)
+            out.narrow(-2, *rows)[:], lse.narrow(-1, *rows)[:] = block_attention(*own, mask, False, scale)
+        return out, lse
+
+    def gradients(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`block_gradients`, those of k and v in the dtype of lse."""
+        out, lse = whole
+        dq = torch.zeros_like(q)
+        dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+        for rows, keys, mask in self._tiles(q.device):
+            g, own, part = (x.narrow(-2, *rows) for x in (grad, q, out))
+            block = part, lse.narrow(-1, *rows).contiguous()
+            seen = k.narrow(-2, *keys), v.narrow(-2, *keys)
+            dq_rows, dk_keys, dv_keys = block_gradients(g, own, *seen, block, mask, False, scale)
+            dq.narrow(-2, *rows)[:] = dq_rows
+            dk.narrow(-2, *keys).add_(dk_keys)
+            dv.narrow(-2, *keys).add_(dv_keys)
+        return dq, dk, dv
+
+    def _tiles(self, device: torch.device) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor | None]]:
+        """((first row, rows), (first key, keys), mask) of the tiles with keys."""
+        for tile, mask in self.window.masked_tiles(self.queries, self.keys, self.length, device):
+            if tile.end_key > tile.key:
+                yield (tile.row, tile.end_row - tile.row), (tile.key, tile.end_key - tile.key), mask
+
+
 def merge(first: Block, second: Block) -> Block:
     """The attention over the keys of both blocks."""
     (out_1, lse_1), (out_2, lse_2) = first, second
@@ -97,13 +148,26 @@ def merge(first: Block, second: Block) -> Block:
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cpu", "gpu", ""]:
     """Which of torch's flash kernels takes these tensors; "" for none."""
-    if mask is not None or not q.shape[-2] or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+    if not q.shape[-2] or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return ""
     if q.device.type == "cpu":
         return "cpu"
+    if mask is not None:
+        return ""
     divisor, largest = _FLASH_HEAD_SIZES
     is_fit = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % divisor == 0 and q.shape[-1] <= largest
     return "gpu" if is_fit and torch.cuda.get_device_capability(q.device) >= (8, 0) else ""
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as what is added to scores, in q's dtype: [B or 1, H or 1, L, T]."""
+    if mask is None:
+        return None
+    shape = (*(1,) * (4 - mask.dim()), *mask.shape)
+    whole = mask.view(shape).expand(*shape[:2], q.shape[-2], k.shape[-2])
+    if mask.dtype != torch.bool:
+        return whole.to(q.dtype)
+    return torch.zeros(whole.shape, dtype=q.dtype, device=q.device).masked_fill_(~whole, -math.inf)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:

@@ -1,0 +1,170 @@
+"""Sliding windows and chunks: which keys a query sees by its position alone, and the tiles of scores that this needs.
+
+A query at position p sees the key at position s if
+
+    p - before <= s <= p + after        and        floor(s / chunk) = floor(p / chunk)
+
+Queries and keys may be every n-th position of a sequence. Rows of queries are taken some at a time, each time with the
+keys that any of them sees: a tile. Of a window of w keys a tile has at most 2w keys, however long the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_ROWS = 128
+"""Rows of a tile at least: smaller kernels take as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Index i of a dim is the position first + i * stride of the sequence, for i below count."""
+
+    first: int
+    count: int
+    stride: int = 1
+
+    def __getitem__(self, index: int) -> int:
+        return self.first + index * self.stride
+
+    def between(self, low: int, high: int) -> tuple[int, int]:
+        """(first index, last index + 1) of the positions low to high; the two are equal where there are none."""
+        start = max(-((self.first - low) // self.stride), 0) if low > self.first else 0
+        end = min((high - self.first) // self.stride + 1, self.count)
+        return start, max(start, end)
+
+    def tensor(self, start: int, end: int, device: torch.device) -> Tensor:
+        """int64 [end - start]"""
+        return self.first + self.stride * torch.arange(start, end, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of queries and the keys that some of them see, by their indices. is_full: each sees all."""
+
+    row: int
+    end_row: int
+    key: int
+    end_key: int
+    is_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The bounds in the formula above; None where there is none."""
+
+    before: int | None = None
+    after: int | None = None
+    chunk: int | None = None
+
+    def low(self, position: int) -> int:
+        """The first position that a query sees, 0 or later."""
+        start = 0 if self.chunk is None else position // self.chunk * self.chunk
+        return max(start, 0 if self.before is None else position - self.before)
+
+    def high(self, position: int, length: int) -> int:
+        """The last position that a query of a sequence of this length sees."""
+        end = length if self.chunk is None else min((position // self.chunk + 1) * self.chunk, length)
+        return min(end - 1, length if self.after is None else position + self.after)
+
+    def width(self, length: int) -> int:
+        """Keys that a query sees, at most."""
+        sides = (length if side is None else side for side in (self.before, self.after))
+        return min(sum(sides) + 1, length if self.chunk is None else self.chunk, length)
+
+    def reach(self, length: int, ranks: int) -> tuple[int, int]:
+        """Of a sequence cut into parts of equal length: the keys that some rank needs before its own, and after."""
+        part = length // ranks
+        starts = [rank * part for rank in range(ranks)]
+        before = max(max(start - self.low(start), 0) for start in starts)
+        after = max(max(self.high(start + part - 1, length) - (start + part - 1), 0) for start in starts)
+        return before, after
+
+    def tiles(self, queries: Positions, keys: Positions, length: int) -> Iterator[Tile]:
+        """The tiles of these queries and keys of a sequence of this length, by rows."""
+        stride = queries.stride
+        rows, row = max(self.width(length) // stride, MIN_ROWS), 0
+        while row < queries.count:
+            end_row = min(row + rows, queries.count)
+            if self.chunk is not None and self.chunk >= MIN_ROWS * stride:  # no tile has keys of two large chunks
+                ends = (queries[row] // self.chunk + 1) * self.chunk
+                end_row = min(end_row, -((queries.first - ends) // stride))
+            first, last = queries[row], queries[end_row - 1]
+            key, end_key = keys.between(self.low(first), self.high(last, length))
+            sees_all = key == end_key or (
+                self.low(last) <= keys[key] and keys[end_key - 1] <= self.high(first, length)
+            )
+            yield Tile(row, end_row, key, end_key, is_full=sees_all)
+            row = end_row
+
+    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [L, T]: what queries at positions int64 [L] see of keys at positions int64 [T]."""
+        p, s = queries[:, None], keys[None]
+        seen = torch.ones(p.shape[0], s.shape[1], dtype=torch.bool, device=queries.device)
+        if self.before is not None:
+            seen &= s >= p - self.before
+        if self.after is not None:
+            seen &= s <= p + self.after
+        if self.chunk is not None:
+            seen &= s // self.chunk == p // self.chunk
+        return seen
+
+    def masked_tiles(
+        self, queries: Positions, keys: Positions, length: int, device: torch.device
+    ) -> Iterator[tuple[Tile, Tensor | None]]:
+        """The tiles with their masks, bool [rows, keys]; None for one that is full."""
+        known: dict[tuple[int, ...], Tensor] = {}
+        for tile in self.tiles(queries, keys, length):
+            if tile.is_full:
+                yield tile, None
+                continue
+            # Masks of tiles that lie alike are equal, counted from the chunk if there are such.
+            shift = queries[tile.row] % self.chunk if self.chunk is not None else 0
+            shape = (tile.end_row - tile.row, tile.end_key - tile.key)
+            alike = (*shape, queries[tile.row] - keys[tile.key], shift)
+            if alike not in known:
+                rows = queries.tensor(tile.row, tile.end_row, device)
+                known[alike] = self.mask(rows, keys.tensor(tile.key, tile.end_key, device))
+            yield tile, known[alike]
+
+    def pairs(self, length: int) -> int:
+        """Pairs of a query and a key in the tiles of a whole sequence."""
+        whole = Positions(0, length)
+        return sum((t.end_row - t.row) * (t.end_key - t.key) for t in self.tiles(whole, whole, length))
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: int | None = None,
+    after: int | None = None,
+    chunk: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` of a sequence whose queries see a window of its keys, by tiles.
+
+    Args: query: [..., H, L, E]; key: [..., G, L, E]; value: [..., G, L, F]; G may differ from H with enable_gqa only.
+        before, after, chunk: the window.
+
+    Returns [..., H, L, F]; a query that sees no key has zeros.
+    """
+    length, window = query.shape[-2], Window(before, after, chunk)
+    whole, parts = Positions(0, length), []
+    for tile, mask in window.masked_tiles(whole, whole, length, query.device):
+        rows = query.narrow(-2, tile.row, tile.end_row - tile.row)
+        count = tile.end_key - tile.key
+        if not count:
+            parts.append(rows.new_zeros(*rows.shape[:-1], value.shape[-1]))
+            continue
+        keys, values = (x.narrow(-2, tile.key, count) for x in (key, value))
+        parts.append(
+            F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
