@@ -66,7 +66,8 @@ def all_to_all_rows(output: Tensor, rows: Tensor, received: list[int], sent: lis
 
 
 def pass_on(output: Tensor, part: Tensor, rank: int, group: Group, hops: int = 1) -> list[Work]:
-    """Starts to send `part` to the rank `hops` after `rank` of the group, and to receive that of the one as far before."""
+    """Starts to send `part` to the rank so many after `rank` of the group, and to receive that of the one as far before
+    it."""
     size = dist.get_world_size(group)
     sends = dist.P2POp(dist.isend, as_sent(part), group=group, group_peer=(rank + hops) % size)
     receives = dist.P2POp(dist.irecv, as_sent(output), group=group, group_peer=(rank - hops) % size)

@@ -96,9 +96,7 @@ class Window:
                 end_row = min(end_row, -((queries.first - ends) // stride))
             first, last = queries[row], queries[end_row - 1]
             key, end_key = keys.between(self.low(first), self.high(last, length))
-            sees_all = key == end_key or (
-                self.low(last) <= keys[key] and keys[end_key - 1] <= self.high(first, length)
-            )
+            sees_all = key == end_key or (self.low(last) <= keys[key] and keys[end_key - 1] <= self.high(first, length))
             yield Tile(row, end_row, key, end_key, is_full=sees_all)
             row = end_row
 
@@ -132,10 +130,9 @@ class Window:
                 known[alike] = self.mask(rows, keys.tensor(tile.key, tile.end_key, device))
             yield tile, known[alike]
 
-    def pairs(self, length: int) -> int:
-        """Pairs of a query and a key in the tiles of a whole sequence."""
-        whole = Positions(0, length)
-        return sum((t.end_row - t.row) * (t.end_key - t.key) for t in self.tiles(whole, whole, length))
+    def pairs(self, queries: Positions, keys: Positions, length: int) -> int:
+        """Pairs of a query and a key in the tiles."""
+        return sum((t.end_row - t.row) * (t.end_key - t.key) for t in self.tiles(queries, keys, length))
 
 
 def window_attention(
