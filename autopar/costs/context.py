@@ -10,9 +10,10 @@ g(m): seconds of a flash kernel over m keys, forward and backward, f' and g' tho
                  longer of its f' and of p2p(b)
 
 and without a mask f(n M) or f(M), and g alike. Of a window the kernels have the keys of its tiles, and where ranks hold
-consecutive parts, those exchange with their neighbours what it reaches (NearCall). To these come the copies: keys and values are packed into one line,
-those that arrive together are joined along the sequence, results are merged in fp32. What torch's flash kernels do not
-take is computed by formulas (attention_blocks.py), whose scores of all queries and keys at hand are in memory.
+consecutive parts, those exchange with their neighbours what it reaches (NearCall). To these come the copies: keys and
+values are packed into one line, those that arrive together are joined along the sequence, results are merged in fp32.
+What torch's flash kernels do not take is computed by formulas (attention_blocks.py), whose scores of all queries and
+keys at hand are in memory, of a window those of a tile.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ attention_blocks.py."""
 class ContextCall:
     """One call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part: b;
     wide_part: w; result, wide_result: bytes of the result, and of it in fp32; scores: those of the queries and the keys
-    of one rank, 0 where a flash kernel computes. tile_keys: of a window, the keys that a kernel has for each query."""
+    of one rank, 0 where a flash kernel computes. tile_keys: of a window, the keys that tiles have for each query.
+    num_tiles: one after the other."""
 
     exchange: str
     axis: int
@@ -60,6 +62,7 @@ class ContextCall:
     wide_result: float
     scores: float = 0.0
     tile_keys: int | None = None
+    num_tiles: int = 1
     is_striped: bool = False
 
     @property
@@ -88,9 +91,8 @@ class ContextCall:
             return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
         at_once = self.size // self.num_blocks
-        forward, backward = (
-            self.num_blocks * each for each in attention(self.tile_keys or at_once * self.keys, self.is_causal)
-        )
+        kernels = attention(self.tile_keys or at_once * self.keys, self.is_causal)
+        forward, backward = (self.num_blocks * each for each in kernels)
         joined = memory(2 * self.whole)
         added = memory(3 * self.whole + 3 * self.wide_result)
         around = gather + packed + joined
@@ -108,7 +110,7 @@ class ContextCall:
 
     def forward_temporary(self) -> float:
         """Bytes beside arguments and result at the forward's peak."""
-        merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores
+        merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores / self.num_tiles
         if self.exchange == "ring":
             return 2 * self.part + max(merged, scores)
         joined = self.whole / self.num_blocks
@@ -118,7 +120,7 @@ class ContextCall:
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
         sums = self.result + (self.wide_result if self.wide_result > self.result else 0.0)
-        scores = SCORES_HELD[1] * self.scores
+        scores = SCORES_HELD[1] * self.scores / self.num_tiles
         if self.exchange == "ring":
             return 3 * self.part + 2 * self.wide_part + sums + scores
         joined = self.whole / self.num_blocks
@@ -144,6 +146,7 @@ class NearCall:
     result: float
     tile_keys: int
     scores: float = 0.0
+    num_tiles: int = 1
     num_blocks: int = 1
 
     def seconds(
@@ -165,12 +168,12 @@ class NearCall:
 
     def forward_temporary(self) -> float:
         """Bytes beside arguments and result at the forward's peak."""
-        return (2 * self.near + self.part if self.near else 0.0) + SCORES_HELD[0] * self.scores
+        return (2 * self.near + self.part if self.near else 0.0) + SCORES_HELD[0] * self.scores / self.num_tiles
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
         joined = 2 * self.near + self.part if self.near else 0.0
-        return joined + self.wide_part + self.wide_near + SCORES_HELD[1] * self.scores
+        return joined + self.wide_part + self.wide_near + SCORES_HELD[1] * self.scores / self.num_tiles
 
 
 def seen_keys(operator: Operator) -> int:
@@ -200,9 +203,9 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     window, own = window_of(operator.node), option.axes[axis]
     is_flash = on_cpu or (len(operator.inputs) == 3 and window is None and key.dtype.itemsize < WIDE_BYTES)
     is_striped = operator.rule.joints[own.label].is_striped
-    if window is not None and own.lowering == "ring" and not is_striped:
-        rows, last = sum(window.reach(queries * size, size)), Positions((size - 1) * queries, queries)
-        tile_keys = round(_pairs(window, last, Positions(0, queries * size), queries * size) / queries)
+    tile_keys, num_tiles = _tiles(window, queries, size, is_striped) if window is not None else (None, 1)
+    if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
+        reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(
             axis=axis,
             size=size,
@@ -211,13 +214,13 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
             keys=keys,
             part=float(elements * key.dtype.itemsize),
             wide_part=float(elements * wide),
-            near=float(elements * key.dtype.itemsize * rows / keys),
-            wide_near=float(elements * wide * rows / keys),
+            near=elements * key.dtype.itemsize * reached,
+            wide_near=elements * wide * reached,
             result=float(results * output.dtype.itemsize),
             tile_keys=tile_keys,
             scores=0.0 if is_flash else float(heads * queries * tile_keys * wide),
+            num_tiles=num_tiles,
         )
-    tile_keys = _tile_keys(window, queries, size, is_striped) if window is not None else None
     return ContextCall(
         exchange=str(option.axes[axis].lowering),
         axis=axis,
@@ -232,12 +235,15 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
         wide_result=float(results * wide),
         scores=0.0 if is_flash else float(heads * queries * (tile_keys or keys) * wide),
         tile_keys=tile_keys,
+        num_tiles=num_tiles,
         is_striped=is_striped,
     )
 
 
-def _tile_keys(window: Window, queries: int, size: int, is_striped: bool) -> int:
-    """Keys that a kernel has for each query of the last rank: of those of one rank in stripes, else of all."""
+def _tiles(window: Window, queries: int, size: int, is_striped: bool) -> tuple[int, int]:
+    """(keys that tiles have for each query, number of tiles) of the last rank, with the keys of one rank in stripes,
+    else with all that it sees."""
     at, stride, held = (size - 1, size, queries) if is_striped else ((size - 1) * queries, 1, size * queries)
-    keys = Positions(0, held, stride)
-    return max(round(_pairs(window, Positions(at, queries, stride), keys, queries * size) / queries), 1)
+    own, keys = Positions(at, queries, stride), Positions(0, held, stride)
+    num_tiles = len(list(window.tiles(own, keys, queries * size)))
+    return max(round(_pairs(window, own, keys, queries * size) / queries), 1), num_tiles

@@ -288,13 +288,8 @@ def _masked(packet: str, given: Mapping[str, Any], found: Mapping[Ref, Form], no
         return replace(form, at_least=(*form.at_least, kept))
     if packet == "where" and {"self", "other", "condition"} <= set(given) and node.meta.dtype.is_floating_point:
         form, kept, hidden = (_value(given[name], found) for name in ("condition", "self", "other"))
-        if (
-            isinstance(form, Truth)
-            and not form.is_mask
-            and kept == 0
-            and isinstance(hidden, float)
-            and _hides(hidden, node.meta.dtype)
-        ):
+        is_hidden = isinstance(hidden, float) and _hides(hidden, node.meta.dtype)
+        if isinstance(form, Truth) and not form.is_mask and kept == 0 and is_hidden:
             return replace(form, is_mask=True)
     return None
 

@@ -86,10 +86,8 @@ def context_rows(
             continue
         axis, times = mesh.axes[call.axis], scope.count * num_micro_batches
         if isinstance(call, NearCall):
-            words, back = (
-                f"{node.name}: keys and values of neighbours on {axis}",
-                bytes_text(call.near + call.wide_near),
-            )
+            words = f"{node.name}: keys and values of neighbours on {axis}"
+            back = bytes_text(call.near + call.wide_near)
             found.append(Transfer(words, f"{bytes_text(call.near)}, backward {back} p2p", times))
         elif call.exchange == "ring":
             words, once = f"{node.name}: keys and values around {axis}", call.size - 1
