@@ -203,7 +203,10 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     window, own = window_of(operator.node), option.axes[axis]
     is_flash = on_cpu or (len(operator.inputs) == 3 and window is None and key.dtype.itemsize < WIDE_BYTES)
     is_striped = operator.rule.joints[own.label].is_striped
-    tile_keys, num_tiles = _tiles(window, queries, size, is_striped) if window is not None else (None, 1)
+    tile_keys: int | None = None
+    num_tiles = 1
+    if window is not None:
+        tile_keys, num_tiles = _tiles(window, queries, size, is_striped)
     if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
         reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(

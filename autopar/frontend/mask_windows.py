@@ -130,15 +130,15 @@ def _form(node: Node, found: Mapping[Ref, Form], metas: Mapping[Ref, TensorMeta]
     if packet in _MAKERS:
         return _MAKERS[packet](given, node)
     if packet in _MOVES:
-        form = found.get(node.inputs[0])
-        source = metas[node.inputs[0]].shape
-        return None if form is None else _moved(form, _MOVES[packet](given, source, node.meta.shape), node)
+        moves = _MOVES[packet](metas[node.inputs[0]].shape, node.meta.shape)
+        return _moved(found[node.inputs[0]], moves, node)
     if packet in _CALCULATIONS:
         operands = [_operand(given[name], found) for name in ("self", "other")]
         is_scaled = given.get("alpha", 1) != 1 or (packet == "div" and given.get("rounding_mode") != "floor")
         if any(each is None for each in operands) or is_scaled:
             return None
-        return _CALCULATIONS[packet](*operands)
+        form: Form | None = _CALCULATIONS[packet](*operands)
+        return form
     return _masked(packet, given, found, node)
 
 
@@ -185,11 +185,11 @@ Moves = dict[int, int] | None
 """Dim of the source -> dim of the result, both from the end; None: something else than moved dims."""
 
 
-def _same(given: Mapping[str, Any], source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
+def _same(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
     return {-dim: -dim for dim in range(1, len(source) + 1)}
 
 
-def _reshaped(given: Mapping[str, Any], source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
+def _reshaped(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
     """Where only dims of one element come or go."""
     here, there = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (source, result))
     if [source[dim] for dim in here] != [result[dim] for dim in there]:

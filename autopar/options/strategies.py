@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, derived, is_causal
+from autopar.ir.graph import ATTENTION as ATTENTION_CALLS
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.options.followed import follow, follow_experts, follow_sections
@@ -162,17 +163,18 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
 def sequence_dims(graph: Graph) -> dict[str, int]:
     """The dim of each batch input that is the positions of sequences: 1 of ids [B, L] and of vectors [B, L, D].
 
-    Where the sizes of these dims differ, they are positions if they reach a layer, or are as many as in one that does:
+    Where the sizes of these dims differ, they are positions if they reach a layer or attention, or are as many as in one that does:
     boundaries of documents, candidates and classes of a row are none.
     """
     found = {each.name: (1, each.meta.shape[1]) for each in graph.inputs if _may_be_sequence(each)}
     sizes = {size for _, size in found.values()}
     if len(sizes) > 1:
         scopes, rules = scopes_of(graph), rules_of(graph)
+        inner = {(s.name, n.name) for s in scopes for n in s.nodes if s.name or base_name(n.op) in ATTENTION_CALLS}
         reaching = {
             size
             for name, (dim, size) in found.items()
-            if any(scope for scope, _ in follow(graph, scopes, rules, {name: dim}, is_sequence=True))
+            if inner & follow(graph, scopes, rules, {name: dim}, is_sequence=True).keys()
         }
         sizes = reaching or sizes
     return {name: dim for name, (dim, size) in found.items() if size in sizes}

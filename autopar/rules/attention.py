@@ -8,6 +8,7 @@ is the composite (G, r), as torch repeats each key/value head r times in place.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +31,7 @@ _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, int? before=None, int? after=None, int? chunk=None, float? scale=None, "
     "bool enable_gqa=False) -> Tensor"
 )
-_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
 _LIBRARY.define(WINDOW_ATTENTION.split(".")[1] + _SCHEMA)
 _LIBRARY.impl(WINDOW_ATTENTION.split(".")[1], window_attention, "CompositeImplicitAutograd")
 

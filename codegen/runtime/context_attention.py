@@ -282,7 +282,8 @@ class _Neighbours(torch.autograd.Function):
         near = _Near.of(call)
         keys, values, first, counts = near.collect()
         dq, dk, dv = near.windowed(keys, first).gradients(grad, call.q, keys, values, whole, call.scale)
-        dk, dv = near.give_back(dk.split(counts, -2), dv.split(counts, -2))
+        parts = (torch.split(x, counts, -2) for x in (dk, dv))
+        dk, dv = near.give_back(*parts)
         return dq, dk.to(call.k.dtype), dv.to(call.v.dtype), None, None, None, None, None, None
 
 
@@ -317,7 +318,8 @@ class _Near:
             axis.pass_on(_packed(*(x.narrow(-2, start, rows) for x in (call.k, call.v))), hops) if hops else None
             for hops, start, rows in self.parts
         ]
-        held, counts, first = [], [], 0
+        held: list[tuple[Tensor, Tensor]] = []
+        counts, first = [], 0
         for (hops, start, rows), shape, line in zip(self.parts, shapes, lines, strict=True):
             pair = (call.k, call.v) if line is None else _unpacked(line.wait(), *shape)
             is_there = 0 <= axis.rank - hops < axis.size
