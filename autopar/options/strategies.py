@@ -163,8 +163,8 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
 def sequence_dims(graph: Graph) -> dict[str, int]:
     """The dim of each batch input that is the positions of sequences: 1 of ids [B, L] and of vectors [B, L, D].
 
-    Where the sizes of these dims differ, they are positions if they reach a layer or attention, or are as many as in one that does:
-    boundaries of documents, candidates and classes of a row are none.
+    Where the sizes of these dims differ, they are positions if they reach a layer or attention, or are as many as in
+    one that does: boundaries of documents, candidates and classes of a row are none.
     """
     found = {each.name: (1, each.meta.shape[1]) for each in graph.inputs if _may_be_sequence(each)}
     sizes = {size for _, size in found.values()}
