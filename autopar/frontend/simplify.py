@@ -284,8 +284,9 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
         lengths = {metas[arguments[name]].shape[-2] for name in ("query", "key")} | {*metas[mask].shape[-2:]}
         if len(lengths) > 1 or len(metas[mask].shape) < 2:
             continue
+        (length,) = lengths
         if mask not in known:
-            known[mask] = window_of_form(forms.get(mask), lengths.pop())
+            known[mask] = window_of_form(forms.get(mask), length)
             if known[mask] is None and mask in constants:
                 known[mask] = window_of_values(constants[mask])
         window, is_added = known[mask], metas[mask].dtype.is_floating_point
@@ -294,8 +295,13 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
         arguments |= {"attn_mask": None, "is_causal": window == _CAUSAL}
         if window in (_CAUSAL, _FULL):
             flat.nodes[position] = _attention_node(node, arguments)
-        elif arguments["dropout_p"] == 0.0 and len(metas[arguments["query"]].shape) == 4:
+        elif window.width(length) < length and _may_be_windowed(arguments, metas):
             flat.nodes[position] = _window_node(node, arguments, window)
+
+
+def _may_be_windowed(arguments: dict[str, Any], metas: dict[Ref, TensorMeta]) -> bool:
+    shapes = [metas[arguments[name]].shape for name in ("query", "key", "value")]
+    return arguments["dropout_p"] == 0.0 and not arguments["is_causal"] and {len(shape) for shape in shapes} == {4}
 
 
 def _window_node(node: Node, arguments: dict[str, Any], window: Window) -> Node:

@@ -114,7 +114,7 @@ MASKS: dict[Callable[[], Tensor], tuple[bool, bool]] = {
     lowest_mask: (False, True),
     position_mask: (False, True),
     all_true: (False, False),
-    window_mask: (True, False),
+    window_mask: (False, False),
     upper_mask: (True, False),
     biased_mask: (True, False),
 }
