@@ -113,21 +113,25 @@ class Window:
         return seen
 
     def masked_tiles(
-        self, queries: Positions, keys: Positions, length: int, device: torch.device
+        self, queries: Positions, keys: Positions, length: int, device: torch.device, dtype: torch.dtype = torch.bool
     ) -> Iterator[tuple[Tile, Tensor | None]]:
-        """The tiles with their masks, bool [rows, keys]; None for one that is full."""
+        """The tiles with their masks [rows, keys]; None for one that is full. dtype: a floating one for masks that are
+        added. Tiles that lie alike share one."""
         known: dict[tuple[int, ...], Tensor] = {}
         for tile in self.tiles(queries, keys, length):
             if tile.is_full:
                 yield tile, None
                 continue
-            # Masks of tiles that lie alike are equal, counted from the chunk if there are such.
+            # They lie alike where their positions do, counted from the chunk if there are such.
             shift = queries[tile.row] % self.chunk if self.chunk is not None else 0
             shape = (tile.end_row - tile.row, tile.end_key - tile.key)
             alike = (*shape, queries[tile.row] - keys[tile.key], shift)
             if alike not in known:
                 rows = queries.tensor(tile.row, tile.end_row, device)
-                known[alike] = self.mask(rows, keys.tensor(tile.key, tile.end_key, device))
+                seen = self.mask(rows, keys.tensor(tile.key, tile.end_key, device))
+                known[alike] = (
+                    seen if dtype == torch.bool else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+                )
             yield tile, known[alike]
 
     def pairs(self, queries: Positions, keys: Positions, length: int) -> int:
@@ -154,7 +158,7 @@ def window_attention(
     """
     length, window = query.shape[-2], Window(before, after, chunk)
     whole, parts = Positions(0, length), []
-    for tile, mask in window.masked_tiles(whole, whole, length, query.device):
+    for tile, mask in window.masked_tiles(whole, whole, length, query.device, query.dtype):
         rows = query.narrow(-2, tile.row, tile.end_row - tile.row)
         count = tile.end_key - tile.key
         if not count:
