@@ -46,8 +46,8 @@ attention_blocks.py."""
 class ContextCall:
     """One call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part: b;
     wide_part: w; result, wide_result: bytes of the result, and of it in fp32; scores: those of the queries and the keys
-    of one rank, 0 where a flash kernel computes. tile_keys: of a window, the keys that tiles have for each query.
-    num_tiles: one after the other."""
+    of one rank, 0 where a flash kernel computes. tile_keys: of a window, the keys that kernels have for each
+    query. num_tiles: of those with scores, one after the other."""
 
     exchange: str
     axis: int
@@ -81,7 +81,9 @@ class ContextCall:
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of the call. memory: seconds to move so many bytes."""
         merged, packed = self._merging(memory), memory(2 * self.part)
-        in_scores = [memory(n * self.size * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
+        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
+        num_scores = at_once * self.num_blocks * self.scores
+        in_scores = [memory(n * num_scores) if self.scores else 0.0 for n in SCORES_MOVED]
         if self.exchange == "ring":
             once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
             f, g = attention(self.tile_keys or self.keys, self.is_causal)
@@ -90,7 +92,6 @@ class ContextCall:
             added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
             return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
-        at_once = self.size // self.num_blocks
         kernels = attention(self.tile_keys or at_once * self.keys, self.is_causal)
         forward, backward = (self.num_blocks * each for each in kernels)
         joined = memory(2 * self.whole)
@@ -115,7 +116,8 @@ class ContextCall:
             return 2 * self.part + max(merged, scores)
         joined = self.whole / self.num_blocks
         before = self.wide_result * self.is_causal
-        return self.whole + max(joined + before + self.size // self.num_blocks * scores, merged * self.is_causal)
+        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
+        return self.whole + max(joined + before + at_once * scores, merged * self.is_causal)
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
@@ -124,14 +126,15 @@ class ContextCall:
         if self.exchange == "ring":
             return 3 * self.part + 2 * self.wide_part + sums + scores
         joined = self.whole / self.num_blocks
-        return 2 * self.whole + 2 * joined - self.part + sums + self.size // self.num_blocks * scores
+        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
+        return 2 * self.whole + 2 * joined - self.part + sums + at_once * scores
 
 
 @dataclass(frozen=True, slots=True)
 class NearCall:
     """One call on one rank of attention over windows, in consecutive parts. axis, size, heads, queries, keys, part,
-    result: as in ContextCall. tile_keys: the keys that a kernel has for each query. near: bytes of keys and values that
-    come from the neighbours, wide_near: of their gradients; wide_part: of those of own ones as they are added up.
+    wide_result: as in ContextCall. tile_keys: the keys that kernels have for each query. near: bytes of keys and values
+    that come from the neighbours, wide_near: of their gradients; wide_part: of those of own ones as they are added up.
     scores: as in ContextCall, those of all tiles."""
 
     axis: int
@@ -143,7 +146,7 @@ class NearCall:
     wide_part: float
     near: float
     wide_near: float
-    result: float
+    wide_result: float
     tile_keys: int
     scores: float = 0.0
     num_tiles: int = 1
@@ -168,12 +171,14 @@ class NearCall:
 
     def forward_temporary(self) -> float:
         """Bytes beside arguments and result at the forward's peak."""
-        return (2 * self.near + self.part if self.near else 0.0) + SCORES_HELD[0] * self.scores / self.num_tiles
+        joined = 2 * self.near + self.part if self.near else 0.0
+        return joined + self.wide_result + SCORES_HELD[0] * self.scores / self.num_tiles
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
         joined = 2 * self.near + self.part if self.near else 0.0
-        return joined + self.wide_part + self.wide_near + SCORES_HELD[1] * self.scores / self.num_tiles
+        sums = self.wide_part + self.wide_near + self.wide_result
+        return joined + sums + SCORES_HELD[1] * self.scores / self.num_tiles
 
 
 def seen_keys(operator: Operator) -> int:
@@ -181,11 +186,10 @@ def seen_keys(operator: Operator) -> int:
     window, queries, keys = window_of(operator.node), *(meta.shape[-2] for meta in operator.inputs[:2])
     if window is None:
         return keys
-    whole = Positions(0, queries)
-    return round(_pairs(window, whole, whole, queries) / queries)
+    return round(_tile_pairs(window, queries) / queries)
 
 
-_pairs = cache(Window.pairs)
+_tile_pairs = cache(Window.tile_pairs)
 
 
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:
@@ -201,12 +205,12 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     elements = num_local(key, option.inputs[1], mesh) + num_local(value, option.inputs[2], mesh)
     wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
     window, own = window_of(operator.node), option.axes[axis]
-    is_flash = on_cpu or (len(operator.inputs) == 3 and window is None and key.dtype.itemsize < WIDE_BYTES)
     is_striped = operator.rule.joints[own.label].is_striped
     tile_keys: int | None = None
-    num_tiles = 1
+    num_masked = 0
     if window is not None:
-        tile_keys, num_tiles = _tiles(window, queries, size, is_striped)
+        tile_keys, num_masked = _pieces(window, queries, size, is_striped)
+    is_flash = on_cpu or (len(operator.inputs) == 3 and not num_masked and key.dtype.itemsize < WIDE_BYTES)
     if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
         reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(
@@ -219,10 +223,10 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
             wide_part=float(elements * wide),
             near=elements * key.dtype.itemsize * reached,
             wide_near=elements * wide * reached,
-            result=float(results * output.dtype.itemsize),
+            wide_result=float(results * wide),
             tile_keys=tile_keys,
             scores=0.0 if is_flash else float(heads * queries * tile_keys * wide),
-            num_tiles=num_tiles,
+            num_tiles=max(num_masked, 1),
         )
     return ContextCall(
         exchange=str(option.axes[axis].lowering),
@@ -238,15 +242,16 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
         wide_result=float(results * wide),
         scores=0.0 if is_flash else float(heads * queries * (tile_keys or keys) * wide),
         tile_keys=tile_keys,
-        num_tiles=num_tiles,
+        num_tiles=max(num_masked, 1),
         is_striped=is_striped,
     )
 
 
-def _tiles(window: Window, queries: int, size: int, is_striped: bool) -> tuple[int, int]:
-    """(keys that tiles have for each query, number of tiles) of the last rank, with the keys of one rank in stripes,
-    else with all that it sees."""
+@cache
+def _pieces(window: Window, queries: int, size: int, is_striped: bool) -> tuple[int, int]:
+    """(keys that kernels have for each query, how many need a mask) of the last rank, with the keys of one rank in
+    stripes, else with all that it sees."""
     at, stride, held = (size - 1, size, queries) if is_striped else ((size - 1) * queries, 1, size * queries)
-    own, keys = Positions(at, queries, stride), Positions(0, held, stride)
-    num_tiles = len(list(window.tiles(own, keys, queries * size)))
-    return max(round(_pairs(window, own, keys, queries * size) / queries), 1), num_tiles
+    own, keys, length = Positions(at, queries, stride), Positions(0, held, stride), queries * size
+    num_masked = sum(piece.kind == "masked" for piece in window.pieces(own, keys, length))
+    return max(round(window.pairs(own, keys, length) / queries), 1), num_masked

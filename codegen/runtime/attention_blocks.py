@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .windows import Positions, Window
+from .windows import Piece, Positions, Window
 
 Block = tuple[Tensor, Tensor]
 """(out [B, H, L, F], lse [B, H, L]). lse, and a merged out, are float32 for half precision, else in the dtype of q."""
@@ -105,36 +105,60 @@ class WindowedKeys:
     length: int
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Block:
-        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F], by tiles."""
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows, keys, mask in self._tiles(q.device):
-            own = q.narrow(-2, *rows), k.narrow(-2, *keys), v.narrow(-2, *keys)
-            out.narrow(-2, *rows)[:], lse.narrow(-1, *rows)[:] = block_attention(*own, mask, False, scale)
+        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F], by pieces; out is as lse is."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+        for piece, mask in self._pieces(q.device):
+            block = block_attention(*_cut(piece, q, k, v), mask, piece.kind in _TRIANGLES, scale)
+            out_rows, lse_rows = out.narrow(-2, *piece.rows), lse.narrow(-1, *piece.rows)
+            if piece.kind == "upper":
+                block = block[0].flip(-2), block[1].flip(-1)
+            out_rows[:], lse_rows[:] = merge((out_rows, lse_rows), block)
         return out, lse
 
     def gradients(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`block_gradients`, those of k and v in the dtype of lse."""
+        """`block_gradients`, in the dtype of lse."""
         out, lse = whole
-        dq = torch.zeros_like(q)
-        dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-        for rows, keys, mask in self._tiles(q.device):
-            g, own, part = (x.narrow(-2, *rows) for x in (grad, q, out))
-            block = part, lse.narrow(-1, *rows).contiguous()
-            seen = k.narrow(-2, *keys), v.narrow(-2, *keys)
-            dq_rows, dk_keys, dv_keys = block_gradients(g, own, *seen, block, mask, False, scale)
-            dq.narrow(-2, *rows)[:] = dq_rows
-            dk.narrow(-2, *keys).add_(dk_keys)
-            dv.narrow(-2, *keys).add_(dv_keys)
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        for piece, mask in self._pieces(q.device):
+            own_grad, own_out, own_lse = (_rows(piece, x) for x in (grad, out, lse[..., None]))
+            block = own_out, own_lse[..., 0].contiguous()
+            found = block_gradients(own_grad, *_cut(piece, q, k, v), block, mask, piece.kind in _TRIANGLES, scale)
+            for total, part, at in zip((dq, dk, dv), found, (piece.rows, piece.keys, piece.keys), strict=True):
+                total.narrow(-2, *at).add_(part.flip(-2) if piece.kind == "upper" else part)
         return dq, dk, dv
 
-    def _tiles(self, device: torch.device) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor | None]]:
-        """((first row, rows), (first key, keys), mask) of the tiles with keys."""
-        for tile, mask in self.window.masked_tiles(self.queries, self.keys, self.length, device):
-            if tile.end_key > tile.key:
-                yield (tile.row, tile.end_row - tile.row), (tile.key, tile.end_key - tile.key), mask
+    def _pieces(self, device: torch.device) -> Iterator[tuple[Piece, Tensor | None]]:
+        """The pieces with their masks, of which those that lie alike share one."""
+        known: dict[tuple[int, ...], Tensor] = {}
+        for piece in self.window.pieces(self.queries, self.keys, self.length):
+            if piece.kind != "masked":
+                yield piece, None
+                continue
+            (row, rows), (key, keys) = piece.rows, piece.keys
+            alike = self.window.alike(self.queries, self.keys, (row, row + rows), (key, key + keys))
+            if alike not in known:
+                own = self.queries.tensor(row, row + rows, device)
+                known[alike] = self.window.mask(own, self.keys.tensor(key, key + keys, device))
+            yield piece, known[alike]
+
+
+_TRIANGLES = ("lower", "upper")
+
+
+def _rows(piece: Piece, x: Tensor) -> Tensor:
+    """The rows of a piece; of an upper triangle backwards, as which it is a lower one."""
+    own = x.narrow(-2, *piece.rows)
+    return own.flip(-2) if piece.kind == "upper" else own
+
+
+def _cut(piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries, keys and values of a piece, backwards where the rows are."""
+    keys, values = (x.narrow(-2, *piece.keys) for x in (k, v))
+    return _rows(piece, q), *((x.flip(-2) if piece.kind == "upper" else x) for x in (keys, values))
 
 
 def merge(first: Block, second: Block) -> Block:

@@ -284,7 +284,7 @@ class _Neighbours(torch.autograd.Function):
         dq, dk, dv = near.windowed(keys, first).gradients(grad, call.q, keys, values, whole, call.scale)
         parts = (torch.split(x, counts, -2) for x in (dk, dv))
         dk, dv = near.give_back(*parts)
-        return dq, dk.to(call.k.dtype), dv.to(call.v.dtype), None, None, None, None, None, None
+        return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype), None, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ A query at position p sees the key at position s if
     p - before <= s <= p + after        and        floor(s / chunk) = floor(p / chunk)
 
 Queries and keys may be every n-th position of a sequence. Rows of queries are taken some at a time, each time with the
-keys that any of them sees: a tile. Of a window of w keys a tile has at most 2w keys, however long the sequence.
+keys that any of them sees: a tile. Of a window of w keys a tile has at most 2w keys, however long the sequence. Of
+windows that are not small a tile is cut into what needs no mask: triangles above and below a diagonal, and rectangles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,20 @@ class Tile:
     key: int
     end_key: int
     is_full: bool
+
+
+Kind = Literal["full", "lower", "upper", "masked"]
+"""Which pairs of a piece count: all; in a square those with key <= row, or key >= row, counted from its corner; or what
+the window says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of queries and of keys, each (first, how many), and which of their pairs are meant."""
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,19 @@ class Window:
             yield Tile(row, end_row, key, end_key, is_full=sees_all)
             row = end_row
 
+    def pieces(self, queries: Positions, keys: Positions, length: int) -> Iterator[Piece]:
+        """All pairs that count, each in one piece."""
+        if self.chunk is None and self.before is not None and self.after is not None:
+            apart, stride = queries.first - keys.first, queries.stride
+            low, high = -((self.before - apart) // stride), (self.after + apart) // stride
+            if high - low >= MIN_ROWS:
+                yield from _band(low, high, queries.count, keys.count)
+                return
+        for tile in self.tiles(queries, keys, length):
+            if tile.end_key > tile.key:
+                rows, seen = (tile.row, tile.end_row - tile.row), (tile.key, tile.end_key - tile.key)
+                yield Piece(rows, seen, "full" if tile.is_full else "masked")
+
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """bool [L, T]: what queries at positions int64 [L] see of keys at positions int64 [T]."""
         p, s = queries[:, None], keys[None]
@@ -112,6 +141,13 @@ class Window:
             seen &= s // self.chunk == p // self.chunk
         return seen
 
+    def alike(
+        self, queries: Positions, keys: Positions, rows: tuple[int, int], seen: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """What is equal of masks that are. rows, seen: the first index and the one after the last."""
+        shift = queries[rows[0]] % self.chunk if self.chunk is not None else 0
+        return rows[1] - rows[0], seen[1] - seen[0], queries[rows[0]] - keys[seen[0]], shift
+
     def masked_tiles(
         self, queries: Positions, keys: Positions, length: int, device: torch.device, dtype: torch.dtype = torch.bool
     ) -> Iterator[tuple[Tile, Tensor | None]]:
@@ -122,10 +158,7 @@ class Window:
             if tile.is_full:
                 yield tile, None
                 continue
-            # They lie alike where their positions do, counted from the chunk if there are such.
-            shift = queries[tile.row] % self.chunk if self.chunk is not None else 0
-            shape = (tile.end_row - tile.row, tile.end_key - tile.key)
-            alike = (*shape, queries[tile.row] - keys[tile.key], shift)
+            alike = self.alike(queries, keys, (tile.row, tile.end_row), (tile.key, tile.end_key))
             if alike not in known:
                 rows = queries.tensor(tile.row, tile.end_row, device)
                 seen = self.mask(rows, keys.tensor(tile.key, tile.end_key, device))
@@ -134,9 +167,35 @@ class Window:
                 )
             yield tile, known[alike]
 
+    def tile_pairs(self, length: int) -> int:
+        """Pairs of a query and a key in the tiles of a whole sequence."""
+        whole = Positions(0, length)
+        return sum((t.end_row - t.row) * (t.end_key - t.key) for t in self.tiles(whole, whole, length))
+
     def pairs(self, queries: Positions, keys: Positions, length: int) -> int:
-        """Pairs of a query and a key in the tiles."""
-        return sum((t.end_row - t.row) * (t.end_key - t.key) for t in self.tiles(queries, keys, length))
+        """Pairs of a query and a key that pieces have, half of them in triangles."""
+        pieces = self.pieces(queries, keys, length)
+        return sum(p.rows[1] * p.keys[1] // (2 if p.kind in ("lower", "upper") else 1) for p in pieces)
+
+
+def _band(low: int, high: int, num_rows: int, num_keys: int) -> Iterator[Piece]:
+    """The pairs whose key is from row + low to row + high, high - low rows at a time: first a triangle whose rows lose
+    one key after the other, at last one whose rows gain one."""
+    for row in range(0, num_rows, high - low):
+        rows = min(high - low, num_rows - row)
+        ends = (row + low, row + low + rows), (row + low + rows, row + high), (row + high, row + high + rows)
+        for (key, end), kind in zip(ends, ("upper", "full", "lower"), strict=True):
+            first, last = max(key, 0), min(end, num_keys)
+            if first >= last:
+                continue
+            before, seen = first - key, last - first  # keys that there are not, and that there are
+            if kind == "full":
+                yield Piece((row, rows), (first, seen), "full")
+                continue
+            yield Piece((row + before, seen), (first, seen), "upper" if kind == "upper" else "lower")
+            whole = (row, before) if kind == "upper" else (row + before + seen, rows - before - seen)
+            if whole[1]:
+                yield Piece(whole, (first, seen), "full")
 
 
 def window_attention(
