@@ -158,7 +158,9 @@ def _rows(piece: Piece, x: Tensor) -> Tensor:
 def _cut(piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The queries, keys and values of a piece, backwards where the rows are."""
     keys, values = (x.narrow(-2, *piece.keys) for x in (k, v))
-    return _rows(piece, q), *((x.flip(-2) if piece.kind == "upper" else x) for x in (keys, values))
+    if piece.kind == "upper":
+        keys, values = keys.flip(-2), values.flip(-2)
+    return _rows(piece, q), keys, values
 
 
 def merge(first: Block, second: Block) -> Block:
