@@ -135,7 +135,7 @@ class NearCall:
     """One call on one rank of attention over windows, in consecutive parts. axis, size, heads, queries, keys, part,
     wide_result: as in ContextCall. tile_keys: the keys that kernels have for each query. near: bytes of keys and values
     that come from the neighbours, wide_near: of their gradients; wide_part: of those of own ones as they are added up.
-    scores: as in ContextCall, those of all tiles."""
+    scores: as in ContextCall, those of all tiles. num_blocks: kernels that each query is in."""
 
     axis: int
     size: int
@@ -227,6 +227,7 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
             tile_keys=tile_keys,
             scores=0.0 if is_flash else float(heads * queries * tile_keys * wide),
             num_tiles=max(num_masked, 1),
+            num_blocks=1 if num_masked else 2,
         )
     return ContextCall(
         exchange=str(option.axes[axis].lowering),
