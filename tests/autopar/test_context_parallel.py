@@ -36,6 +36,7 @@ from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
+from examples.zoo import ZOO
 from tests.autopar.requests import graph_of, request_for
 from tests.autopar.rules.handmade_calls import T, bools, f, make_node
 
@@ -206,6 +207,17 @@ def test_only_cp_exchanges_keys() -> None:
             assert option.axes[mesh.axes.index("tp")].lowering not in EXCHANGES
     stored = [each.placements[mesh.axes.index("cp")] for each in best.assignment.parameters.values()]
     assert stored and all(placement.is_replicated for placement in stored)
+
+
+def test_buffers_that_a_call_writes_to_stay_whole() -> None:
+    """Batch norm could be cut by channel on cp, where its statistics are whole; a moved copy would be written to."""
+    example = ZOO["conformer"].build()
+    pins = {"cp": 4, "context": "ring"}
+    compiled = autopar.compile(
+        example.model, IDEAL, example_inputs=example.inputs, loss_fn=example.loss_fn, constraints=pins
+    )
+    norms = [key for key, operator in compiled.best.operators.items() if "batch_norm" in operator.node.op]
+    assert norms and all(compiled.best.assignment.operators[key].labels[0] in ("R", "Rp") for key in norms)
 
 
 def long_request(rows: int, length: int = 512, **constraints: Any) -> Request:
