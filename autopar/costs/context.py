@@ -190,6 +190,13 @@ def seen_keys(operator: Operator) -> int:
 
 
 _tile_pairs = cache(Window.tile_pairs)
+_mask_sizes = cache(Window.mask_sizes)
+
+
+def window_tiles(operator: Operator) -> tuple[int, int]:
+    """(tiles of attention over windows of a whole sequence, elements of all masks that they need)"""
+    window = window_of(operator.node)
+    return (1, 0) if window is None else _mask_sizes(window, operator.inputs[0].shape[-2])
 
 
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:

@@ -187,6 +187,7 @@ class Walk:
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local) + _statistics(node, local)
+            extra += self.pricer.window_bytes(ran.operator, ran.option, local)
             extra += self.pricer.kernel_bytes(ran.operator, option)[0]
             found.append((None, extra * self.scale))
         return found

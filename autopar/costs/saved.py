@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.ir.graph import ATTENTION, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
-from codegen.runtime.windows import MIN_ROWS
 
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
 """Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused
@@ -104,14 +103,11 @@ def extra_saved_bytes(node: Node, inputs: tuple[TensorMeta, ...], num_local: int
     """Bytes kept that are neither inputs nor outputs; num_local: elements of this rank's result.
 
     dropout: its mask, one byte an element. Attention with dropout is computed in mathematical form
-    (codegen/runtime/attention.py): probabilities before and after dropout, and the mask. Attention over windows: the
-    results of its tiles beside that of the whole.
+    (codegen/runtime/attention.py): probabilities before and after dropout, and the mask.
     """
     name = base_name(node.op)
     if name == "dropout":
         return num_local
-    if name == "window_attention" and inputs[0].shape[-2] > MIN_ROWS:
-        return num_local * node.outputs[0].dtype.itemsize
     if name == "scaled_dot_product_attention" and has_dropout(node):
         query, key = inputs[0], inputs[1]
         probabilities = num_local // query.shape[-1] * key.shape[-2]

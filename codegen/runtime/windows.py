@@ -72,11 +72,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The bounds in the formula above; None where there is none."""
+    """The bounds in the formula above; None where there is none. Raises ValueError for a chunk of no positions."""
 
     before: int | None = None
     after: int | None = None
     chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"a chunk has a position at least, not {self.chunk}")
 
     def low(self, position: int) -> int:
         """The first position that a query sees, 0 or later."""
@@ -171,6 +175,16 @@ class Window:
         """Pairs of a query and a key in the tiles of a whole sequence."""
         whole = Positions(0, length)
         return sum((t.end_row - t.row) * (t.end_key - t.key) for t in self.tiles(whole, whole, length))
+
+    def mask_sizes(self, length: int) -> tuple[int, int]:
+        """(tiles of a whole sequence, elements of the masks that they need)"""
+        whole, sizes, num_tiles = Positions(0, length), {}, 0
+        for tile in self.tiles(whole, whole, length):
+            rows, keys = (tile.row, tile.end_row), (tile.key, tile.end_key)
+            if not tile.is_full:
+                sizes[self.alike(whole, whole, rows, keys)] = (rows[1] - rows[0]) * (keys[1] - keys[0])
+            num_tiles += 1
+        return num_tiles, sum(sizes.values())
 
     def pairs(self, queries: Positions, keys: Positions, length: int) -> int:
         """Pairs of a query and a key that pieces have, half of them in triangles."""
