@@ -29,6 +29,7 @@ _RUNTIME_HOME = {
     "cross_entropy": "cross_entropy",
     "count_valid": "cross_entropy",
     "context_attention": "context_attention",
+    "window_attention": "windows",
     "arange": "layout",
     **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
 }

@@ -13,12 +13,12 @@ from typing import Final, TypeGuard
 from codegen.program import Call, ModuleClass, Program, Raw, Statement, Var
 
 _FLAG: Final = 5
-_STATISTICS: Final = (3, 4)
+STATISTICS: Final = (3, 4)
 NORMS: Final[Mapping[str, str]] = {
     "aten.batch_norm.default": "training",
     "aten.instance_norm.default": "use_input_stats",
 }
-"""Operator -> its flag, argument _FLAG. If that is on, arguments _STATISTICS are written to, where there are any."""
+"""Operator -> its flag, argument _FLAG. If that is on, arguments STATISTICS are written to, where there are any."""
 
 
 def follows_training(program: Program) -> Program:
@@ -33,7 +33,7 @@ def _class(cls: ModuleClass) -> ModuleClass:
         return cls
     written: list[str] = []
     for call in writing:
-        for index in _STATISTICS:
+        for index in STATISTICS:
             held = call.args[index]
             if not isinstance(held, Var) or not held.is_stored or held.type.tensor[0] not in cls.buffers:
                 raise ValueError(f"{call.target} would update a resharded copy of its statistics, {held}")
@@ -47,7 +47,7 @@ def _writes(statement: Statement) -> TypeGuard[Call]:
         isinstance(statement, Call)
         and statement.target in NORMS
         and statement.args[_FLAG] is True
-        and isinstance(statement.args[_STATISTICS[0]], Var)
+        and isinstance(statement.args[STATISTICS[0]], Var)
     )
 
 

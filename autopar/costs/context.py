@@ -9,20 +9,24 @@ g(m): seconds of a flash kernel over m keys, forward and backward, f' and g' tho
     ring         each of n steps but the last as long as the   the same with g', p2p(b) + p2p(w), and p2p(w) at the end
                  longer of its f' and of p2p(b)
 
-and without a mask f(n M) or f(M), and g alike. To these come the copies: keys and values are packed into one line,
-those that arrive together are joined along the sequence, results are merged in fp32. What torch's flash kernels do not
-take is computed by formulas (attention_blocks.py), whose scores of all queries and keys at hand are in memory.
+and without a mask f(n M) or f(M), and g alike. Of a window the kernels have the keys of its tiles, and where ranks hold
+consecutive parts, those exchange with their neighbours what it reaches (NearCall). To these come the copies: keys and
+values are packed into one line, those that arrive together are joined along the sequence, results are merged in fp32.
+What torch's flash kernels do not take is computed by formulas (attention_blocks.py), whose scores of all queries and
+keys at hand are in memory, of a window those of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from autopar.ir.graph import is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.attention import EXCHANGES
+from autopar.rules.attention import EXCHANGES, window_of
+from codegen.runtime.windows import Positions, Window
 from cost_models import collective
 
 CollectiveSeconds = Callable[[collective.Kind, int, float], float]
@@ -42,7 +46,8 @@ attention_blocks.py."""
 class ContextCall:
     """One call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part: b;
     wide_part: w; result, wide_result: bytes of the result, and of it in fp32; scores: those of the queries and the keys
-    of one rank, 0 where a flash kernel computes."""
+    of one rank, 0 where a flash kernel computes. tile_keys: of a window, the keys that kernels have for each
+    query. num_tiles: of those with scores, one after the other."""
 
     exchange: str
     axis: int
@@ -56,6 +61,9 @@ class ContextCall:
     result: float
     wide_result: float
     scores: float = 0.0
+    tile_keys: int | None = None
+    num_tiles: int = 1
+    is_striped: bool = False
 
     @property
     def whole(self) -> float:
@@ -65,24 +73,27 @@ class ContextCall:
     @property
     def num_blocks(self) -> int:
         """Number of kernels of the forward."""
-        return self.size if self.exchange == "ring" or self.is_causal else 1
+        is_striped_window = self.tile_keys is not None and self.is_striped
+        return self.size if self.exchange == "ring" or self.is_causal or is_striped_window else 1
 
     def seconds(
         self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of the call. memory: seconds to move so many bytes."""
         merged, packed = self._merging(memory), memory(2 * self.part)
-        in_scores = [memory(n * self.size * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
+        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
+        num_scores = at_once * self.num_blocks * self.scores
+        in_scores = [memory(n * num_scores) if self.scores else 0.0 for n in SCORES_MOVED]
         if self.exchange == "ring":
             once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
-            f, g = attention(self.keys, self.is_causal)
+            f, g = attention(self.tile_keys or self.keys, self.is_causal)
             forward = (self.size - 1) * max(f, once) + f
             backward = (self.size - 1) * max(g, once + back) + g + back
             added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
             return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
-        at_once = self.size // self.num_blocks
-        forward, backward = (self.num_blocks * each for each in attention(at_once * self.keys, self.is_causal))
+        kernels = attention(self.tile_keys or at_once * self.keys, self.is_causal)
+        forward, backward = (self.num_blocks * each for each in kernels)
         joined = memory(2 * self.whole)
         added = memory(3 * self.whole + 3 * self.wide_result)
         around = gather + packed + joined
@@ -100,24 +111,95 @@ class ContextCall:
 
     def forward_temporary(self) -> float:
         """Bytes beside arguments and result at the forward's peak."""
-        merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores
+        merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores / self.num_tiles
         if self.exchange == "ring":
             return 2 * self.part + max(merged, scores)
         joined = self.whole / self.num_blocks
         before = self.wide_result * self.is_causal
-        return self.whole + max(joined + before + self.size // self.num_blocks * scores, merged * self.is_causal)
+        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
+        return self.whole + max(joined + before + at_once * scores, merged * self.is_causal)
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
         sums = self.result + (self.wide_result if self.wide_result > self.result else 0.0)
-        scores = SCORES_HELD[1] * self.scores
+        scores = SCORES_HELD[1] * self.scores / self.num_tiles
         if self.exchange == "ring":
             return 3 * self.part + 2 * self.wide_part + sums + scores
         joined = self.whole / self.num_blocks
-        return 2 * self.whole + 2 * joined - self.part + sums + self.size // self.num_blocks * scores
+        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
+        return 2 * self.whole + 2 * joined - self.part + sums + at_once * scores
 
 
-def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | None:
+@dataclass(frozen=True, slots=True)
+class NearCall:
+    """One call on one rank of attention over windows, in consecutive parts. axis, size, heads, queries, keys, part,
+    wide_result: as in ContextCall. tile_keys: the keys that kernels have for each query. near: bytes of keys and values
+    that come from the neighbours, wide_near: of their gradients; wide_part: of those of own ones as they are added up.
+    scores: as in ContextCall, those of all tiles. num_blocks: kernels that each query is in."""
+
+    axis: int
+    size: int
+    heads: int
+    queries: int
+    keys: int
+    part: float
+    wide_part: float
+    near: float
+    wide_near: float
+    wide_result: float
+    tile_keys: int
+    scores: float = 0.0
+    num_tiles: int = 1
+    num_blocks: int = 1
+
+    def seconds(
+        self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
+    ) -> tuple[float, float]:
+        """Seconds (forward, backward) of the call: as of a ContextCall."""
+        f, g = attention(self.tile_keys, False)
+        in_scores = [memory(n * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
+        around = self.again_seconds(collectives, memory)
+        back = collectives("p2p", self.axis, self.wide_near) + memory(4 * self.wide_near) if self.near else 0.0
+        added = memory(3 * (self.wide_part + self.wide_near) + self.part)
+        return around + f + in_scores[0], around + g + in_scores[1] + back + added
+
+    def again_seconds(self, collectives: CollectiveSeconds, memory: Callable[[float], float]) -> float:
+        """Seconds of a forward that runs again where the results of its kernels are kept."""
+        if not self.near:
+            return 0.0
+        return collectives("p2p", self.axis, self.near) + memory(4 * self.near + 2 * self.part)
+
+    def forward_temporary(self) -> float:
+        """Bytes beside arguments and result at the forward's peak."""
+        joined = 2 * self.near + self.part if self.near else 0.0
+        return joined + self.wide_result + SCORES_HELD[0] * self.scores / self.num_tiles
+
+    def backward_temporary(self) -> float:
+        """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
+        joined = 2 * self.near + self.part if self.near else 0.0
+        sums = self.wide_part + self.wide_near + self.wide_result
+        return joined + sums + SCORES_HELD[1] * self.scores / self.num_tiles
+
+
+def seen_keys(operator: Operator) -> int:
+    """How many keys attention on one rank computes scores of, for each query."""
+    window, queries, keys = window_of(operator.node), *(meta.shape[-2] for meta in operator.inputs[:2])
+    if window is None:
+        return keys
+    return round(_tile_pairs(window, queries) / queries)
+
+
+_tile_pairs = cache(Window.tile_pairs)
+_mask_sizes = cache(Window.mask_sizes)
+
+
+def window_tiles(operator: Operator) -> tuple[int, int]:
+    """(tiles of attention over windows of a whole sequence, elements of all masks that they need)"""
+    window = window_of(operator.node)
+    return (1, 0) if window is None else _mask_sizes(window, operator.inputs[0].shape[-2])
+
+
+def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:
     """The call of one rank if the option cuts its keys along the sequence, else None. on_cpu: whose flash kernel takes
     all dtypes."""
     axis = next((number for number, own in enumerate(option.axes) if own.lowering in EXCHANGES), None)
@@ -129,7 +211,31 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     heads = num_local(query, option.inputs[0], mesh) // (queries * query.shape[-1])
     elements = num_local(key, option.inputs[1], mesh) + num_local(value, option.inputs[2], mesh)
     wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
-    is_flash = len(operator.inputs) == 3 and (on_cpu or key.dtype.itemsize < WIDE_BYTES)
+    window, own = window_of(operator.node), option.axes[axis]
+    is_striped = operator.rule.joints[own.label].is_striped
+    tile_keys: int | None = None
+    num_masked = 0
+    if window is not None:
+        tile_keys, num_masked = _pieces(window, queries, size, is_striped)
+    is_flash = on_cpu or (len(operator.inputs) == 3 and not num_masked and key.dtype.itemsize < WIDE_BYTES)
+    if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
+        reached = sum(window.reach(queries * size, size)) / keys
+        return NearCall(
+            axis=axis,
+            size=size,
+            heads=max(heads, 1),
+            queries=queries,
+            keys=keys,
+            part=float(elements * key.dtype.itemsize),
+            wide_part=float(elements * wide),
+            near=elements * key.dtype.itemsize * reached,
+            wide_near=elements * wide * reached,
+            wide_result=float(results * wide),
+            tile_keys=tile_keys,
+            scores=0.0 if is_flash else float(heads * queries * tile_keys * wide),
+            num_tiles=max(num_masked, 1),
+            num_blocks=1 if num_masked else 2,
+        )
     return ContextCall(
         exchange=str(option.axes[axis].lowering),
         axis=axis,
@@ -142,5 +248,18 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
         wide_part=float(elements * wide),
         result=float(results * output.dtype.itemsize),
         wide_result=float(results * wide),
-        scores=0.0 if is_flash else float(heads * queries * keys * wide),
+        scores=0.0 if is_flash else float(heads * queries * (tile_keys or keys) * wide),
+        tile_keys=tile_keys,
+        num_tiles=max(num_masked, 1),
+        is_striped=is_striped,
     )
+
+
+@cache
+def _pieces(window: Window, queries: int, size: int, is_striped: bool) -> tuple[int, int]:
+    """(keys that kernels have for each query, how many need a mask) of the last rank, with the keys of one rank in
+    stripes, else with all that it sees."""
+    at, stride, held = (size - 1, size, queries) if is_striped else ((size - 1) * queries, 1, size * queries)
+    own, keys, length = Positions(at, queries, stride), Positions(0, held, stride), queries * size
+    num_masked = sum(piece.kind == "masked" for piece in window.pieces(own, keys, length))
+    return max(round(window.pairs(own, keys, length) / queries), 1), num_masked

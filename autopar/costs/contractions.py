@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.costs.context import ContextCall, context_call
+from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -86,7 +86,7 @@ class Contractions(Rates):
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float]:
         """Forward and backward of torch's own flash kernel, or of several of them with exchanges between ranks."""
-        query, key = operator.inputs[0], operator.inputs[1]
+        query = operator.inputs[0]
         queries, width = query.shape[-2], query.shape[-1]
         call = self.context_call(operator, option)
         if call is not None:
@@ -99,10 +99,10 @@ class Contractions(Rates):
 
             return call.seconds(self.collective_seconds, self.memory_seconds, part)
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
-        shape = (heads, queries, key.shape[-2])
+        shape = (heads, queries, seen_keys(operator))
         return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
 
-    def context_call(self, operator: Operator, option: Option) -> ContextCall | None:
+    def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
         """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""
         return context_call(operator, option, self.mesh, is_cpu(self.cluster)) if operator.rule.joints else None
 
@@ -165,9 +165,8 @@ def contraction_flops(operator: Operator) -> float:
     """Floating-point operations of the whole call, a multiply-add counted as two."""
     node = operator.node
     if base_name(node.op) in ATTENTION:
-        query, key = operator.inputs[0], operator.inputs[1]
         causal = 0.5 if is_causal(node) else 1.0
-        return 4.0 * query.numel * key.shape[-2] * causal
+        return 4.0 * operator.inputs[0].numel * seen_keys(operator) * causal
     if node.op == EXPERT_LINEAR:  # a row is multiplied by the matrix of one expert
         return 2.0 * operator.inputs[0].numel * operator.inputs[1].shape[-1]
     return 2.0 * math.prod(operator.rule.sizes[f] for f in _used_factors(operator))

@@ -16,7 +16,7 @@ from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.ir.graph import DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
+from autopar.ir.graph import ATTENTION, DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.scopes import Scope
 from autopar.options.strategies import num_local
@@ -59,7 +59,7 @@ class Liveness:
 
 def _statistics(node: Node, num_local: int) -> float:
     """Bytes of what is kept per row in fp32: mean and deviation of a layer norm, logsumexp of attention."""
-    widths = {"layer_norm": 8.0, "scaled_dot_product_attention": 4.0}
+    widths = {"layer_norm": 8.0, **dict.fromkeys(ATTENTION, 4.0)}
     if base_name(node.op) not in widths:
         return 0.0
     return widths[base_name(node.op)] * (num_local // max(node.outputs[0].shape[-1], 1))
@@ -187,6 +187,7 @@ class Walk:
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local) + _statistics(node, local)
+            extra += self.pricer.window_bytes(ran.operator, ran.option, local)
             extra += self.pricer.kernel_bytes(ran.operator, option)[0]
             found.append((None, extra * self.scale))
         return found

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.costs import host
+from autopar.costs.context import window_tiles
 from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
-from autopar.ir.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, WINDOW_ATTENTION, Node, Ref, TensorMeta, base_name
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute
@@ -105,7 +106,16 @@ class Pricer(Contractions, ParameterPrices):
         if any(meta.requires_grad for meta in operator.node.outputs):
             local = num_local(operator.node.outputs[0], option.outputs[0], self.mesh)
             total += self.extra_saved_bytes(operator.node, operator.inputs, local)
+            total += self.window_bytes(operator, option, local)
         return total * (1.0 + self.fragmentation)
+
+    def window_bytes(self, operator: Operator, option: Option, num_local: int) -> float:
+        """Bytes kept of attention over windows of a whole sequence beside its tensors: the results of its tiles, where
+        there are several, and masks. num_local: elements of this rank's result."""
+        if operator.node.op != WINDOW_ATTENTION or self.context_call(operator, option):
+            return 0.0
+        num_tiles, masks = window_tiles(operator)
+        return float((masks + (num_local if num_tiles > 1 else 0)) * operator.node.outputs[0].dtype.itemsize)
 
     def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
         """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
+from autopar.ir.graph import ATTENTION, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
 """Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused
@@ -24,14 +24,12 @@ KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
     "log_sigmoid": (0,),
     "clamp": (0,), "leaky_relu": (0,), "index": (1,), "var": (0,), "std": (0,), "rms_norm": (0, 1),
     "swiglu": (0, 1), "cross_entropy": (0, 1), "add_rms_norm": (0, 1), "add_layer_norm": (0, 1), "rotary": (1, 2),
-    "expert_linear": (0, 1, 2), "geglu": (0, 1), "bias_gelu": (0, 1), "dropout_add": (),
+    "window_attention": (0, 1, 2), "expert_linear": (0, 1, 2), "geglu": (0, 1), "bias_gelu": (0, 1), "dropout_add": (),
 }  # fmt: skip
 """Input positions kept; None keeps every input that another differentiable input needs. The last lines: fused kernels;
 of a sum and its norm, the sum is the norm's input."""
 
-KEEPS_OUTPUT = frozenset(
-    ["softmax", "log_softmax", "tanh", "sigmoid", "rsqrt", "sqrt", "exp", "relu", "scaled_dot_product_attention"]
-)
+KEEPS_OUTPUT = frozenset(["softmax", "log_softmax", "tanh", "sigmoid", "rsqrt", "sqrt", "exp", "relu", *ATTENTION])
 
 
 Copy = tuple[Ref, object]

@@ -37,6 +37,22 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
         raise _untraceable(error) from error
 
 
+_FLEX_ON_CPU = "FlexAttention does not support backward on CPU"
+"""How torch begins where it refuses to train flex_attention without a GPU, as which a trace appears to it."""
+
+
+def _flex_attention(line: str = "") -> TraceError:
+    return TraceError(
+        "the model calls torch.nn.attention.flex_attention, whose mask and scores are code that no trace has",
+        values=f"flex_attention or a block mask{line}",
+        alternatives=[
+            "scaled_dot_product_attention with the mask as a tensor of comparisons: windows, chunks and causal masks "
+            "are recognised and then take no memory, and documents are exact on every axis",
+            'a model of transformers with attn_implementation="sdpa"',
+        ],
+    )
+
+
 _BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
 
 
@@ -44,6 +60,8 @@ def _untraceable(error: Exception) -> TraceError:
     """Forward's own error, or why torch could not trace it, with the user's line."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = raised_at(error.__traceback__)
+    if first.startswith(_FLEX_ON_CPU):
+        return _flex_attention(f" at {line}" if line else "")
     what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
     if any(word in type(error).__name__ for word in _BY_VALUE):
         return TraceError(
@@ -103,6 +121,8 @@ def custom_backward() -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch._library.autograd":  # of an operator with register_autograd: the graph has the call
             return applied(cls, *args, **kwargs)
+        if cls.__module__ == "torch._dynamo._trace_wrapped_higher_order_op":  # of create_block_mask and create_mask
+            raise _flex_attention()
         if cls.__module__ == "torch.utils.checkpoint":
             raise TraceError(
                 "the model uses reentrant activation checkpointing, whose backward a traced graph does not have",

@@ -20,12 +20,15 @@ from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import reached, settle_gradients
 from autopar.frontend.losses import split_means
-from autopar.ir.graph import Node, Ref, TensorMeta, map_refs, with_refs
+from autopar.frontend.mask_windows import forms_of, window_of_form, window_of_values
+from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs, with_refs
 from autopar.ir.operators import arguments_of
+from codegen.runtime.windows import Window
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
 CONSTANT_RUNS = 32
 """Of so many different values a constant may be made in a program; what has more is a buffer's."""
+_CAUSAL, _FULL = Window(after=0), Window()
 _SDPA = "aten.scaled_dot_product_attention.default"
 _NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
 _IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
@@ -289,32 +292,44 @@ def _lists(value: Any) -> Any:
 
 
 def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
-    """Attention whose mask is a known causal (or all-true) mask: drop the mask, set `is_causal`."""
+    """Attention whose mask is known to hide nothing, or keys by their positions: drop the mask. A causal one becomes
+    `is_causal`, any other `window_attention`, unless probabilities are dropped."""
+    metas = flat.metas()
+    forms = forms_of(flat.nodes, metas) if any(node.op == _SDPA for node in flat.nodes) else {}
+    known: dict[Ref, Window | None] = {}
     for position, node in enumerate(flat.nodes):
-        if node.op != _SDPA:
+        arguments = arguments_of(node) if node.op == _SDPA else {}
+        mask = arguments.get("attn_mask")
+        if not isinstance(mask, Ref):
             continue
-        mask = node.args[3] if len(node.args) > 3 else dict(node.kwargs).get("attn_mask")
-        if not isinstance(mask, Ref) or mask not in constants:
+        lengths = {metas[arguments[name]].shape[-2] for name in ("query", "key")} | {*metas[mask].shape[-2:]}
+        if len(lengths) > 1 or len(metas[mask].shape) < 2:
             continue
-        kind = _mask_kind(constants[mask])
-        if kind is None:
-            continue
-        arguments = arguments_of(node)
-        arguments |= {"attn_mask": None, "is_causal": kind == "causal"}
-        flat.nodes[position] = _attention_node(node, arguments)
+        (length,) = lengths
+        if mask not in known:
+            known[mask] = window_of_form(forms.get(mask), length)
+            if known[mask] is None and mask in constants:
+                known[mask] = window_of_values(constants[mask])
+        window, is_added = known[mask], metas[mask].dtype.is_floating_point
+        if window is None or (is_added and min(window.before or 0, window.after or 0) < 0):
+            continue  # a query that sees no key has a mean of all values under an added mask
+        arguments |= {"attn_mask": None, "is_causal": window == _CAUSAL}
+        if window in (_CAUSAL, _FULL):
+            flat.nodes[position] = _attention_node(node, arguments)
+        elif window.width(length) < length and _may_be_windowed(arguments, metas):
+            flat.nodes[position] = _window_node(node, arguments, window)
 
 
-def _mask_kind(mask: torch.Tensor) -> str | None:
-    """ "causal", "full" (nothing masked) or None. Float masks count -inf and the dtype's minimum as masked."""
-    rows = mask.reshape(-1, *mask.shape[-2:])
-    if mask.dtype != torch.bool:
-        if ((rows != 0) & (rows > torch.finfo(mask.dtype).min / 2)).any():
-            return None
-        rows = rows == 0
-    if bool(rows.all()):
-        return "full"
-    causal = torch.ones(rows.shape[-2:], dtype=torch.bool).tril()
-    return "causal" if rows.shape[-1] == rows.shape[-2] and bool((rows == causal).all()) else None
+def _may_be_windowed(arguments: dict[str, Any], metas: dict[Ref, TensorMeta]) -> bool:
+    shapes = [metas[arguments[name]].shape for name in ("query", "key", "value")]
+    return arguments["dropout_p"] == 0.0 and not arguments["is_causal"] and {len(shape) for shape in shapes} == {4}
+
+
+def _window_node(node: Node, arguments: dict[str, Any], window: Window) -> Node:
+    bounds = (("before", window.before), ("after", window.after), ("chunk", window.chunk))
+    rest = (("scale", arguments["scale"]), ("enable_gqa", arguments["enable_gqa"]))
+    tensors = tuple(arguments[name] for name in ("query", "key", "value"))
+    return replace(node, op=WINDOW_ATTENTION, args=tensors, kwargs=(*bounds, *rest))
 
 
 def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
-from autopar.ir.graph import Graph, Ref, base_name, derived, layer_borders
+from autopar.ir.graph import ATTENTION, Graph, Ref, base_name, derived, layer_borders
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import rule_or_blank
 from codegen.runtime.names import argument
@@ -108,7 +108,7 @@ def _roles(graph: Graph, classes: _Classes) -> dict[Hashable, str]:
     for scope in scopes_of(graph):
         for node in scope.nodes:
             ranks = {len(scope.metas[ref].shape) for ref in node.inputs[:3]}
-            if base_name(node.op) != "scaled_dot_product_attention" or ranks != {4}:
+            if base_name(node.op) not in ATTENTION or ranks != {4}:
                 continue
             for ref, roles in zip(node.inputs, _ATTENTION, strict=False):
                 for dim, role in enumerate(roles, start=1):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.ir.graph import DEFERRABLE, Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.ir.graph import DEFERRABLE, WINDOW_ATTENTION, Graph, LayerRun, Node, Ref, ancestors, base_name
 from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placement, R, S
 from autopar.options.strategies import Operator, Option
@@ -44,6 +44,8 @@ def lower_call(
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
+    if lowering is None and node.op == WINDOW_ATTENTION:
+        return _window_attention(call)
     if lowering is None:
         return call
     if lowering.name == "mean":
@@ -88,6 +90,13 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
     made = Var(scope.fresh_name("product"), replace(result.type, tensor=("", 0)))
     scope.pending.append(replace(product, results=(made,)))
     return replace(call, target="runtime.combine", args=(made, routes))
+
+
+def _window_attention(call: Call) -> Call:
+    """Attention of a whole sequence on one rank."""
+    arguments = given(call)
+    tensors = tuple(arguments.pop(name) for name in ("query", "key", "value"))
+    return replace(call, target="runtime.window_attention", args=tensors, kwargs=tuple(arguments.items()))
 
 
 def _context_attention(call: Call, lowering: LoweringCall, axis: str) -> Call:

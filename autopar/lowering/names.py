@@ -37,6 +37,7 @@ RESERVED = ARGUMENTS | {"hidden"}
 
 _SHORT = {
     "scaled_dot_product_attention": "attention",
+    "window_attention": "attention",
     "cross_entropy_loss": "loss",
     "layer_norm": "norm",
     "addmm": "linear",
@@ -52,6 +53,7 @@ _SHORT = {
 
 _ARGUMENT_ROLES = {
     "scaled_dot_product_attention": ("q", "k", "v"),
+    "window_attention": ("q", "k", "v"),
     "cross_entropy_loss": ("logits", "targets"),
 }
 """Operator -> what its arguments are, whatever made them."""

@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, derived, is_causal
+from autopar.ir.graph import ATTENTION as ATTENTION_CALLS
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.options.followed import follow, follow_experts, follow_sections
@@ -74,10 +75,9 @@ class Operator:
 
 def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     """Every call of the graph by (scope, node name), with its batch factor and section counts found."""
-    scopes = scopes_of(graph)
-    rules = {(s.name, n.name): rule_or_blank(n, s.metas) for s in scopes for n in s.nodes}
+    scopes, rules = scopes_of(graph), rules_of(graph)
     batch = follow(graph, scopes, rules, {i.name: i.batch_dim for i in graph.inputs})
-    positions = follow(graph, scopes, rules, {i.name: sequence_dim(i) for i in graph.inputs}, is_sequence=True)
+    positions = follow(graph, scopes, rules, sequence_dims(graph), is_sequence=True)
     is_striped = any(node.op.startswith(ATTENTION) and is_causal(node) for scope in scopes for node in scope.nodes)
     sections = follow_sections(graph, scopes, rules)
     experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules).items()}
@@ -126,6 +126,12 @@ def _leaving(graph: Graph, scope: Scope) -> set[Ref]:
     return {graph.loss} | {ref for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args}
 
 
+@derived
+def rules_of(graph: Graph) -> dict[tuple[str, str], tuple[Rule, bool]]:
+    """Every call's rule by (scope, node name), and whether its operator is known."""
+    return {(s.name, n.name): rule_or_blank(n, s.metas) for s in scopes_of(graph) for n in s.nodes}
+
+
 def rule_or_blank(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bool]:
     """The node's rule; an unknown operator gets one without factors, which only replication satisfies."""
     inputs = tuple(metas[ref] for ref in node.inputs)
@@ -153,18 +159,37 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     return tuple(found)
 
 
-def sequence_dim(batch_input: Input) -> int | None:
-    """The dim of a batch input that is the positions of sequences: 1 of ids [B, L] and of vectors [B, L, D]."""
+@derived
+def sequence_dims(graph: Graph) -> dict[str, int]:
+    """The dim of each batch input that is the positions of sequences: 1 of ids [B, L] and of vectors [B, L, D].
+
+    Where the sizes of these dims differ, they are positions if they reach a layer or attention, or are as many as in
+    one that does: boundaries of documents, candidates and classes of a row are none.
+    """
+    found = {each.name: (1, each.meta.shape[1]) for each in graph.inputs if _may_be_sequence(each)}
+    sizes = {size for _, size in found.values()}
+    if len(sizes) > 1:
+        scopes, rules = scopes_of(graph), rules_of(graph)
+        inner = {(s.name, n.name) for s in scopes for n in s.nodes if s.name or base_name(n.op) in ATTENTION_CALLS}
+        reaching = {
+            size
+            for name, (dim, size) in found.items()
+            if inner & follow(graph, scopes, rules, {name: dim}, is_sequence=True).keys()
+        }
+        sizes = reaching or sizes
+    return {name: dim for name, (dim, size) in found.items() if size in sizes}
+
+
+def _may_be_sequence(batch_input: Input) -> bool:
     num_dims, dtype = len(batch_input.meta.shape), batch_input.meta.dtype
-    is_sequence = num_dims == 3 if dtype.is_floating_point else num_dims >= 2
-    return 1 if batch_input.batch_dim == 0 and is_sequence else None
+    return batch_input.batch_dim == 0 and (num_dims == 3 if dtype.is_floating_point else num_dims >= 2)
 
 
 @derived
 def sequence_length(graph: Graph) -> int:
     """The greatest common divisor of the numbers of positions of all inputs that are sequences; 0 without any."""
-    dims = [(each.meta.shape, sequence_dim(each)) for each in graph.inputs]
-    return math.gcd(*(shape[dim] for shape, dim in dims if dim is not None))
+    dims = sequence_dims(graph)
+    return math.gcd(*(each.meta.shape[dims[each.name]] for each in graph.inputs if each.name in dims))
 
 
 @derived

@@ -32,6 +32,7 @@ from autopar.options.reshard import steps
 from autopar.options.scopes import Scope
 from autopar.options.strategies import Operator, Option, options_of
 from autopar.settings.constraints import Constraints
+from codegen.evaluation import NORMS, STATISTICS
 from search.problem import Edge, Problem, Variable
 
 Key = tuple[str, str, str, int]
@@ -208,7 +209,8 @@ class _Builder:
                 options = self.variables[target].options
                 for position, ref in enumerate(node.inputs):
                     wanted = tuple(option.inputs[position] for option in options)
-                    self._edge(scope, ref, target, wanted, weight)
+                    is_written = node.op in NORMS and ref in [node.args[index] for index in STATISTICS]
+                    self._edge(scope, ref, target, wanted, weight, is_written)
                 for position in range(len(node.outputs)):
                     kept = self.index.get(("tensor", scope.name, node.name, position))
                     if kept is not None:
@@ -245,23 +247,35 @@ class _Builder:
                 return self.index["tensor", run.layer.name, run.layer.inputs[position][0], 0], 0
         return self.source(self.scopes[run.layer.name], inner)
 
-    def _edge(self, scope: Scope, ref: Ref, target: int, wanted: tuple[Placements, ...], weight: float) -> None:
+    def _edge(
+        self,
+        scope: Scope,
+        ref: Ref,
+        target: int,
+        wanted: tuple[Placements, ...],
+        weight: float,
+        is_written: bool = False,
+    ) -> None:
         origin, output = self.source(scope, ref)
         variable = self.variables[origin]
         made = tuple(outputs[output] for outputs in variable.outputs)
         matrix = self.overlaps.reshard_matrix((scope.name, ref), made, wanted)
         if variable.key[0] == "parameter":
-            matrix = matrix + self._parameter_bar(made, wanted, single=len(self.uses[scope.name][ref]) == 1)
+            is_single = len(self.uses[scope.name][ref]) == 1
+            matrix = matrix + self._parameter_bar(made, wanted, is_single, is_written)
         self._add_matrix(origin, target, matrix * weight)
 
-    def _parameter_bar(self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], single: bool) -> np.ndarray:
-        """inf where a parameter with one use would be moved in every micro-batch: storing it so is never worse."""
+    def _parameter_bar(
+        self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
+    ) -> np.ndarray:
+        """inf where a parameter with one use would be moved in every micro-batch and may be stored so, which is never
+        worse, and where a call that writes to a buffer would write to what was moved."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}
         for pair in {(m, w) for m in made for w in wanted}:
             path = steps(*pair, sizes)
             moves = path is None or any(step.forward or step.backward for step in path)
-            bar[pair] = float("inf") if moves and single else 0.0
+            bar[pair] = float("inf") if moves and (is_written or (is_single and pair[1] in made)) else 0.0
         return np.array([[bar[m, w] for w in wanted] for m in made])
 
     def _add_matrix(self, a: int, b: int, matrix: np.ndarray) -> None:

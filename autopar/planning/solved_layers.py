@@ -287,8 +287,9 @@ class SolvedLayers:
         if key not in self._search_spaces:
             limits, whole = without_zero(self.request.constraints, mesh), key.whole_rows
             graph = self.request.trace.estimate(whole)
-            self._search_spaces[key] = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits)
-            self._fastest[key] = solve(self._search_spaces[key].problem)
+            search_space = build_search_space(graph, self.operators(whole), self.pricer(mesh), limits)
+            self._fastest[key] = solve(search_space.problem)
+            self._search_spaces[key] = search_space
         return _at_multiplier(self._search_spaces[key], self._fastest[key], wanted.multiplier, self.request)
 
 

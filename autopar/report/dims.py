@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
+from autopar.ir.graph import ATTENTION, Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
 from autopar.options.followed import factor_of
 from autopar.options.strategies import Operator
@@ -57,7 +57,7 @@ def _seeds(kind: str, graph: Graph, operators: Mapping[tuple[str, str], Operator
     }
     for (scope, _), operator in operators.items():
         name, refs = base_name(operator.node.op), operator.node.inputs
-        if name == "scaled_dot_product_attention" and kind in ("heads", "sequence"):
+        if name in ATTENTION and kind in ("heads", "sequence"):
             dim = 1 if kind == "heads" else 2
             yield from (((scope, ref, S(dim)), kind) for ref in (*refs[:3], Ref(operator.node.name)))
         if name == "cross_entropy_loss" and kind == "vocabulary":

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.context import context_call
+from autopar.costs.context import NearCall, context_call
 from autopar.costs.parameter_prices import summed_axes
 from autopar.costs.quantised_collectives import sent_bytes_of
 from autopar.costs.rates import Training
@@ -85,7 +85,11 @@ def context_rows(
         if call is None:
             continue
         axis, times = mesh.axes[call.axis], scope.count * num_micro_batches
-        if call.exchange == "ring":
+        if isinstance(call, NearCall):
+            words = f"{node.name}: keys and values of neighbours on {axis}"
+            back = bytes_text(call.near + call.wide_near)
+            found.append(Transfer(words, f"{bytes_text(call.near)}, backward {back} p2p", times))
+        elif call.exchange == "ring":
             words, once = f"{node.name}: keys and values around {axis}", call.size - 1
             back = bytes_text(once * call.part + call.size * call.wide_part)
             found.append(Transfer(words, f"{bytes_text(once * call.part)}, backward {back} p2p", times))

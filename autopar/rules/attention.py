@@ -8,9 +8,15 @@ is the composite (G, r), as torch repeats each key/value head r times in place.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
+import torch
+
+from autopar.ir.graph import WINDOW_ATTENTION, Node
+from autopar.ir.operators import arguments_of
 from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Joint, Lowering, Rule
+from codegen.runtime.windows import Window, window_attention
 
 ATTENTION = "aten.scaled_dot_product_attention"
 
@@ -21,11 +27,20 @@ EXCHANGES = ("all_gather", "ring")
 """How ranks that share a sequence's positions exchange keys and values (codegen/runtime/context_attention.py)."""
 
 
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, int? before=None, int? after=None, int? chunk=None, float? scale=None, "
+    "bool enable_gqa=False) -> Tensor"
+)
+_LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
+_LIBRARY.define(WINDOW_ATTENTION.split(".")[1] + _SCHEMA)
+_LIBRARY.impl(WINDOW_ATTENTION.split(".")[1], window_attention, "CompositeImplicitAutograd")
+
+
 def attention(call: Call) -> Rule:
     """T is blocked (the softmax needs whole rows), E is blocked (contracted inside the softmax).
 
-    is_causal blocks S: the mask depends on the absolute position. Dropout on the probabilities needs the lowering
-    "attention" whatever is sharded, since its mask is indexed by global position.
+    is_causal and a window block S: the mask depends on the absolute position. Dropout on the probabilities needs the
+    lowering "attention" whatever is sharded, since its mask is indexed by global position.
 
     Context parallelism gives S and T to one axis together: one option per exchange, see `_context`.
     """
@@ -52,7 +67,7 @@ def attention(call: Call) -> Rule:
         k.index: [*leading(k.shape), *shared, ["t"], ["e"]],
         v.index: [*leading(v.shape), *shared, ["t"], ["f"]],
     }
-    mask = call.get("attn_mask")
+    mask, is_positional = call.get("attn_mask"), call.get("is_causal") or window_of(call.node)
     probability_dims = [*([f] for f in lead), *heads, ["s"], ["t"]]
     if isinstance(mask, Operand):
         aligned = probability_dims[len(probability_dims) - len(mask.shape) :]
@@ -65,9 +80,9 @@ def attention(call: Call) -> Rule:
         [tensors[i] for i in range(len(tensors))],
         [[*([f] for f in lead), *heads, ["s"], ["f"]]],
         sizes,
-        blocked={"t", "e", *({"s"} if call["is_causal"] else ())},
+        blocked={"t", "e", *({"s"} if is_positional else ())},
         linear=("value",),
-        lowerings={"*": Lowering("attention")} if call["dropout_p"] > 0 else {},
+        lowerings={"*": Lowering("attention")} if call.get("dropout_p", 0.0) > 0 else {},
         joints=_context(call) if has_heads else {},
     )
 
@@ -83,15 +98,24 @@ def _context(call: Call) -> dict[str, Joint]:
     is_aligned = len({x.shape[:-3] for x in (q, k, v)}) == 1 and len(q.shape) == 4 and k.shape[-3] == v.shape[-3]
     is_grouped = call["enable_gqa"] or k.shape[-3] == q.shape[-3]
     is_learned = isinstance(mask, Operand) and mask.meta.requires_grad
-    is_uneven = call["is_causal"] and k.shape[-2] != q.shape[-2]
+    is_causal = call.get("is_causal", False)
+    is_uneven = is_causal and k.shape[-2] != q.shape[-2]
     is_trivial = min(q.shape[-2], k.shape[-2]) == 1
-    if not is_aligned or not is_grouped or is_learned or is_uneven or is_trivial or call["dropout_p"] > 0:
+    if not is_aligned or not is_grouped or is_learned or is_uneven or is_trivial or call.get("dropout_p", 0.0) > 0:
         return {}
     factors = tuple("t" if i in (k.index, v.index) else "s" for i in range(len(call.inputs)))
     found = {f"s+t/{exchange}/stripes": Joint(factors, "s", exchange, is_striped=True) for exchange in EXCHANGES}
-    if not call["is_causal"]:
+    if not is_causal:
         found |= {f"s+t/{exchange}": Joint(factors, "s", exchange) for exchange in EXCHANGES}
     return found
 
 
-TABLE = {ATTENTION: attention}
+def window_of(node: Node) -> Window | None:
+    """Which keys the queries of a call of attention see, if that is a window."""
+    if node.op != WINDOW_ATTENTION:
+        return None
+    arguments = arguments_of(node)
+    return Window(*(arguments[name] for name in ("before", "after", "chunk")))
+
+
+TABLE = {ATTENTION: attention, WINDOW_ATTENTION.rpartition(".")[0]: attention}

@@ -161,15 +161,17 @@ def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mes
 def _context_attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
     q, k, v = (inputs[call.tensor(name).index] for name in ("query", "key", "value"))
     mask = call.get("attn_mask")
+    window = {name: call.get(name) for name in ("before", "after", "chunk")}
     return context_attention(
         q,
         k,
         v,
         mesh.axes[lowering.axes[0]],
         attn_mask=inputs[mask.index] if isinstance(mask, Operand) else None,
-        is_causal=call["is_causal"],
+        is_causal=call.get("is_causal", False),
         scale=call["scale"],
         enable_gqa=call["enable_gqa"],
         exchange="ring" if lowering.name == "ring" else "all_gather",
         is_striped=lowering.is_striped,
+        **window,
     )

@@ -159,9 +159,9 @@ class SimulatedAxis:
         ]
         return torch.cat(mine)
 
-    def pass_on(self, part: Tensor) -> Arrived:
-        """What the rank before this one passes on; no gradient."""
-        return Arrived(self.board.exchange(self.rank, part)[self.rank - 1])
+    def pass_on(self, part: Tensor, hops: int = 1) -> Arrived:
+        """What the rank so many before this one passes on; no gradient."""
+        return Arrived(self.board.exchange(self.rank, part)[(self.rank - hops) % self.size])
 
 
 @dataclass(frozen=True, slots=True)

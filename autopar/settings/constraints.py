@@ -33,7 +33,7 @@ from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator, Option, can_cut_context, num_experts, operators_of, sequence_length
+from autopar.options.strategies import Operator, Option, can_cut_context, has_context, num_experts, sequence_length
 from autopar.rules.attention import EXCHANGES, HEADS
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
@@ -146,7 +146,7 @@ class Constraints:
     def check(self, graph: Graph) -> None:
         """Raises ConstraintError for a pattern that matches nothing, with the nearest names, and for a model without
         attention that `context` is about."""
-        if self.context and not any(map(can_cut_context, operators_of(graph).values())):
+        if self.context and not has_context(graph):
             raise ConstraintError(
                 "no attention call of the model can be cut along its sequence",
                 values=f"context={self.context}",
@@ -194,7 +194,8 @@ class Constraints:
 
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
         """The options that agree with `context`. Raises ConstraintError where cp divides neither sequence nor heads."""
-        if self.context is None or "cp" not in mesh.axes or not can_cut_context(operator):
+        is_free = self.context is None or "cp" not in mesh.axes
+        if is_free or operator.positions is None or not can_cut_context(operator):
             return options
         number = mesh.axes.index("cp")
         kept = tuple(option for option in options if _exchange(option.axes[number]) == self.context)

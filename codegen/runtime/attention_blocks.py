@@ -16,16 +16,21 @@ The gradient of the whole is a sum over blocks. A block needs the *whole* attent
     p = exp(x - lse)    dv = p^T g    ds = p * (g v^T - rowsum(g * out))    dq = scale * ds k    dk = scale * ds^T q
 
 This is what flash kernels compute from the out and lse that they are given. The only module that calls torch's own,
-which are private: on a CPU, and on a GPU in half precision; what they do not take is computed by the formulas.
+which are private: on a CPU, and on a GPU in half precision without a mask; what they do not take is computed by the
+formulas.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from .windows import Piece, Positions, Window
 
 Block = tuple[Tensor, Tensor]
 """(out [B, H, L, F], lse [B, H, L]). lse, and a merged out, are float32 for half precision, else in the dtype of q."""
@@ -45,8 +50,11 @@ def block_attention(
     aten: Any = torch.ops.aten
     kernel = _kernel(q, k, v, mask)
     if kernel == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
-        return out, lse
+        bias = _bias(mask, q, k)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        return out, lse if bias is None else lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
     if kernel == "gpu":
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
         return out, lse
@@ -68,8 +76,9 @@ def block_gradients(
     out, lse = whole
     kernel = _kernel(q, k, v, mask)
     if kernel == "cpu":
+        lse = lse.masked_fill(lse == -math.inf, 0.0) if mask is not None else lse
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
+            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=_bias(mask, q, k), scale=scale
         )
         return dq, dk, dv
     if kernel == "gpu":
@@ -86,6 +95,74 @@ def block_gradients(
     return (ds @ keys).to(q.dtype), _per_group(dk, k).to(k.dtype), _per_group(dv, v).to(v.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class WindowedKeys:
+    """A window and where queries and the keys at hand lie in a sequence of `length` positions."""
+
+    window: Window
+    queries: Positions
+    keys: Positions
+    length: int
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Block:
+        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F], by pieces; out is as lse is."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+        for piece, mask in self._pieces(q.device):
+            block = block_attention(*_cut(piece, q, k, v), mask, piece.kind in _TRIANGLES, scale)
+            out_rows, lse_rows = out.narrow(-2, *piece.rows), lse.narrow(-1, *piece.rows)
+            if piece.kind == "upper":
+                block = block[0].flip(-2), block[1].flip(-1)
+            out_rows[:], lse_rows[:] = merge((out_rows, lse_rows), block)
+        return out, lse
+
+    def gradients(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`block_gradients`, in the dtype of lse."""
+        out, lse = whole
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        for piece, mask in self._pieces(q.device):
+            own_grad, own_out, own_lse = (_rows(piece, x) for x in (grad, out, lse[..., None]))
+            block = own_out, own_lse[..., 0].contiguous()
+            found = block_gradients(own_grad, *_cut(piece, q, k, v), block, mask, piece.kind in _TRIANGLES, scale)
+            for total, part, at in zip((dq, dk, dv), found, (piece.rows, piece.keys, piece.keys), strict=True):
+                total.narrow(-2, *at).add_(part.flip(-2) if piece.kind == "upper" else part)
+        return dq, dk, dv
+
+    def _pieces(self, device: torch.device) -> Iterator[tuple[Piece, Tensor | None]]:
+        """The pieces with their masks, of which those that lie alike share one."""
+        known: dict[tuple[int, ...], Tensor] = {}
+        for piece in self.window.pieces(self.queries, self.keys, self.length):
+            if piece.kind != "masked":
+                yield piece, None
+                continue
+            (row, rows), (key, keys) = piece.rows, piece.keys
+            alike = self.window.alike(self.queries, self.keys, (row, row + rows), (key, key + keys))
+            if alike not in known:
+                own = self.queries.tensor(row, row + rows, device)
+                known[alike] = self.window.mask(own, self.keys.tensor(key, key + keys, device))
+            yield piece, known[alike]
+
+
+_TRIANGLES = ("lower", "upper")
+
+
+def _rows(piece: Piece, x: Tensor) -> Tensor:
+    """The rows of a piece; of an upper triangle backwards, as which it is a lower one."""
+    own = x.narrow(-2, *piece.rows)
+    return own.flip(-2) if piece.kind == "upper" else own
+
+
+def _cut(piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries, keys and values of a piece, backwards where the rows are."""
+    keys, values = (x.narrow(-2, *piece.keys) for x in (k, v))
+    if piece.kind == "upper":
+        keys, values = keys.flip(-2), values.flip(-2)
+    return _rows(piece, q), keys, values
+
+
 def merge(first: Block, second: Block) -> Block:
     """The attention over the keys of both blocks."""
     (out_1, lse_1), (out_2, lse_2) = first, second
@@ -97,13 +174,26 @@ def merge(first: Block, second: Block) -> Block:
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cpu", "gpu", ""]:
     """Which of torch's flash kernels takes these tensors; "" for none."""
-    if mask is not None or not q.shape[-2] or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+    if not q.shape[-2] or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return ""
     if q.device.type == "cpu":
         return "cpu"
+    if mask is not None:
+        return ""
     divisor, largest = _FLASH_HEAD_SIZES
     is_fit = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % divisor == 0 and q.shape[-1] <= largest
     return "gpu" if is_fit and torch.cuda.get_device_capability(q.device) >= (8, 0) else ""
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as what is added to scores, in q's dtype: [B or 1, H or 1, L, T]."""
+    if mask is None:
+        return None
+    shape = (*(1,) * (4 - mask.dim()), *mask.shape)
+    whole = mask.view(shape).expand(*shape[:2], q.shape[-2], k.shape[-2])
+    if mask.dtype != torch.bool:
+        return whole.to(q.dtype)
+    return torch.zeros(whole.shape, dtype=q.dtype, device=q.device).masked_fill_(~whole, -math.inf)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:

@@ -65,9 +65,10 @@ def all_to_all_rows(output: Tensor, rows: Tensor, received: list[int], sent: lis
     dist.all_to_all_single(as_sent(output), as_sent(rows), arriving, leaving, group=group)
 
 
-def pass_on(output: Tensor, part: Tensor, rank: int, group: Group) -> list[Work]:
-    """Starts to send `part` to the rank after `rank` of the group, and to receive that of the rank before it."""
+def pass_on(output: Tensor, part: Tensor, rank: int, group: Group, hops: int = 1) -> list[Work]:
+    """Starts to send `part` to the rank so many after `rank` of the group, and to receive that of the one as far before
+    it."""
     size = dist.get_world_size(group)
-    sends = dist.P2POp(dist.isend, as_sent(part), group=group, group_peer=(rank + 1) % size)
-    receives = dist.P2POp(dist.irecv, as_sent(output), group=group, group_peer=(rank - 1) % size)
+    sends = dist.P2POp(dist.isend, as_sent(part), group=group, group_peer=(rank + hops) % size)
+    receives = dist.P2POp(dist.irecv, as_sent(output), group=group, group_peer=(rank - hops) % size)
     return list(dist.batch_isend_irecv([sends, receives]))

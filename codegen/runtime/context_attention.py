@@ -14,6 +14,10 @@ Neither keeps more for backward than attention on one rank does: q, k, v, the re
 is cut in stripes, so that every rank sees half of every part and all work alike: query i of rank r sees the keys 0 to i
 of rank s if s <= r, and 0 to i - 1 else (W. Brandon et al., "Striped Attention" (2023), section 3). In consecutive
 parts the last rank would do 2n - 1 times the work of the first. `attention_blocks.py` has the mathematics of the parts.
+
+Where queries see a window of the keys (windows.py), ranks with consecutive parts need of the others what lies within
+the window's reach of their own: the ring then is a message from each of so many neighbours, and backward one to each,
+with the gradients of what it sent. In stripes a window reaches all ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from .attention_blocks import Block, block_attention, block_gradients, merge
+from .attention_blocks import Block, WindowedKeys, block_attention, block_gradients, merge
+from .windows import Positions, Window, window_attention
 
 Exchange = Literal["all_gather", "ring"]
 
 
 class Arrival(Protocol):
-    """A tensor on its way from the rank before this one."""
+    """A tensor on its way from another rank."""
 
     def wait(self) -> Tensor: ...
 
@@ -47,7 +52,7 @@ class ContextAxis(Protocol):
     def rank(self) -> int: ...
     def gather_parts(self, part: Tensor) -> Tensor: ...
     def scatter_sum(self, parts: Tensor) -> Tensor: ...
-    def pass_on(self, part: Tensor) -> Arrival: ...
+    def pass_on(self, part: Tensor, hops: int = 1) -> Arrival: ...
 
 
 def context_attention(
@@ -61,6 +66,9 @@ def context_attention(
     enable_gqa: bool = False,
     exchange: Exchange = "all_gather",
     is_striped: bool = False,
+    before: int | None = None,
+    after: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """This rank's rows of `F.scaled_dot_product_attention` over the keys of all ranks of `axis`; no dropout.
 
@@ -71,23 +79,30 @@ def context_attention(
             the keys of all ranks, in their order. It gets no gradient. Not with is_causal.
         exchange: how keys and values travel.
         is_striped: whether a rank's positions are every n-th one. Needed with is_causal.
+        before, after, chunk: of the window that queries see of as many keys (windows.py); without, they see all.
 
     Returns [B, H, L, F] in q's dtype. Parts are joined in float32 at least, and gradients travel so in the ring; the
     reduce_scatter is in k's dtype. Not differentiable twice. Raises ValueError for an unknown exchange, for a mask
-    beside is_causal, for a mask that needs a gradient, and for is_causal without stripes.
+    beside is_causal or a window, for a mask that needs a gradient, and for is_causal without stripes.
     """
     if exchange not in get_args(Exchange):
         raise ValueError(f"exchange must be one of {', '.join(get_args(Exchange))}, got {exchange!r}")
     if attn_mask is not None and (is_causal or attn_mask.requires_grad):
         raise ValueError("context_attention takes a mask or is_causal, not both, and gives a mask no gradient")
+    window = None if (before, after, chunk) == (None,) * 3 else Window(before, after, chunk)
+    if window is not None and (is_causal or attn_mask is not None or q.shape[-2] != k.shape[-2]):
+        raise ValueError("context_attention takes a window of as many keys as queries, without mask and is_causal")
     if is_causal and not is_striped:
         raise ValueError("context_attention with is_causal takes positions in stripes: is_striped=True")
+    if axis.size == 1 and window is not None:
+        return window_attention(q, k, v, before, after, chunk, scale, enable_gqa)
     if axis.size == 1:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    function: Any = _AllGathered if exchange == "all_gather" else _Ring
-    result: Tensor = function.apply(q, k, v, attn_mask, is_causal, scale, axis, is_striped)
+    near = window is not None and not is_striped
+    function: Any = _AllGathered if exchange == "all_gather" else _Neighbours if near else _Ring
+    result: Tensor = function.apply(q, k, v, attn_mask, is_causal, scale, axis, is_striped, window)
     return result
 
 
@@ -103,10 +118,11 @@ class _Attention:
     scale: float | None
     axis: ContextAxis
     is_striped: bool
+    window: Window | None
 
     def visible(self) -> list[tuple[int, int]]:
         """(first rank, last rank + 1) of the runs of ranks whose keys are taken at once, the own ones first."""
-        if not self.is_causal:
+        if not self.is_causal and (self.window is None or not self.is_striped):
             return [(0, self.axis.size)]
         own, size = self.axis.rank, self.axis.size
         return [(rank % size, rank % size + 1) for rank in range(own, own + size)]
@@ -117,7 +133,7 @@ class _Attention:
 
     def unpacked(self, line: Tensor) -> tuple[Tensor, Tensor]:
         """Views of a packed line in the shapes of k and v."""
-        return line[: self.k.numel()].view(self.k.shape), line[self.k.numel() :].view(self.v.shape)
+        return _unpacked(line, tuple(self.k.shape), tuple(self.v.shape))
 
     def joined(self, lines: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of several ranks, joined along the sequence. lines: one packed line per rank."""
@@ -125,7 +141,21 @@ class _Attention:
         values = lines[:, self.k.numel() :].view(-1, *self.v.shape)
         return keys.movedim(0, -3).flatten(-3, -2), values.movedim(0, -3).flatten(-3, -2)
 
+    def windowed(self, window: Window, keys: Tensor, first: int) -> WindowedKeys:
+        """keys: at the positions from `first` on, or every n-th one from there."""
+        length, size, own = self.q.shape[-2], self.axis.size, self.axis.rank
+        at, stride = (own, size) if self.is_striped else (own * length, 1)
+        held = Positions(first, keys.shape[-2], stride)
+        return WindowedKeys(window, Positions(at, length, stride), held, size * length)
+
+    def _first(self, rank: int) -> int:
+        """The first position of a rank."""
+        return rank if self.is_striped else rank * self.k.shape[-2]
+
     def forward(self, keys: Tensor, values: Tensor, first: int) -> Block:
+        if self.window is not None:
+            at = self.windowed(self.window, keys, self._first(first))
+            return at.attention(self.q, keys, values, self.scale)
         if not self._is_later(first):
             return block_attention(self.q, keys, values, self._columns(keys, first), self.is_causal, self.scale)
         out, lse = block_attention(_later(self.q), _earlier(keys), _earlier(values), None, True, self.scale)
@@ -134,6 +164,9 @@ class _Attention:
     def backward(
         self, grad: Tensor, whole: Block, keys: Tensor, values: Tensor, first: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.window is not None:
+            at = self.windowed(self.window, keys, self._first(first))
+            return at.gradients(grad, self.q, keys, values, whole, self.scale)
         if not self._is_later(first):
             mask = self._columns(keys, first)
             return block_gradients(grad, self.q, keys, values, whole, mask, self.is_causal, self.scale)
@@ -161,7 +194,7 @@ class _Attention:
         assert found is not None  # a rank sees its own keys at least
         out, lse = found[0].to(self.q.dtype), found[1]
         ctx.save_for_backward(self.q, self.k, self.v, self.mask, out, lse)  # type: ignore[arg-type]
-        ctx.options = (self.is_causal, self.scale, self.axis, self.is_striped)  # type: ignore[attr-defined]
+        ctx.options = (self.is_causal, self.scale, self.axis, self.is_striped, self.window)  # type: ignore[attr-defined]
         return out
 
     @classmethod
@@ -196,7 +229,7 @@ class _AllGathered(torch.autograd.Function):
             for rank, (dk_part, dv_part) in enumerate(parts, first):
                 grads[rank] = _packed(dk_part, dv_part)
         dk, dv = call.unpacked(call.axis.scatter_sum(grads))
-        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None
+        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None, None
 
 
 class _Ring(torch.autograd.Function):
@@ -229,7 +262,99 @@ class _Ring(torch.autograd.Function):
             line = arrival.wait() if arrival else line
         assert behind is not None
         dk, dv = call.unpacked(behind.wait().to(line.dtype))
-        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None
+        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None, None
+
+
+class _Neighbours(torch.autograd.Function):
+    """Keys and values of those ranks whose consecutive parts the window reaches, as far as it does."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *args: Any) -> Tensor:
+        call = _Attention(*args)
+        near = _Near.of(call)
+        keys, values, first, _ = near.collect()
+        return call.keep(ctx, near.windowed(keys, first).attention(call.q, keys, values, call.scale))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call, whole = _Attention.kept(ctx)
+        near = _Near.of(call)
+        keys, values, first, counts = near.collect()
+        dq, dk, dv = near.windowed(keys, first).gradients(grad, call.q, keys, values, whole, call.scale)
+        parts = (torch.split(x, counts, -2) for x in (dk, dv))
+        dk, dv = near.give_back(*parts)
+        return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype), None, None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """What a rank gets of its neighbours. parts: (hops, first row, rows) of what each rank hands to the one so many
+    ranks on, or back, in the order of the positions of what it gets, its own rows between them."""
+
+    call: _Attention
+    window: Window
+    parts: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, call: _Attention) -> _Near:
+        assert call.window is not None
+        length, size = call.k.shape[-2], call.axis.size
+        before, after = call.window.reach(size * length, size)
+        behind = [min(length, before - at) for at in range(0, before, length)]
+        ahead = [min(length, after - at) for at in range(0, after, length)]
+        tails = [(hops, length - rows, rows) for hops, rows in enumerate(behind, 1)]
+        heads = [(-hops, 0, rows) for hops, rows in enumerate(ahead, 1)]
+        return cls(call, call.window, (*reversed(tails), (0, 0, length), *heads))
+
+    def windowed(self, keys: Tensor, first: int) -> WindowedKeys:
+        return self.call.windowed(self.window, keys, first)
+
+    def collect(self) -> tuple[Tensor, Tensor, int, list[int]]:
+        """(keys, values, the first's position, how many rows are of which part): those that there are, joined."""
+        call, axis = self.call, self.call.axis
+        shapes = [tuple((*x.shape[:-2], rows, x.shape[-1]) for x in (call.k, call.v)) for _, _, rows in self.parts]
+        lines = [
+            axis.pass_on(_packed(*(x.narrow(-2, start, rows) for x in (call.k, call.v))), hops) if hops else None
+            for hops, start, rows in self.parts
+        ]
+        held: list[tuple[Tensor, Tensor]] = []
+        counts, first = [], 0
+        for (hops, start, rows), shape, line in zip(self.parts, shapes, lines, strict=True):
+            pair = (call.k, call.v) if line is None else _unpacked(line.wait(), *shape)
+            is_there = 0 <= axis.rank - hops < axis.size
+            counts.append(rows if is_there else 0)
+            if is_there:
+                first = first if held else (axis.rank - hops) * call.k.shape[-2] + start
+                held.append(pair)
+        keys, values = (torch.cat(each, -2) for each in zip(*held, strict=True))
+        return keys, values, first, counts
+
+    def give_back(self, dk: tuple[Tensor, ...], dv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Gradients of own keys and values, those of the neighbours added; dk, dv: of each part, [..., 0, E] of one
+        that there is not."""
+        call, axis = self.call, self.call.axis
+        lines = []
+        for (hops, _, rows), *pair in zip(self.parts, dk, dv, strict=True):
+            if hops:
+                padded = (F.pad(x, (0, 0, 0, rows - x.shape[-2])) for x in pair)
+                lines.append(axis.pass_on(_packed(*padded), -hops))
+        own = next(number for number, (hops, _, _) in enumerate(self.parts) if not hops)
+        sums, arrivals = (dk[own].clone(), dv[own].clone()), iter(lines)
+        for hops, start, rows in self.parts:
+            if not hops:
+                continue
+            shapes = tuple((*x.shape[:-2], rows, x.shape[-1]) for x in (call.k, call.v))
+            found = _unpacked(next(arrivals).wait(), *shapes)
+            if 0 <= axis.rank + hops < axis.size:
+                for total, part in zip(sums, found, strict=True):
+                    total.narrow(-2, start, rows).add_(part)
+        return sums
+
+
+def _unpacked(line: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Views of a packed line in the shapes of keys and values."""
+    return line[: math.prod(k)].view(k), line[math.prod(k) :].view(v)
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:

@@ -154,11 +154,12 @@ class Axis:
         result = parts.new_empty(parts.shape[1:])
         return Arrival(result, sent, _works(collectives.reduce_scatter(result, sent, self.group, async_op=True)))
 
-    def pass_on(self, part: Tensor) -> Arrival:
-        """Starts to send `part` to the next rank; what the rank before this one sends is on its way. No gradient."""
+    def pass_on(self, part: Tensor, hops: int = 1) -> Arrival:
+        """Starts to send `part` to the rank so many further on; what the one as far back sends is on its way. No
+        gradient."""
         sent = part.detach().contiguous()
         received = torch.empty_like(sent)
-        return Arrival(received, sent, collectives.pass_on(received, sent, self.rank, self.group))
+        return Arrival(received, sent, collectives.pass_on(received, sent, self.rank, self.group, hops))
 
 
 @dataclass(frozen=True, slots=True)

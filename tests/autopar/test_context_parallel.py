@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import autopar
-from autopar.costs.context import ContextCall, context_call
+from autopar.costs.context import ContextCall, NearCall, context_call
 from autopar.costs.rates import Training
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
-from autopar.ir.graph import Graph
+from autopar.ir.graph import WINDOW_ATTENTION, Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
 from autopar.options.scopes import scopes_of
-from autopar.options.strategies import options_of
+from autopar.options.strategies import Operator, options_of
 from autopar.plan import Plan
 from autopar.planning import equal_configs
 from autopar.planning.planner import search_plans
@@ -34,6 +36,7 @@ from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
+from examples.zoo import ZOO
 from tests.autopar.requests import graph_of, request_for
 from tests.autopar.rules.handmade_calls import T, bools, f, make_node
 
@@ -78,6 +81,30 @@ def test_which_calls_can_be_cut(args: Any, kwargs: Any, can: bool) -> None:
         own, keys = (S(2, meta.shape[2] // 2 if "stripes" in option.label else 1) for meta in inputs[:2])
         assert option.inputs[:3] == (own, keys, keys) and option.outputs == (own,)
         assert option.inputs[3:] == ((own,) if len(inputs) > 3 else ())
+
+
+def test_windows_can_be_cut_either_way() -> None:
+    """Exact on 2 and 3 ranks, in consecutive parts, whose reach differs, and in stripes."""
+    for bounds in ({"before": 3, "after": 0}, {"before": 1, "after": 5}, {"after": 0, "chunk": 5}):
+        node, inputs = make_node(WINDOW_ATTENTION, Q, f(2, 2, 12, 8), f(2, 2, 12, 8), enable_gqa=True, **bounds)
+        rule = rule_for(node, inputs)
+        assert rule is not None
+        assert set(rule.joints) == {f"s+t/{e}{end}" for e in EXCHANGES for end in ("", "/stripes")}
+        assert not prove_rule(node, inputs, rule, search_missed=False).wrong
+
+
+def test_neighbours_send_what_windows_reach() -> None:
+    """Of 4 ranks with 12 positions each: 5 keys of the rank before; of chunks of 8 half of one, of those of 6 none."""
+    for bounds, reached in (({"before": 5, "after": 0}, 5), ({"after": 0, "chunk": 8}, 4), ({"chunk": 6}, 0)):
+        long = f(2, 4, 48, 8)
+        node, inputs = make_node(WINDOW_ATTENTION, long, long, long, **bounds)
+        operator = Operator("", node, inputs, rule_for(node, inputs), True, None, {}, ("s", 1))  # type: ignore[arg-type]
+        ring = next(o for o in options_of(operator, Mesh(("cp",), (4,))) if o.labels == ("s+t/ring",))
+        call = context_call(operator, ring, Mesh(("cp",), (4,)), on_cpu=True)
+        assert isinstance(call, NearCall)
+        assert call.near == pytest.approx(call.part * reached / 12)
+        free = (lambda kind, axis, num_bytes: num_bytes), (lambda num_bytes: 0.0), (lambda keys, causal: (0.0, 0.0))
+        assert call.seconds(*free) == (call.near, call.near + call.wide_near)
 
 
 def test_a_mask_without_rows_is_whole_and_odd_lengths_are_not_cut() -> None:
@@ -182,6 +209,17 @@ def test_only_cp_exchanges_keys() -> None:
     assert stored and all(placement.is_replicated for placement in stored)
 
 
+def test_buffers_that_a_call_writes_to_stay_whole() -> None:
+    """Batch norm could be cut by channel on cp, where its statistics are whole; a moved copy would be written to."""
+    example = ZOO["conformer"].build()
+    pins = {"cp": 4, "context": "ring"}
+    compiled = autopar.compile(
+        example.model, IDEAL, example_inputs=example.inputs, loss_fn=example.loss_fn, constraints=pins
+    )
+    norms = [key for key, operator in compiled.best.operators.items() if "batch_norm" in operator.node.op]
+    assert norms and all(compiled.best.assignment.operators[key].labels[0] in ("R", "Rp") for key in norms)
+
+
 def long_request(rows: int, length: int = 512, **constraints: Any) -> Request:
     def traced(micro_batch: int) -> Graph:
         with torch.device("meta"):
@@ -274,6 +312,44 @@ def test_programs_equal_one_process(name: str, constraints: dict[str, Any]) -> N
     )
     assert report.gradients and report.parameters
     assert report.ok(1e-5), str(report)
+
+
+class Packed(nn.Module):
+    """Decoder whose first layer sees a window of its document, and the second all of it: documents end where a batch
+    input says, positions are a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(48, 32), nn.Parameter(torch.randn(1, 16, 32))
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+        self.head = nn.Linear(32, 48)
+
+    def forward(self, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        x, at = self.tokens(ids) + self.positions, torch.arange(ids.shape[1])
+        document = (at[None, :, None] >= ends[:, None]).sum(-1)
+        packed = (document[:, None, :, None] == document[:, None, None]) & (at[None] <= at[:, None])
+        window = (at[None] <= at[:, None]) & (at[:, None] - at[None] < 6)
+        for layer, mask in zip(self.layers, (window, packed), strict=True):
+            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("context", ["ring", "all_gather", "heads"])
+def test_windows_and_packed_documents_equal_one_process(context: str) -> None:
+    """Ends of documents are no sequence, though a row has three; a table of positions that is a parameter is cut."""
+    ids = torch.randint(48, (8, 17), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([[3, 9, 16], [5, 6, 13], [16, 16, 16], [1, 2, 3]]).repeat(2, 1)
+    report = autopar.verify(
+        Packed(),
+        IDEAL,
+        example_inputs={"ids": ids[:, :-1], "ends": ends, "target": ids[:, 1:]},
+        loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        constraints={"cp": 4, "context": context},
+    )
+    assert report.gradients and report.ok(1e-5), str(report)
 
 
 LONG = {"layers": 2, "width": 64, "seq_len": 512, "vocab_size": 32, "batch_size": 4}

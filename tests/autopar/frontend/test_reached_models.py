@@ -9,10 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import TraceError
+from autopar.frontend.trace import trace
 
 REACHES = "reaches the model itself"
 
@@ -99,6 +101,25 @@ def test_tensors_that_are_not_the_models_stay_numbers() -> None:
 class Recomputed(Net):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class Flexible(nn.Module):
+    def __init__(self, makes_mask: bool) -> None:
+        super().__init__()
+        self.linear, self.makes_mask = nn.Linear(16, 48), makes_mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear(x)[:, None].chunk(3, -1)
+        ends = x[:, :, 0] > 0
+        same = lambda b, h, i, j: ends[b, i] == ends[b, j]  # noqa: E731
+        mask = create_block_mask(same, len(x), 1, 8, 8, "cpu") if self.makes_mask else None
+        return flex_attention(q, k, v, block_mask=mask).sum()
+
+
+@pytest.mark.parametrize("makes_mask", [False, True])
+def test_flex_attention_says_what_to_use(makes_mask: bool) -> None:
+    with pytest.raises(TraceError, match="flex_attention(.*\n)*.*scaled_dot_product_attention"):
+        trace(Flexible(makes_mask), (torch.randn(2, 8, 16),))
 
 
 def test_reentrant_checkpointing_says_what_to_do() -> None:

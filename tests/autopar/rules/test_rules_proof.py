@@ -26,6 +26,7 @@ CONTRACTION = [
     c("aten.mv.default", f(4, 6), f(6)),
     c("aten.dot.default", f(6), f(6)),
     c("aten.outer.default", f(6), f(4)),
+    c("autopar.window_attention.default", *(f(2, 4, 6, 4),) * 3, before=2, after=0),
     c("autopar.expert_linear.default", f(12, 6), f(4, 6, 12), ints(12)),
     c("autopar.expert_linear.default", f(12, 6), f(4, 6, 12), ints(12), f(4, 12)),
     c("aten.addmm.default", f(6), f(4, 12), f(12, 6)),

@@ -1,0 +1,302 @@
+"""Masks that are windows: which keys a query sees by its position alone, proven from what computes the mask.
+
+A mask is a window if it is true (or zero, of a mask that is added) exactly where a conjunction of these holds for query
+p and key s, which is what transformers' masks of sliding windows and chunks are, and causal ones:
+
+    p - s <= before        s - p <= after        floor(p / chunk) = floor(s / chunk)
+
+It is proven from the calls: numbers that are whole combinations c + a p + b s of a tensor's indices, what is divided of
+them, comparisons of two such, conjunctions, and what these are moved and expanded by. Whatever else a mask is made of
+may be evaluated where it depends on nothing and is small; then the window is read off the values, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.operators import arguments_of
+from codegen.runtime.windows import Window
+
+QUERIES, KEYS = -2, -1
+"""Dims of a mask, from its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Elements start + sum of index[d] * i_d, over dims counted from the end; divided: by that, rounded down."""
+
+    start: int
+    index: tuple[tuple[int, int], ...] = ()
+    divided: int = 1
+
+    def plus(self, other: Numbers, sign: int = 1) -> Numbers | None:
+        """The sum or the difference, of what is not divided."""
+        if self.divided != 1 or other.divided != 1:
+            return None
+        steps = dict(self.index)
+        for dim, step in other.index:
+            steps[dim] = steps.get(dim, 0) + sign * step
+        return _numbers(self.start + sign * other.start, steps)
+
+
+def _numbers(start: int, steps: Mapping[int, int]) -> Numbers:
+    return Numbers(start, tuple(sorted((dim, step) for dim, step in steps.items() if step)))
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """Elements that are true where all conditions hold: `at_least` numbers that are at least 0, and pairs of numbers
+    that are equal when divided. is_mask: of a floating tensor that is 0 there, and -inf or the least number else."""
+
+    at_least: tuple[Numbers, ...] = ()
+    equal: tuple[tuple[Numbers, Numbers], ...] = ()
+    is_mask: bool = False
+
+
+Form = Numbers | Truth
+
+
+def forms_of(nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> dict[Ref, Form]:
+    """What is known of the tensors that calls make of nothing but positions."""
+    found: dict[Ref, Form] = {}
+    for node in nodes:
+        if len(node.outputs) == 1 and all(ref in found for ref in node.inputs):
+            form = _form(node, found, metas)
+            if form is not None:
+                found[Ref(node.name)] = form
+    return found
+
+
+def window_of_form(form: Form | None, length: int) -> Window | None:
+    """The window that a mask [..., L, L] is."""
+    if not isinstance(form, Truth):
+        return None
+    before: int | None = None
+    after: int | None = None
+    chunk: int | None = None
+    for numbers in form.at_least:
+        steps = dict(numbers.index)
+        if steps == {QUERIES: -1, KEYS: 1}:
+            before = numbers.start if before is None else min(before, numbers.start)
+        elif steps == {QUERIES: 1, KEYS: -1}:
+            after = numbers.start if after is None else min(after, numbers.start)
+        elif steps or numbers.start < 0:
+            return None
+    for one, other in form.equal:
+        sides = {one, other} == {replace(one, index=((dim, 1),)) for dim in (QUERIES, KEYS)}
+        if not sides or one.start or chunk not in (None, one.divided):
+            return None
+        chunk = one.divided
+    return _shortest(Window(before, after, chunk), length)
+
+
+def window_of_values(mask: torch.Tensor) -> Window | None:
+    """The window that a mask [..., L, L] of known values is. Float masks count -inf and the dtype's least as unseen."""
+    rows = mask.reshape(-1, *mask.shape[-2:])
+    if mask.dtype != torch.bool:
+        if ((rows != 0) & (rows > torch.finfo(mask.dtype).min / 2)).any():
+            return None
+        rows = rows == 0
+    length = rows.shape[-1]
+    if rows.shape[-2] != length or not bool((rows == rows[:1]).all()):
+        return None
+    seen, at = rows[0], torch.arange(length)
+    sees = seen.any(-1)
+    if not bool(sees.any()):
+        return None
+    first, last = seen.to(torch.uint8).argmax(-1), length - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+    before, after = int((at - first)[sees].max()), int((last - at)[sees].max())
+    gaps = (~seen.diagonal(-1)).nonzero().flatten() if before > 0 else at[:0]
+    window = _shortest(Window(before, after, int(gaps[0]) + 1 if len(gaps) else None), length)
+    return window if torch.equal(window.mask(at, at), seen) else None
+
+
+def _shortest(window: Window, length: int) -> Window:
+    """Without bounds that hide nothing in a sequence of this length, or nothing that others do not."""
+    chunk = window.chunk if window.chunk is not None and window.chunk < length else None
+    least = length if chunk is None else chunk
+    before, after = (None if side is None or side >= least - 1 else side for side in (window.before, window.after))
+    return Window(before, after, chunk)
+
+
+def _form(node: Node, found: Mapping[Ref, Form], metas: Mapping[Ref, TensorMeta]) -> Form | None:
+    packet = node.op.split(".")[1].strip("_")
+    given = arguments_of(node)
+    if packet in _MAKERS:
+        return _MAKERS[packet](given, node)
+    if packet in _MOVES:
+        moves = _MOVES[packet](metas[node.inputs[0]].shape, node.meta.shape)
+        return _moved(found[node.inputs[0]], moves, node)
+    if packet in _CALCULATIONS:
+        operands = [_operand(given[name], found) for name in ("self", "other")]
+        is_scaled = given.get("alpha", 1) != 1 or (packet == "div" and given.get("rounding_mode") != "floor")
+        if any(each is None for each in operands) or is_scaled:
+            return None
+        form: Form | None = _CALCULATIONS[packet](*operands)
+        return form
+    return _masked(packet, given, found, node)
+
+
+def _operand(value: Any, found: Mapping[Ref, Form]) -> Form | None:
+    if isinstance(value, Ref):
+        return found.get(value)
+    return Numbers(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# --- what makes tensors of nothing ------------------------------------------------------------------------------------
+
+
+def _arange(given: Mapping[str, Any], node: Node) -> Form | None:
+    start, step = given.get("start", 0), given.get("step", 1)
+    is_whole = not node.meta.dtype.is_floating_point and isinstance(start, int) and isinstance(step, int)
+    # A dim of one element may be expanded, and is at index 0 all along.
+    return _numbers(start, {-1: step} if node.meta.numel > 1 else {}) if is_whole else None
+
+
+def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
+    value = given.get("fill_value", 1.0 if "ones" in node.op else 0.0)
+    if node.meta.dtype == torch.bool:
+        return Truth() if value else Truth((Numbers(-1),))
+    if node.meta.dtype.is_floating_point:
+        is_hidden = _hides(value, node.meta.dtype)
+        return Truth(is_mask=True) if value == 0 else Truth((Numbers(-1),), is_mask=True) if is_hidden else None
+    return Numbers(int(value)) if value == int(value) else None
+
+
+def _hides(value: float, dtype: torch.dtype) -> bool:
+    """Whether a score with this added has no share of the softmax: -inf and the dtype's least number."""
+    return value <= torch.finfo(dtype).min / 2
+
+
+_MAKERS = {
+    "arange": _arange,
+    **dict.fromkeys(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like"), _filled),
+}
+
+
+# --- what moves dims --------------------------------------------------------------------------------------------------
+
+Moves = dict[int, int] | None
+"""Dim of the source -> dim of the result, both from the end; None: something else than moved dims."""
+
+
+def _same(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
+    return {-dim: -dim for dim in range(1, len(source) + 1)}
+
+
+def _reshaped(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
+    """Where only dims of one element come or go."""
+    here, there = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (source, result))
+    if [source[dim] for dim in here] != [result[dim] for dim in there]:
+        return None
+    return {d - len(source): e - len(result) for d, e in zip(here, there, strict=True)}
+
+
+_MOVES = {
+    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape"), _reshaped),
+    **dict.fromkeys(("expand", "clone", "contiguous", "alias", "detach", "to", "to_copy", "lift_fresh_copy"), _same),
+}
+
+
+def _moved(form: Form, moves: Moves, node: Node) -> Form | None:
+    dtype = node.meta.dtype
+    is_kept = not dtype.is_floating_point if isinstance(form, Numbers) else form.is_mask == dtype.is_floating_point
+    is_bool_as_number = isinstance(form, Truth) and not form.is_mask and dtype != torch.bool
+    if moves is None or not is_kept or is_bool_as_number or (isinstance(form, Numbers) and dtype == torch.bool):
+        return None
+
+    def moved(numbers: Numbers) -> Numbers:
+        return _numbers_like(numbers, {moves[dim]: step for dim, step in numbers.index if dim in moves})
+
+    if isinstance(form, Numbers):
+        return moved(form)
+    pairs = tuple((moved(one), moved(other)) for one, other in form.equal)
+    return replace(form, at_least=tuple(map(moved, form.at_least)), equal=pairs)
+
+
+def _numbers_like(numbers: Numbers, steps: Mapping[int, int]) -> Numbers:
+    return replace(_numbers(numbers.start, steps), divided=numbers.divided)
+
+
+# --- what is calculated -----------------------------------------------------------------------------------------------
+
+
+def _sum(one: Form, other: Form) -> Form | None:
+    return one.plus(other) if isinstance(one, Numbers) and isinstance(other, Numbers) else None
+
+
+def _difference(one: Form, other: Form) -> Form | None:
+    return one.plus(other, -1) if isinstance(one, Numbers) and isinstance(other, Numbers) else None
+
+
+def _quotient(one: Form, other: Form) -> Form | None:
+    if not (isinstance(one, Numbers) and isinstance(other, Numbers)) or other.index or other.start <= 0:
+        return None
+    return replace(one, divided=other.start) if one.divided == other.divided == 1 else None
+
+
+def _at_least(least: int, swap: bool) -> Any:
+    """A comparison: what is at least `least` of the one less the other."""
+
+    def compared(one: Form, other: Form) -> Form | None:
+        difference = _difference(other, one) if swap else _difference(one, other)
+        if not isinstance(difference, Numbers):
+            return None
+        return Truth((replace(difference, start=difference.start - least),))
+
+    return compared
+
+
+def _equal(one: Form, other: Form) -> Form | None:
+    if not (isinstance(one, Numbers) and isinstance(other, Numbers)) or one.divided != other.divided:
+        return None
+    return Truth(equal=((one, other),)) if one.divided > 1 else None
+
+
+def _both(one: Form, other: Form) -> Form | None:
+    if not (isinstance(one, Truth) and isinstance(other, Truth)) or one.is_mask or other.is_mask:
+        return None
+    return Truth((*one.at_least, *other.at_least), (*one.equal, *other.equal))
+
+
+_CALCULATIONS = {
+    "add": _sum,
+    "sub": _difference,
+    **dict.fromkeys(("div", "floor_divide"), _quotient),
+    "ge": _at_least(0, False),
+    "gt": _at_least(1, False),
+    "le": _at_least(0, True),
+    "lt": _at_least(1, True),
+    "eq": _equal,
+    **dict.fromkeys(("and", "bitwise_and", "logical_and"), _both),
+}
+
+
+def _masked(packet: str, given: Mapping[str, Any], found: Mapping[Ref, Form], node: Node) -> Form | None:
+    """Triangles of what is true, and masks that are added, made of such that are true."""
+    if packet in ("tril", "triu") and given["self"] in found:
+        form, diagonal = found[given["self"]], given["diagonal"]
+        if not isinstance(form, Truth) or form.is_mask or 1 in node.meta.shape[-2:]:
+            return None
+        sign = 1 if packet == "tril" else -1
+        kept = _numbers(sign * diagonal, {QUERIES: sign, KEYS: -sign})
+        return replace(form, at_least=(*form.at_least, kept))
+    if packet == "where" and {"self", "other", "condition"} <= set(given) and node.meta.dtype.is_floating_point:
+        form, kept, hidden = (_value(given[name], found) for name in ("condition", "self", "other"))
+        is_hidden = isinstance(hidden, float) and _hides(hidden, node.meta.dtype)
+        if isinstance(form, Truth) and not form.is_mask and kept == 0 and is_hidden:
+            return replace(form, is_mask=True)
+    return None
+
+
+def _value(value: Any, found: Mapping[Ref, Form]) -> Any:
+    """A number, that of a tensor of one value, or the form."""
+    form = found.get(value) if isinstance(value, Ref) else None
+    if isinstance(form, Truth) and form.is_mask and not form.equal and form.at_least in ((), (Numbers(-1),)):
+        return -torch.inf if form.at_least else 0.0
+    return value if form is None else form
