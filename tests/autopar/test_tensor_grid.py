@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,7 @@ def test_program_and_plan_file() -> None:
     assert compiled.plan.mesh_text == "ttp2 x tp2" and again.source == compiled.source
     assert "ttp2 x tp2" in str(compiled.report())
     with pytest.raises(PlanError, match="cannot lie so"):
-        edited = text.replace("ttp=S(0) tp=S(0)", "ttp=P tp=S(0)", 1)
-        assert edited != text
+        edited = re.sub(r"model.norm.weight: ttp=\S+", "model.norm.weight: ttp=P", text)
         autopar.compile(example.model, IDEAL, example_inputs=example.inputs, plan=Plan.from_yaml(edited))
     with pytest.raises(PlanError, match="contradicts"):
         autopar.compile(example.model, IDEAL, example_inputs=example.inputs, plan=compiled.plan, constraints={"ttp": 4})
@@ -168,22 +168,19 @@ def test_program_and_plan_file() -> None:
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [
         ("llama_gqa", {"ttp": 2, "tp": 2}),
-        slow("gpt2", {"ttp": 2, "tp": 2}),
-        slow("t5", {"ttp": 2, "tp": 2}),
-        slow("mixtral", {"ttp": 2, "tp": 2}),
-        slow("bert", {"dp": 2, "ttp": 2, "zero": 2}),
-        slow("gpt2", {"dp": 2, "ttp": 2, "zero": 3}),
-        slow("llama_gqa", {"pp": 2, "ttp": 2, "micro_batches": 2}),
-        slow("mixtral", {"ep": 2, "ttp": 2}),
+        ("gpt2", {"ttp": 2, "tp": 2}),
+        ("t5", {"ttp": 2, "tp": 2}),
+        ("mixtral", {"ttp": 2, "tp": 2}),
+        ("bert", {"dp": 2, "ttp": 2, "zero": 2}),
+        ("gpt2", {"dp": 2, "ttp": 2, "zero": 3}),
+        ("llama_gqa", {"pp": 2, "ttp": 2, "micro_batches": 2}),
+        ("mixtral", {"ep": 2, "ttp": 2}),
     ],
 )
 def test_programs_equal_one_process(name: str, constraints: dict[str, Any]) -> None:
