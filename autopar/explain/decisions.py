@@ -77,8 +77,8 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
     except ConstraintError:
         return
     mesh = plan.mesh
-    degrees = (mesh.size(axis) for axis in ("cp", "ttp", "tp"))
-    chosen = Shape(plan.pipeline.num_pipeline_ranks, mesh.num_data_ranks, *degrees)
+    degrees = {axis: mesh.size(axis) for axis in ("cp", "ttp", "tp")}
+    chosen = Shape(pp=plan.pipeline.num_pipeline_ranks, dp=mesh.num_data_ranks, **degrees)
     for axis, here in chosen._asdict().items():
         if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
             for size in neighbours(sorted({getattr(shape, axis) for shape in legal}), here):

@@ -207,7 +207,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         )
     most = most_tp or TP_NODES * request.cluster.devices_per_node
     found = [
-        Shape(pp, devices // pp // ttp // tp // cp, cp, ttp, tp)
+        Shape(pp=pp, dp=devices // pp // ttp // tp // cp, cp=cp, ttp=ttp, tp=tp)
         for pp in divisors(devices)
         if pp <= num_units
         for ttp, tp in tensor_degrees(request, devices // pp, most)

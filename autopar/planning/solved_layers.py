@@ -38,6 +38,10 @@ from search.problem import InfeasibleError, Problem, Solution
 MULTIPLIERS = (0.0, 0.1, 1.0)
 """Multipliers of the bytes of one device's memory, in times of the step's compute: 0 asks for speed alone."""
 
+GRID_ROWS = 2
+"""Rows of a data-parallel rank for which layers are solved that two axes of tensor parallelism share out: a call has as
+many options as the axes have pairs of them, and is solved as seldom as in a large request."""
+
 TYPICAL_MICRO_BATCHES = 4
 """Micro-batches by which a solved layer weighs what is done per micro-batch against what is done per step."""
 
@@ -146,8 +150,9 @@ class Key(NamedTuple):
 
 @dataclass
 class SolvedLayers:
-    """Solves layers on demand. Large requests reuse the assignments made for `typical_rows` at other numbers of rows,
-    those made with a data axis where there is none, and those for the fewest ranks that share out experts."""
+    """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
+    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and those for the
+    fewest ranks that share out experts."""
 
     request: Request
     typical_rows: int | None = None
@@ -186,7 +191,8 @@ class SolvedLayers:
         tp, ttp, cp, ep = (mesh.size(axis) for axis in ("tp", "ttp", "cp", "ep"))
         has_data = mesh.num_data_ranks > ep
         fits_dp = 2 * tp * ttp * cp * ep <= self.request.cluster.num_devices
-        solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
+        typical_rows = self.typical_rows or (min(GRID_ROWS, self.request.global_batch_size) if ttp > 1 else None)
+        solved_with_data = has_data or (typical_rows is not None and fits_dp)
         # Where tp and ttp join neighbours, their costs do not depend on how many groups of it there are.
         costed = (
             mesh
@@ -195,14 +201,14 @@ class SolvedLayers:
         )
         whole = rows * costed.num_data_ranks
         graph = self.request.trace.estimate(whole)
-        solved_ep = ep if self.typical_rows is None or ep == 1 else divisors(ep)[1]
+        solved_ep = ep if typical_rows is None or ep == 1 else divisors(ep)[1]
         solved_key = Key(
             tp=tp,
             ttp=ttp,
             cp=cp,
             ep=solved_ep,
             has_data=solved_with_data,
-            rows=self.typical_rows or rows,
+            rows=typical_rows or rows,
             multiplier=multiplier,
         )
         assignment = self.assignment(solved_key)
