@@ -29,7 +29,7 @@ from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, sig
 _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
 """Methods that take sizes or dims one by one as well."""
 
-_AXES = frozenset({"pp", "ddp", "dp", "tp", "cp", "ep"})
+_AXES = frozenset({"pp", "ddp", "dp", "ttp", "tp", "cp", "ep"})
 
 
 def check_files(sources: Mapping[str, str]) -> None:

@@ -73,7 +73,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="a constraint; may be repeated. pp=2, ddp=2, dp=4, tp=2: degrees; micro_batches=8; zero=3; "
+        help="a constraint; may be repeated. pp=2, ddp=2, dp=4, ttp=2, tp=2: degrees; micro_batches=8; zero=3; "
         "schedule=gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; chunks=2: stages per pipeline rank, "
         "interleaved; "
         "recompute=none, offload, selective or full; offload=none, optimizer or parameters; memory=20GiB",

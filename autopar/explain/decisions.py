@@ -55,7 +55,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
         degrees = {**limits.degrees}
         if not plan.pipeline.stage_meshes:
             # The count that a rank's rows allow depends on dp, which is therefore kept.
-            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep") if axis in plan.mesh.axes}
+            degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "ttp") if axis in plan.mesh.axes}
             degrees["dp"] = data_ranks // plan.mesh.size("ddp")
         for count in neighbours(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
@@ -77,14 +77,15 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
     except ConstraintError:
         return
     mesh = plan.mesh
-    chosen = Shape(plan.pipeline.num_pipeline_ranks, mesh.num_data_ranks, mesh.size("cp"), mesh.size("tp"))
+    degrees = {axis: mesh.size(axis) for axis in ("cp", "ttp", "tp")}
+    chosen = Shape(pp=plan.pipeline.num_pipeline_ranks, dp=mesh.num_data_ranks, **degrees)
     for axis, here in chosen._asdict().items():
         if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
             for size in neighbours(sorted({getattr(shape, axis) for shape in legal}), here):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
     ep, data = plan.mesh.size("ep"), plan.mesh.num_data_ranks // plan.mesh.size("ddp")
     if "ep" not in limits.degrees:
-        for size in neighbours(expert_degrees(request, data, plan.mesh.size("tp")), ep):
+        for size in neighbours(expert_degrees(request, data, chosen.tensor), ep):
             yield Decision("ep", str(size), replace(limits, degrees={**limits.degrees, "ep": size}))
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from autopar.ir.placement import Placements, Rp
 
-AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
-"""Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism."""
+AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "ttp", "tp")
+"""Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism, which has
+two axes where its ranks are a grid: `ttp` is to `tp` what `ddp` is to `dp`, the outer one. No name ends in a digit, as
+a size follows it in texts."""
 
 DATA_AXES = ("ddp", "dp", "ep")
 """Axes that shard the batch; `ep` shards the experts of a mixture beside it."""

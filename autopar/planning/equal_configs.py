@@ -27,6 +27,9 @@ FEW_DEVICES = 8
 TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
 
+GRID_DEVICES = 512
+"""On more devices grids of tensor parallelism are not searched, as planning would take several times as long."""
+
 MIN_POSITIONS = 8192
 """Positions of a sequence that a rank keeps at least; fewer where the degree of context parallelism is pinned."""
 
@@ -37,7 +40,13 @@ class Shape(NamedTuple):
     pp: int
     dp: int
     cp: int
+    ttp: int
     tp: int
+
+    @property
+    def tensor(self) -> int:
+        """The ranks that share out the work on the same tokens."""
+        return self.ttp * self.tp
 
     def __str__(self) -> str:
         named = self._asdict().items()
@@ -99,39 +108,57 @@ def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
     ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
     gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
     Neighbours of a group may have different experts, unless there are several groups, which are pinned then.
-    tp joins neighbours, unless the links between nodes are faster than those inside.
+    ttp x tp joins neighbours, unless the links between nodes are faster than those inside.
     """
-    _, dp, cp, tp = shape
+    _, dp, cp, ttp, tp = shape
     cluster, pinned = request.cluster, request.constraints.degrees.get("ddp")
     groups = [pinned] if pinned is not None else [1]
     if pinned is None and zero and cp == 1 and "dp" not in request.constraints.degrees:
-        ranks = [cluster.devices_per_node * nodes // tp for nodes in GROUP_NODES]
+        ranks = [cluster.devices_per_node * nodes // shape.tensor for nodes in GROUP_NODES]
         groups += [dp // size for size in ranks if 1 < size < dp and dp % size == 0]
     is_inverted = inter_node_rate(cluster) > cluster.intra_node.achievable_bytes_per_second
-    spans_nodes = dp * cp * tp > cluster.devices_per_node > 1
+    spans_nodes = dp * cp * shape.tensor > cluster.devices_per_node > 1
     degrees = [
         (ddp, ep)
         for ddp in dict.fromkeys(groups)
         if dp % ddp == 0
-        for ep in expert_degrees(request, dp // ddp, tp)
+        for ep in expert_degrees(request, dp // ddp, shape.tensor)
         if ddp == 1 or ep == 1 or pinned is not None
     ]
     for ddp, ep in degrees:
-        yield named_mesh(dp // ddp // ep, tp, ddp, ep, cp)
-        if is_inverted and spans_nodes and 1 < tp < dp * cp * tp:
-            yield named_mesh(dp // ddp // ep, tp, ddp, ep, cp, tp_first=True)
+        yield named_mesh(dp // ddp // ep, tp, ddp, ep, cp, ttp)
+        if is_inverted and spans_nodes and 1 < shape.tensor < dp * cp * shape.tensor:
+            yield named_mesh(dp // ddp // ep, tp, ddp, ep, cp, ttp, tp_first=True)
 
 
-def expert_degrees(request: Request, dp: int, tp: int) -> list[int]:
+def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
     """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned. On many devices
-    these are as many as fill, with tp, whole nodes."""
+    these are as many as fill, with the `tensor` ranks of ttp x tp, whole nodes."""
     pinned, experts = request.constraints.degrees.get("ep"), num_experts(request.trace(request.global_batch_size))
     degrees = divisors(math.gcd(dp, experts) if experts else 1)
     if pinned is not None:
         return [ep for ep in degrees if ep == pinned]
     cluster = request.cluster
-    whole = {cluster.devices_per_node * nodes // tp for nodes in EXPERT_NODES}
+    whole = {cluster.devices_per_node * nodes // tensor for nodes in EXPERT_NODES}
     return [ep for ep in degrees if ep == 1 or ep in whole or cluster.num_devices <= FEW_DEVICES]
+
+
+def tensor_degrees(request: Request, ranks: int, most_tp: int) -> Iterator[tuple[int, int]]:
+    """The pairs (ttp, tp) whose product divides `ranks`, with pinned degrees as they are.
+
+    Unless it is pinned, ttp is 1, but where the global batch has no more rows than the cluster has nodes: rows cannot
+    keep the ranks of a node busy then, and a grid that fills whole nodes is tried, too. A grid has two sides, as ttp
+    alone is tp.
+    """
+    degrees, cluster = request.constraints.degrees, request.cluster
+    pinned, per_node = degrees.get("ttp"), cluster.devices_per_node
+    is_searched = request.global_batch_size <= cluster.num_nodes > 1 and cluster.num_devices <= GRID_DEVICES
+    for ttp in divisors(ranks) if is_searched else [pinned or 1]:
+        for tp in divisors(ranks // ttp) if ranks % ttp == 0 else []:
+            is_grid = tp > 1 and ttp * tp <= most_tp and ttp * tp % per_node == 0
+            is_tried = ttp == pinned or (pinned is None and (ttp == 1 or is_grid))
+            if is_tried and (tp <= most_tp or tp == degrees.get("tp")):
+                yield ttp, tp
 
 
 def context_degrees(request: Request, ranks: int) -> list[int]:
@@ -166,7 +193,7 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
 
 
 def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list[Shape]:
-    """Those whose product is the cluster. most_tp: unless it is pinned, by default that of TP_NODES.
+    """Those whose product is the cluster. most_tp: of tp and of a grid, unless it is pinned; by default TP_NODES.
 
     Raises ConstraintError where pinned degrees leave none.
     """
@@ -180,14 +207,14 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         )
     most = most_tp or TP_NODES * request.cluster.devices_per_node
     found = [
-        Shape(pp, devices // pp // tp // cp, cp, tp)
+        Shape(pp=pp, dp=devices // pp // ttp // tp // cp, cp=cp, ttp=ttp, tp=tp)
         for pp in divisors(devices)
         if pp <= num_units
-        for tp in divisors(devices // pp)
-        if tp <= most or tp == degrees.get("tp")
-        for cp in context_degrees(request, devices // pp // tp)
+        for ttp, tp in tensor_degrees(request, devices // pp, most)
+        for cp in context_degrees(request, devices // pp // ttp // tp)
     ]
-    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s.dp // degrees.get("ddp", 1), s.tp)]
+    ddp = degrees.get("ddp", 1)
+    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s.dp // ddp, s.tensor)]
     if not wanted:
         pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in s._asdict().items())]
@@ -202,7 +229,8 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         others = sorted((s for s in found if rows % s.dp == 0 and s.dp < smallest), key=lambda s: -s.dp)
         raise ConstraintError(
             "no mesh divides the global batch",
-            values=f"batch {rows} on " + ", ".join(f"dp{s.dp} x tp{s.tp}" for s in wanted),
+            values=f"batch {rows} on "
+            + ", ".join(f"dp{s.dp} x " + f"ttp{s.ttp} x " * (s.ttp > 1) + f"tp{s.tp}" for s in wanted),
             alternatives=[f"a batch that is a multiple of {smallest}", *map(str, others[:1])],
         )
     return legal

@@ -150,7 +150,7 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
     if any(plan.mesh.size(axis) > 1 for axis in ZERO_AXES):
         pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
     if not pipeline.stage_meshes:
-        sizes = {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "tp")}
+        sizes = {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "ttp", "tp")}
         sizes["dp"] = plan.mesh.num_data_ranks // sizes["ddp"]
         pinned += [(axis, limits.degrees.get(axis), size) for axis, size in sizes.items()]
     for name, asked, given in pinned:

@@ -86,12 +86,17 @@ def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """Every dp x cp x ep x tp of all devices that agrees with pinned degrees and the batch. Raises ConstraintError."""
+    """Every dp x cp x ep x ttp x tp of all devices that agrees with pinned degrees and the batch.
+
+    Raises ConstraintError.
+    """
     legal = sorted(shapes(request, num_units=1, most_tp=request.cluster.num_devices))
     count = request.constraints.micro_batches or 1
     dividing = [shape for shape in legal if request.global_batch_size // shape.dp % count == 0] or legal
     return [
-        named_mesh(dp // ep, tp, ep=ep, cp=cp) for _, dp, cp, tp in dividing for ep in expert_degrees(request, dp, tp)
+        named_mesh(shape.dp // ep, shape.tp, ep=ep, cp=shape.cp, ttp=shape.ttp)
+        for shape in dividing
+        for ep in expert_degrees(request, shape.dp, shape.tensor)
     ]
 
 

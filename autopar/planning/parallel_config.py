@@ -40,7 +40,7 @@ class ParallelConfig:
     @property
     def sharing(self) -> tuple[int, ...]:
         """The degrees of the first stage mesh that decisions depend on."""
-        return tuple(self.stage_meshes[0].mesh.size(axis) for axis in ("cp", "ep", "tp"))
+        return tuple(self.stage_meshes[0].mesh.size(axis) for axis in ("ttp", "cp", "ep", "tp"))
 
     def rows_on(self, stage_mesh: StageMesh) -> int:
         """Of one micro-batch on one data-parallel rank of a stage mesh."""

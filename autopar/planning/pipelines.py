@@ -93,7 +93,8 @@ class EqualSearch(PipelineSearch):
     def __init__(self, request: Request, solved: SolvedLayers | None = None) -> None:
         num_units = len(chain(request.trace(request.global_batch_size)))
         self.unscheduled = tuple(equal_configs(request, num_units))
-        kinds = {(*c.sharing, c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
+        # Without the first, ttp: that grids are tried beside the rest makes no plan of the rest less exact.
+        kinds = {(*c.sharing[1:], c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
         self.solved_layers = solved or SolvedLayers(
             request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS
         )

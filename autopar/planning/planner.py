@@ -43,6 +43,8 @@ UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
 UNEQUAL_GAIN = 0.01
 """Share of the step by which unlike stage meshes have to be faster than equal ones."""
+NEVER_UNLIKE = ("ddp", "cp", "ep", "ttp")
+"""Axes that pipelines with unlike stage meshes do not have."""
 MOST_CANDIDATES = 4
 """Parallel configs, best first by the closed form of `search.inter_op`, whose step is simulated and told of as
 runners-up."""
@@ -134,7 +136,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
     """The best pipeline over groups of unlike nodes. Raises InfeasibleError, and ConstraintError for a pinned axis that
     their stage meshes do not have."""
     request = search.request
-    pinned = {axis: request.constraints.degrees.get(axis, 1) for axis in ("ddp", "cp", "ep")}
+    pinned = {axis: request.constraints.degrees.get(axis, 1) for axis in NEVER_UNLIKE}
     if max(pinned.values()) > 1:
         raise ConstraintError(
             "stages on groups of unlike nodes have dp and tp alone",
@@ -165,7 +167,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
 def _unequal(request: Request) -> UnequalSearch | None:
     """The search over unlike stage meshes, where there may be such; on few GPUs only."""
     limits = request.constraints
-    is_plain = all(limits.degrees.get(axis, 1) == 1 for axis in ("ddp", "cp", "ep"))
+    is_plain = all(limits.degrees.get(axis, 1) == 1 for axis in NEVER_UNLIKE)
     is_open = is_plain and limits.schedule in (None, *HOLDING)
     devices = request.cluster.num_devices
     is_small = not is_cpu(request.cluster) and devices <= UNEQUAL_DEVICES and not math.log2(devices).is_integer()
@@ -187,7 +189,7 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
             return None
         best = min(plain, key=lambda plan: plan.prediction.step_seconds)
         mesh = best.mesh
-        pinned = {"pp": 1, "dp": mesh.num_data_ranks} | {axis: mesh.size(axis) for axis in ("cp", "ep", "tp")}
+        pinned = {"pp": 1, "dp": mesh.num_data_ranks} | {axis: mesh.size(axis) for axis in ("cp", "ep", "ttp", "tp")}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
     return OneStageSearch(replace(request, constraints=limits))
 

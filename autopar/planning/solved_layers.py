@@ -38,6 +38,10 @@ from search.problem import InfeasibleError, Problem, Solution
 MULTIPLIERS = (0.0, 0.1, 1.0)
 """Multipliers of the bytes of one device's memory, in times of the step's compute: 0 asks for speed alone."""
 
+GRID_ROWS = 2
+"""Rows of a data-parallel rank for which layers are solved that two axes of tensor parallelism share out: a call has as
+many options as the axes have pairs of them, and is solved as seldom as in a large request."""
+
 TYPICAL_MICRO_BATCHES = 4
 """Micro-batches by which a solved layer weighs what is done per micro-batch against what is done per step."""
 
@@ -124,7 +128,7 @@ def stored_parameters(
 
 class Key(NamedTuple):
     """What a solved layer is made for: degrees of tensor, context and expert parallelism, whether there is a data axis
-    beside, rows per data-parallel rank, and the multiplier."""
+    beside, rows per data-parallel rank, and the multiplier; ttp: the other side of a grid of tensor parallelism."""
 
     tp: int
     cp: int
@@ -132,11 +136,12 @@ class Key(NamedTuple):
     has_data: bool
     rows: int
     multiplier: float = 0.0
+    ttp: int = 1
 
     @property
     def mesh(self) -> Mesh:
         """The mesh that it is solved on."""
-        return named_mesh(2 if self.has_data else 1, self.tp, ep=self.ep, cp=self.cp)
+        return named_mesh(2 if self.has_data else 1, self.tp, ep=self.ep, cp=self.cp, ttp=self.ttp)
 
     @property
     def whole_rows(self) -> int:
@@ -146,8 +151,9 @@ class Key(NamedTuple):
 
 @dataclass
 class SolvedLayers:
-    """Solves layers on demand. Large requests reuse the assignments made for `typical_rows` at other numbers of rows,
-    those made with a data axis where there is none, and those for the fewest ranks that share out experts."""
+    """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
+    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and those for the
+    fewest ranks that share out experts."""
 
     request: Request
     typical_rows: int | None = None
@@ -184,29 +190,31 @@ class SolvedLayers:
         return free is not None and free.solved is priced.solved
 
     def _make(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
-        tp, cp, ep = mesh.size("tp"), mesh.size("cp"), mesh.size("ep")
+        tp, ttp, cp, ep = (mesh.size(axis) for axis in ("tp", "ttp", "cp", "ep"))
         has_data = mesh.num_data_ranks > ep
-        fits_dp = 2 * tp * cp * ep <= self.request.cluster.num_devices
-        solved_with_data = has_data or (self.typical_rows is not None and fits_dp)
-        # Where tp joins neighbours, its costs do not depend on how many groups of it there are.
+        fits_dp = 2 * tp * ttp * cp * ep <= self.request.cluster.num_devices
+        typical_rows = self.typical_rows or (min(GRID_ROWS, self.request.global_batch_size) if ttp > 1 else None)
+        solved_with_data = has_data or (typical_rows is not None and fits_dp)
+        # Where tp and ttp join neighbours, their costs do not depend on how many groups of it there are.
         costed = (
             mesh
-            if mesh.axes[-1:] != ("tp",) and tp > 1
-            else Key(tp=tp, cp=cp, ep=ep, has_data=has_data, rows=rows).mesh
+            if mesh.axes[:1] in (("tp",), ("ttp",)) and tp * ttp < mesh.num_ranks
+            else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, has_data=has_data, rows=rows).mesh
         )
         whole = rows * costed.num_data_ranks
-        solved_ep = ep if self.typical_rows is None or ep == 1 else divisors(ep)[1]
+        solved_ep = ep if typical_rows is None or ep == 1 else divisors(ep)[1]
         solved_key = Key(
             tp=tp,
+            ttp=ttp,
             cp=cp,
             ep=solved_ep,
             has_data=solved_with_data,
-            rows=self.typical_rows or rows,
+            rows=typical_rows or rows,
             multiplier=multiplier,
         )
         assignment = self.assignment(solved_key)
         if assignment is not None and not self._covers(assignment, whole):  # a model that is another one with few rows
-            solved_key = Key(tp=tp, cp=cp, ep=ep, has_data=has_data, rows=rows, multiplier=multiplier)
+            solved_key = solved_key._replace(ep=ep, has_data=has_data, rows=rows)
             assignment = self.assignment(solved_key)
         if assignment is None:
             return None
@@ -323,9 +331,10 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
 
 
 @cache
-def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, cp: int = 1, tp_first: bool = False) -> Mesh:
-    """ddp x dp x cp x ep x tp without axes of one rank; tp_first: neighbours differ in data, and tp joins distant
-    ranks."""
+def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, cp: int = 1, ttp: int = 1, tp_first: bool = False) -> Mesh:
+    """ddp x dp x cp x ep x ttp x tp without axes of one rank; tp_first: neighbours differ in data, and ttp x tp joins
+    distant ranks."""
     data = [("ddp", ddp), ("dp", dp), ("cp", cp), ("ep", ep)]
-    named = [(a, n) for a, n in ([("tp", tp), *data] if tp_first else [*data, ("tp", tp)]) if n > 1]
+    tensor = [("ttp", ttp), ("tp", tp)]
+    named = [(a, n) for a, n in ([*tensor, *data] if tp_first else [*data, *tensor]) if n > 1]
     return Mesh(tuple(a for a, _ in named), tuple(n for _, n in named))

@@ -177,7 +177,7 @@ class SimulatedMesh:
         for axis in object.__getattribute__(self, "axes"):
             if axis.name == name:
                 return axis  # type: ignore[no-any-return]
-        if name in ("pp", "dp", "cp", "ep", "tp"):
+        if name in ("pp", "dp", "cp", "ep", "ttp", "tp"):
             return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
         raise AttributeError(name)
 

@@ -5,6 +5,7 @@ A plain dict:
     {"pp": 2, "dp": 2, "tp": 2,                           pipeline ranks, degrees of mesh axes
      "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
      "ep": 2,                                             of the dp ranks, how many share out the experts
+     "ttp": 2,                                            ranks of the outer axis of tensor parallelism
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per pipeline rank
      "recompute": "full",                                 of every layer: none, offload, selective or full

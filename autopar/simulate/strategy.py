@@ -114,7 +114,7 @@ def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_s
 
 def _limits(given: Mapping[str, Any]) -> Constraints:
     try:
-        return Constraints.parse(given)
+        limits = Constraints.parse(given)
     except ConstraintError as error:
         if not error.constraint.startswith("unknown constraint"):
             raise
@@ -122,6 +122,13 @@ def _limits(given: Mapping[str, Any]) -> Constraints:
         raise ConstraintError(
             error.constraint, values=error.values, alternatives=[*legal, f"of a strategy also {', '.join(OWN_KEYS)}"]
         ) from None
+    if limits.degrees.get("ttp", 1) > 1:
+        raise ConstraintError(
+            "a strategy has one axis of tensor parallelism",
+            values=f"ttp={limits.degrees['ttp']}",
+            alternatives="tp, or `compile` with ttp and tp pinned",
+        )
+    return limits
 
 
 def _data_ranks(

@@ -18,7 +18,7 @@ from .collectives import Group, Work
 from .heap import keep_freed_memory
 from .pipeline_ranks import tiled
 
-AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "tp")
+AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "ttp", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
 
 Shape = tuple[tuple[str, ...], tuple[int, ...]]

@@ -29,6 +29,7 @@ SETTINGS = [
     ("gpt2", "dp2 x tp2", 2),
     ("bert", "tp4", 1),
     ("nanogpt", "dp4", 2),
+    pytest.param("llama", "ttp2 x tp2", 1, marks=pytest.mark.slow),
 ]
 
 

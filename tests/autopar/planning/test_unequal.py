@@ -164,7 +164,7 @@ def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
         search_plans(request_for(" + ".join(["1 a100-80g", "1 v100-32g"] * 3 + ["1 h100-sxm"]), micro_batches=1))
 
 
-@pytest.mark.parametrize("pins", [{"cp": 2}, {"ep": 2}, {"dp": 1, "ddp": 2}])
+@pytest.mark.parametrize("pins", [{"cp": 2}, {"ep": 2}, {"ttp": 2}, {"dp": 1, "ddp": 2}])
 def test_axes_that_unlike_nodes_do_not_have_are_refused(pins: dict[str, int]) -> None:
     with pytest.raises(ConstraintError, match="unlike nodes have dp and tp alone"):
         search_plans(request_for(TWO_AND_ONE, **pins))

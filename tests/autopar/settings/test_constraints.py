@@ -38,7 +38,7 @@ def test_no_bytes(text: Any) -> None:
         ({"micro_batches": 1.5}, ["micro_batches", "1.5"]),
         ({"parameters": {"*": {"tp": "S"}}}, ["parameters['*']", "S(dim)"]),
         ({"parameters": {"*": "S(0)"}}, ["parameters['*']", "axis -> placement"]),
-        ({"activations": {"*": {"xp": "R"}}}, ["unknown axis", "xp", "cp or ep or tp"]),
+        ({"activations": {"*": {"xp": "R"}}}, ["unknown axis", "xp", "cp or ep or ttp or tp"]),
     ],
 )
 def test_unreadable_constraints(given: dict[str, Any], says: list[str]) -> None:
