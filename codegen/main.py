@@ -115,13 +115,14 @@ def read_bytes(path, parser):
     is_first = dist.get_rank() == 0
     with checkpoint_folder.locked(given.checkpoint if is_first else None):
         checkpoint_folder.resume(given.checkpoint, lambda path: checkpoint.load(step, path), is_first)
-        train(step, given, data, is_first)
+        code = train(step, given, data, is_first)
     dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     dist.destroy_process_group()
+    processes.leave(code)
 
 
 def train(step, given, data, is_first):
-    """Ends early, with a checkpoint and exit code 143, when it is told to (SIGTERM) and has where to write one."""
+    """The exit code: 143 where it was told to end (SIGTERM) and has where to write a checkpoint, which it then does."""
     ending = processes.Ending(step.mesh.device) if given.checkpoint else None
     source = batches(step.num_samples, data)
     until = step.rng.step + given.steps if given.until is None else given.until
@@ -138,7 +139,8 @@ def train(step, given, data, is_first):
                 given.checkpoint, done, lambda path: checkpoint.save(step, path), is_first, dist.barrier
             )
         if is_told:
-            raise SystemExit(143)
+            return 143
+    return 0
 
 
 if __name__ == "__main__":

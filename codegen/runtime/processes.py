@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,16 @@ def after_the_first() -> Iterator[None]:
         if any(word in str(error).lower() for word in _LOST):
             time.sleep(_SECONDS_TO_BE_SEEN)
         raise
+
+
+def leave(code: int = 0) -> NoReturn:
+    """Ends this process as a forked one ends, once all that is registered for its end has run, and without taking the
+    interpreter apart: a thread of a communication library that still asks for it aborts the process then ("terminate
+    called without an active exception", met in 2 of 40 runs over gloo)."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Ending:
