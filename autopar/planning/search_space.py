@@ -268,14 +268,15 @@ class _Builder:
     def _parameter_bar(
         self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
     ) -> np.ndarray:
-        """inf where a parameter with one use would be moved in every micro-batch and may be stored so, which is never
-        worse, and where a call that writes to a buffer would write to what was moved."""
+        """inf where a parameter with one use would be gathered in every micro-batch, or cut though it may be stored so,
+        which is never worse, and where a call that writes to a buffer would write to what was moved."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}
         for pair in {(m, w) for m in made for w in wanted}:
             path = steps(*pair, sizes)
             moves = path is None or any(step.forward or step.backward for step in path)
-            bar[pair] = float("inf") if moves and (is_written or (is_single and pair[1] in made)) else 0.0
+            gathers = any(m.is_shard and m != w for m, w in zip(*pair, strict=True))
+            bar[pair] = float("inf") if moves and (is_written or (is_single and (pair[1] in made or gathers))) else 0.0
         return np.array([[bar[m, w] for w in wanted] for m in made])
 
     def _add_matrix(self, a: int, b: int, matrix: np.ndarray) -> None:

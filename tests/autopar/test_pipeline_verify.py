@@ -20,6 +20,7 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.errors import PlanError
 from autopar.launch import RankError, run_ranks
+from autopar.lowering.assembly import files_of
 from benchmarks.verify_pipelines import Case, cluster_of, compiled, run
 from codegen.program import PipelineProgram
 
@@ -146,7 +147,8 @@ def two_pipeline_ranks() -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
 
 def _with_schedule(program: CompiledProgram, lines: tuple[str, ...]) -> CompiledProgram:
     assert isinstance(program.program, PipelineProgram)
-    return replace(program, program=replace(program.program, schedule=lines))
+    edited = replace(program.program, schedule=lines)
+    return replace(program, program=edited, files=files_of(edited))
 
 
 def _refused(program: CompiledProgram, batch: dict[str, torch.Tensor]) -> str:

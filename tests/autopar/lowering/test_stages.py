@@ -179,12 +179,12 @@ def test_tables_between_runs_are_no_stage() -> None:
         torch.testing.assert_close(loss, model(x))
 
 
-def test_mlp_is_one_block() -> None:
+def test_the_units_of_a_model_without_layers_are_its_trained_calls() -> None:
     graph = graph_of("mlp")
-    assert chain(graph) == ("top 0",)
-    assert stage_graphs(graph, (0,))[0].graph.body == graph.body
-    with pytest.raises(PlanError, match="block"):
-        stage_graphs(graph, (0, 1))
+    units = chain(graph)
+    assert units == ("top 0", "top 1", "top 2")
+    stages = stage_graphs(graph, (0, 1, 2))
+    assert [node.name for stage in stages for node in stage.graph.body] == [node.name for node in graph.body]
 
 
 @pytest.mark.parametrize("cut", [(), (1, 2), (0, 2, 2), (0, 6), (0, 3, 1)])
