@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import whole_mesh_text
 from autopar.options.assignment import Assignment, Candidate
-from autopar.options.strategies import Operator
+from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
 from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
@@ -94,6 +94,7 @@ def search_plans(
         if uneven is None:
             raise
         return SearchResult((candidate_of(uneven, request),), (), ())
+    _refuse_undivided(request)
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
@@ -117,7 +118,6 @@ def search_plans(
     found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.mesh_text))
     found = _distinct(found)
     _refuse_idle(found[0], request)
-    _refuse_undivided(found[0], request)
     names = {c.plan.mesh_text for c in found}
     skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
@@ -223,12 +223,15 @@ def price_plan(
     return found
 
 
-def _refuse_undivided(best: Candidate, request: Request) -> None:
+def _refuse_undivided(request: Request) -> None:
     """A pinned tp that divides no dim of any call but its batch: its ranks would do all of the work each."""
     tp = request.constraints.degrees.get("tp", 1)
-    rules = [(operator.rule, operator.batch[0] if operator.batch else "") for operator in best.operators.values()]
+    if tp == 1:
+        return
+    operators = operators_of(request.trace(request.global_batch_size)).values()
+    rules = [(operator.rule, operator.batch[0] if operator.batch else "") for operator in operators]
     sizes = {rule.sizes[factor] for rule, batch in rules for factor in rule.shardable if factor != batch}
-    if tp == 1 or any(size % tp == 0 for size in sizes):
+    if any(size % tp == 0 for size in sizes):
         return
     legal = [n for n in divisors(request.cluster.num_devices)[1:] if any(size % n == 0 for size in sizes)]
     nearest = sorted(legal, key=lambda n: abs(n - tp))[:2]
