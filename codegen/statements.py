@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -58,6 +59,7 @@ def source_lines(
     section = ""
     chain: _Chain | None = None  # what the last line says, if it can be chained
     written = 0  # statements, so far
+    uses = _uses_after(body, outputs)
     for position, statement in enumerate(body):
         if position < written:
             continue
@@ -75,13 +77,13 @@ def source_lines(
             chain = longer or _Chain(target, text, () if is_method(statement) else (target, text))
             lines.append(f"{target} = {chain.text}")
             results = statement.results
-            if len(results) > 1 or _uses_after(position, results[0], body, outputs) != 1:
+            if len(results) > 1 or uses[position].get(results[0], 0) != 1:
                 chain = None
         elif isinstance(statement, Reshard):
             lines.append(_reshard(statement, dims))
             chain = None
         else:
-            read_later = {v.name for v in statement.args if _uses_after(position, v, body, outputs)}
+            read_later = {v.name for v in statement.args if uses[position][v]}
             turns = _turns(body[position:])
             if turns is not None:
                 lines += turns.lines(lines, read_later)
@@ -123,14 +125,16 @@ def _chain(call: Call, target: str, text: str, before: _Chain) -> _Chain | None:
     return _Chain(target, apart) if len(apart) < CHAIN_WIDTH - len(target) else None
 
 
-def _uses_after(position: int, variable: Var, body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> int:
-    """How often the variable assigned at `position` is read before it is assigned again."""
-    count = 0
-    for statement in body[position + 1 :]:
-        count += reads(statement).count(variable)
-        if variable in assigns(statement):
-            return count
-    return count + outputs.count(variable)
+def _uses_after(body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> list[dict[Var, int]]:
+    """Of each statement, how often what it reads or assigns is read after it before it is assigned again."""
+    counts, found = Counter(outputs), []
+    for statement in reversed(body):
+        read, assigned = reads(statement), assigns(statement)
+        found.append({variable: counts[variable] for variable in (*read, *assigned)})
+        for variable in assigned:
+            counts[variable] = 0
+        counts.update(read)
+    return found[::-1]
 
 
 def _name(result: Var) -> str:
