@@ -72,6 +72,13 @@ def forms_of(nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> dict[Ref, Fo
     return found
 
 
+def hides_nothing(form: Form | None, values: torch.Tensor | None) -> bool:
+    """Whether a mask of any dims leaves all keys to all queries."""
+    if isinstance(form, Truth) and not form.equal:
+        return all(not numbers.index and numbers.start >= 0 for numbers in form.at_least)
+    return values is not None and not bool((~values if values.dtype == torch.bool else values).any())
+
+
 def window_of_form(form: Form | None, length: int) -> Window | None:
     """The window that a mask [..., L, L] is."""
     if not isinstance(form, Truth):

@@ -20,7 +20,7 @@ from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import reached, settle_gradients
 from autopar.frontend.losses import split_means
-from autopar.frontend.mask_windows import forms_of, window_of_form, window_of_values
+from autopar.frontend.mask_windows import Form, forms_of, hides_nothing, window_of_form, window_of_values
 from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs, with_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
@@ -303,21 +303,26 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
         if not isinstance(mask, Ref):
             continue
         lengths = {metas[arguments[name]].shape[-2] for name in ("query", "key")} | {*metas[mask].shape[-2:]}
-        if len(lengths) > 1 or len(metas[mask].shape) < 2:
-            continue
-        (length,) = lengths
         if mask not in known:
-            known[mask] = window_of_form(forms.get(mask), length)
-            if known[mask] is None and mask in constants:
-                known[mask] = window_of_values(constants[mask])
+            known[mask] = _window(forms.get(mask), constants.get(mask), lengths)
         window, is_added = known[mask], metas[mask].dtype.is_floating_point
         if window is None or (is_added and min(window.before or 0, window.after or 0) < 0):
             continue  # a query that sees no key has a mean of all values under an added mask
         arguments |= {"attn_mask": None, "is_causal": window == _CAUSAL}
         if window in (_CAUSAL, _FULL):
             flat.nodes[position] = _attention_node(node, arguments)
-        elif window.width(length) < length and _may_be_windowed(arguments, metas):
+        elif window.width(max(lengths)) < max(lengths) and _may_be_windowed(arguments, metas):
             flat.nodes[position] = _window_node(node, arguments, window)
+
+
+def _window(form: Form | None, values: torch.Tensor | None, lengths: set[int]) -> Window | None:
+    """The window that a mask is, of what is known of it. lengths: its dims', and of queries and keys."""
+    if hides_nothing(form, values):
+        return _FULL
+    if len(lengths) > 1:
+        return None
+    found = window_of_form(form, *lengths)
+    return found if found is not None or values is None else window_of_values(values)
 
 
 def _may_be_windowed(arguments: dict[str, Any], metas: dict[Ref, TensorMeta]) -> bool:

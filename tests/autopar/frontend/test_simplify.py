@@ -96,6 +96,19 @@ def all_true() -> Tensor:
     return torch.ones(BATCH, 1, SEQ, SEQ, dtype=torch.bool)
 
 
+def no_padding() -> Tensor:
+    """What transformers makes of attention masks that are all ones."""
+    return torch.ones(BATCH, 1, 1, SEQ, dtype=torch.bool)
+
+
+def a_row_of_zeros() -> Tensor:
+    return torch.zeros(1, SEQ) * 2.0
+
+
+def first_keys() -> Tensor:
+    return (torch.arange(SEQ) < SEQ - 1)[None]
+
+
 def window_mask() -> Tensor:
     return square_mask() & torch.ones(SEQ, SEQ, dtype=torch.bool).triu(-2)
 
@@ -114,6 +127,9 @@ MASKS: dict[Callable[[], Tensor], tuple[bool, bool]] = {
     lowest_mask: (False, True),
     position_mask: (False, True),
     all_true: (False, False),
+    no_padding: (False, False),
+    a_row_of_zeros: (False, False),
+    first_keys: (True, False),
     window_mask: (False, False),
     upper_mask: (True, False),
     biased_mask: (True, False),

@@ -185,6 +185,9 @@ def test_the_units_of_a_model_without_layers_are_its_trained_calls() -> None:
     assert units == ("top 0", "top 1", "top 2")
     stages = stage_graphs(graph, (0, 1, 2))
     assert [node.name for stage in stages for node in stage.graph.body] == [node.name for node in graph.body]
+    assert stage_graphs(graph, (0,))[0].graph.body == graph.body
+    with pytest.raises(PlanError, match="block"):
+        stage_graphs(graph, (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("cut", [(), (1, 2), (0, 2, 2), (0, 6), (0, 3, 1)])
