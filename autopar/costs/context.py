@@ -76,13 +76,17 @@ class ContextCall:
         is_striped_window = self.tile_keys is not None and self.is_striped
         return self.size if self.exchange == "ring" or self.is_causal or is_striped_window else 1
 
+    @property
+    def parts_at_once(self) -> int:
+        """Of how many ranks a kernel has the keys; of a window those of its tiles, which `scores` counts."""
+        return self.size // self.num_blocks if self.tile_keys is None else 1
+
     def seconds(
         self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of the call. memory: seconds to move so many bytes."""
         merged, packed = self._merging(memory), memory(2 * self.part)
-        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
-        num_scores = at_once * self.num_blocks * self.scores
+        num_scores = self.parts_at_once * self.num_blocks * self.scores
         in_scores = [memory(n * num_scores) if self.scores else 0.0 for n in SCORES_MOVED]
         if self.exchange == "ring":
             once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
@@ -92,7 +96,7 @@ class ContextCall:
             added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
             return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
-        kernels = attention(self.tile_keys or at_once * self.keys, self.is_causal)
+        kernels = attention(self.tile_keys or self.parts_at_once * self.keys, self.is_causal)
         forward, backward = (self.num_blocks * each for each in kernels)
         joined = memory(2 * self.whole)
         added = memory(3 * self.whole + 3 * self.wide_result)
@@ -116,8 +120,7 @@ class ContextCall:
             return 2 * self.part + max(merged, scores)
         joined = self.whole / self.num_blocks
         before = self.wide_result * self.is_causal
-        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
-        return self.whole + max(joined + before + at_once * scores, merged * self.is_causal)
+        return self.whole + max(joined + before + self.parts_at_once * scores, merged * self.is_causal)
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
@@ -126,8 +129,7 @@ class ContextCall:
         if self.exchange == "ring":
             return 3 * self.part + 2 * self.wide_part + sums + scores
         joined = self.whole / self.num_blocks
-        at_once = self.size // self.num_blocks if self.tile_keys is None else 1
-        return 2 * self.whole + 2 * joined - self.part + sums + at_once * scores
+        return 2 * self.whole + 2 * joined - self.part + sums + self.parts_at_once * scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import whole_mesh_text
 from autopar.options.assignment import Assignment, Candidate
-from autopar.options.strategies import Operator, operators_of
+from autopar.options.strategies import Operator
 from autopar.plan import Plan
 from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
@@ -94,7 +94,7 @@ def search_plans(
         if uneven is None:
             raise
         return SearchResult((candidate_of(uneven, request),), (), ())
-    _refuse_undivided(request)
+    _refuse_undivided(search)
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
@@ -223,12 +223,13 @@ def price_plan(
     return found
 
 
-def _refuse_undivided(request: Request) -> None:
+def _refuse_undivided(search: EqualSearch) -> None:
     """A pinned tp that divides no dim of any call but its batch: its ranks would do all of the work each."""
+    request = search.request
     tp = request.constraints.degrees.get("tp", 1)
     if tp == 1:
         return
-    operators = operators_of(request.trace(request.global_batch_size)).values()
+    operators = search.solved_layers.operators(request.global_batch_size).values()
     rules = [(operator.rule, operator.batch[0] if operator.batch else "") for operator in operators]
     sizes = {rule.sizes[factor] for rule, batch in rules for factor in rule.shardable if factor != batch}
     if any(size % tp == 0 for size in sizes):

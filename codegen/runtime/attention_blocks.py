@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .windows import Piece, Positions, Window
+from .windows import Masks, Piece, Positions, Window
 
 Block = tuple[Tensor, Tensor]
 """(out [B, H, L, F], lse [B, H, L]). lse, and a merged out, are float32 for half precision, else in the dtype of q."""
@@ -132,18 +132,11 @@ class WindowedKeys:
         return dq, dk, dv
 
     def _pieces(self, device: torch.device) -> Iterator[tuple[Piece, Tensor | None]]:
-        """The pieces with their masks, of which those that lie alike share one."""
-        known: dict[tuple[int, ...], Tensor] = {}
+        """The pieces with their masks."""
+        masks = Masks(self.window, self.queries, self.keys, device)
         for piece in self.window.pieces(self.queries, self.keys, self.length):
-            if piece.kind != "masked":
-                yield piece, None
-                continue
             (row, rows), (key, keys) = piece.rows, piece.keys
-            alike = self.window.alike(self.queries, self.keys, (row, row + rows), (key, key + keys))
-            if alike not in known:
-                own = self.queries.tensor(row, row + rows, device)
-                known[alike] = self.window.mask(own, self.keys.tensor(key, key + keys, device))
-            yield piece, known[alike]
+            yield piece, masks.of((row, row + rows), (key, key + keys)) if piece.kind == "masked" else None
 
 
 _TRIANGLES = ("lower", "upper")

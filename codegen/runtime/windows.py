@@ -152,25 +152,6 @@ class Window:
         shift = queries[rows[0]] % self.chunk if self.chunk is not None else 0
         return rows[1] - rows[0], seen[1] - seen[0], queries[rows[0]] - keys[seen[0]], shift
 
-    def masked_tiles(
-        self, queries: Positions, keys: Positions, length: int, device: torch.device, dtype: torch.dtype = torch.bool
-    ) -> Iterator[tuple[Tile, Tensor | None]]:
-        """The tiles with their masks [rows, keys]; None for one that is full. dtype: a floating one for masks that are
-        added. Tiles that lie alike share one."""
-        known: dict[tuple[int, ...], Tensor] = {}
-        for tile in self.tiles(queries, keys, length):
-            if tile.is_full:
-                yield tile, None
-                continue
-            alike = self.alike(queries, keys, (tile.row, tile.end_row), (tile.key, tile.end_key))
-            if alike not in known:
-                rows = queries.tensor(tile.row, tile.end_row, device)
-                seen = self.mask(rows, keys.tensor(tile.key, tile.end_key, device))
-                known[alike] = (
-                    seen if dtype == torch.bool else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-                )
-            yield tile, known[alike]
-
     def tile_pairs(self, length: int) -> int:
         """Pairs of a query and a key in the tiles of a whole sequence."""
         whole = Positions(0, length)
@@ -190,6 +171,30 @@ class Window:
         """Pairs of a query and a key that pieces have, half of them in triangles."""
         pieces = self.pieces(queries, keys, length)
         return sum(p.rows[1] * p.keys[1] // (2 if p.kind in ("lower", "upper") else 1) for p in pieces)
+
+
+class Masks:
+    """Masks [rows, keys] of tiles and pieces; those that lie alike share one.
+
+    dtype: bool, or a floating one for masks that are added.
+    """
+
+    def __init__(
+        self, window: Window, queries: Positions, keys: Positions, device: torch.device, dtype: torch.dtype = torch.bool
+    ) -> None:
+        self.window, self.queries, self.keys, self.device, self.dtype = window, queries, keys, device, dtype
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, rows: tuple[int, int], seen: tuple[int, int]) -> Tensor:
+        """rows, seen: the first index and the one after the last, of queries and of keys."""
+        alike = self.window.alike(self.queries, self.keys, rows, seen)
+        if alike not in self.known:
+            own = self.queries.tensor(*rows, self.device)
+            mask = self.window.mask(own, self.keys.tensor(*seen, self.device))
+            is_added = self.dtype != torch.bool
+            added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, -torch.inf) if is_added else mask
+            self.known[alike] = added
+        return self.known[alike]
 
 
 def _band(low: int, high: int, num_rows: int, num_keys: int) -> Iterator[Piece]:
@@ -231,7 +236,9 @@ def window_attention(
     """
     length, window = query.shape[-2], Window(before, after, chunk)
     whole, parts = Positions(0, length), []
-    for tile, mask in window.masked_tiles(whole, whole, length, query.device, query.dtype):
+    masks = Masks(window, whole, whole, query.device, query.dtype)
+    for tile in window.tiles(whole, whole, length):
+        mask = None if tile.is_full else masks.of((tile.row, tile.end_row), (tile.key, tile.end_key))
         rows = query.narrow(-2, tile.row, tile.end_row - tile.row)
         count = tile.end_key - tile.key
         if not count:
