@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional
 
 from codegen.runtime.dropout_module import DropoutModule
-from codegen.runtime.mesh import Axis
+from codegen.runtime.mesh import Axis, Mesh
 from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, signature_of
 
 _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
@@ -121,6 +121,8 @@ class _File:
             self.function(node, function, rest, keywords)
         elif root in _AXES and "." not in rest and rest:
             self.signature(node, getattr(Axis, rest, None), [None, *node.args], keywords)
+        elif path.startswith("self.mesh."):
+            self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
             self.signature(node, getattr(DropoutModule, rest, None), [None, *node.args], keywords)
         elif root in self.imported:

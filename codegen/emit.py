@@ -206,6 +206,8 @@ def _root_class(program: Program, words: Words) -> str:
     lines += _table("RECEIVES", receives, words.boundaries.get("RECEIVES"))
     lines += _table("INPUTS", program.inputs)
     lines += _batch_facts(program)
+    if program.receives or program.sends:
+        lines += [f"    JOINTS = {literal(joints)}", ""] if (joints := program.joint_axes) else []
     sends = {name: boundary.spec for name, boundary in program.sends.items()}
     lines += _table("SENDS", sends, words.boundaries.get("SENDS"))
     given = (("num_targets", program.count_targets), ("sums", program.whole_sums))

@@ -11,8 +11,8 @@ from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.experts import EXPERT_LINEAR, ROUTED
+from autopar.options.strategies import Operator, Option, num_local, routed_axes
+from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute, routing
 
 BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
@@ -73,13 +73,13 @@ class Contractions(Rates):
         parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
         moved = [num_local(m, lies, self.mesh) * m.dtype.itemsize for (m, lies), goes in ways if goes]
-        axis = next((number for number, own in enumerate(option.axes) if own.lowering == ROUTED), None)
-        if axis is None:
+        axes = routed_axes(option.axes)
+        if not axes:
             return 1.0, self.memory_seconds(2 * sum(moved))
-        size, (num_experts, *_) = self.mesh.sizes[axis], operator.inputs[1].shape
+        size, (num_experts, *_) = math.prod(self.mesh.sizes[axis] for axis in axes), operator.inputs[1].shape
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
-        exchanges = sum(self.collective_seconds("all_to_all", axis, load * part) for part in moved)
+        exchanges = sum(self.joint_seconds("all_to_all", axes, load * part) for part in moved)
         return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
 
     def _attention_seconds(

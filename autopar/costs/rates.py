@@ -71,7 +71,7 @@ class Rates:
     hidden_fraction: float = 0.0
     fragmentation: float = 0.0
     overlap_share: float = 0.0
-    _times: dict[tuple[collective.Kind, int, float], float] = field(default_factory=dict)
+    _times: dict[tuple[collective.Kind, tuple[int, ...], float], float] = field(default_factory=dict)
     _memory_times: dict[float, float] = field(default_factory=dict)
     _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)
     _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(
@@ -88,17 +88,15 @@ class Rates:
 
     def collective_seconds(self, kind: collective.Kind, axis: int, num_bytes: float) -> float:
         """One collective on one axis; num_bytes as cost_models.collective defines it."""
-        key = (kind, axis, num_bytes)
-        if key not in self._times:
-            self._times[key] = collective.seconds(kind, num_bytes, self.groups[axis], self.cluster)
-        return self._times[key]
+        return self.joint_seconds(kind, (axis,), num_bytes)
 
     def joint_seconds(self, kind: collective.Kind, axes: tuple[int, ...], num_bytes: float) -> float:
         """One collective on neighbouring axes as one."""
-        if len(axes) == 1:
-            return self.collective_seconds(kind, axes[0], num_bytes)
-        group = collective.Group(math.prod(self.mesh.sizes[axis] for axis in axes), self.groups[axes[-1]].stride)
-        return collective.seconds(kind, num_bytes, group, self.cluster)
+        key = (kind, axes, num_bytes)
+        if key not in self._times:
+            group = collective.Group(math.prod(self.mesh.sizes[axis] for axis in axes), self.groups[axes[-1]].stride)
+            self._times[key] = collective.seconds(kind, num_bytes, group, self.cluster)
+        return self._times[key]
 
     # --- resharding -------------------------------------------------------------------------------------------
 

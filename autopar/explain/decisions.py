@@ -18,7 +18,7 @@ from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
 from cost_models.schedule import SCHEDULES
 
-PINS = (*AXIS_NAMES, "zero", "micro_batches", "schedule", "chunks", "recompute", "offload", "context")
+PINS = (*AXIS_NAMES, "etp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload", "context")
 
 
 @dataclass(frozen=True, slots=True)

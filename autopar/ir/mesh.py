@@ -20,6 +20,9 @@ a size follows it in texts."""
 DATA_AXES = ("ddp", "dp", "ep")
 """Axes that shard the batch; `ep` shards the experts of a mixture beside it."""
 
+TENSOR_AXES = ("ttp", "tp")
+"""Axes that cut features. Where experts are folded, they cut tokens and experts of a mixture's layers instead."""
+
 ZERO_AXES = ("dp", "cp", "ep")
 """Axes over which ZeRO shards what all their ranks have whole; over `ddp` are copies of its shards."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.ir.graph import DEFERRABLE, WINDOW_ATTENTION, Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placement, R, S
 from autopar.options.strategies import Operator, Option
@@ -23,7 +24,7 @@ from autopar.rules.localize import LocalCall, LoweringCall, local_call
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.expressions import given
-from codegen.program import Call, Raw, Statement, TensorType, Var
+from codegen.program import Call, JointAxis, Raw, Statement, TensorType, Var
 
 if TYPE_CHECKING:
     from autopar.lowering.scope_lowering import Lowering
@@ -78,7 +79,7 @@ def lower_call(
 def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall | None, call: Call) -> Call:
     """A layer of experts, between what brings its rows to them and what brings them back where that is its part."""
     rows, weight, experts, *bias = call.args
-    axes = () if lowering is None else (Raw(scope.shared.mesh.axes[lowering.axes[0]]),)
+    axes = _routing_axis(scope.shared.mesh, lowering)
     num_experts, route = operator.inputs[1].shape[0], operator.route
     routes = scope.once("Routes", (experts, num_experts, *axes), "routes", experts, call.section)
     if not route.arrives:
@@ -90,6 +91,12 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
     made = Var(scope.fresh_name("product"), replace(result.type, tensor=("", 0)))
     scope.pending.append(replace(product, results=(made,)))
     return replace(call, target="runtime.combine", args=(made, routes))
+
+
+def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw | JointAxis, ...]:
+    """The argument that says over which axis rows travel, if they do."""
+    names = () if lowering is None else tuple(mesh.axes[number] for number in lowering.axes)
+    return () if not names else (Raw(names[0]),) if len(names) == 1 else (JointAxis(names),)
 
 
 def _window_attention(call: Call) -> Call:

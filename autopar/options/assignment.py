@@ -17,8 +17,9 @@ from autopar.ir.placement import Placements, Stored
 from autopar.ir.plan_data import ScopePlan, labels_text
 from autopar.options.offers import Offers
 from autopar.options.reshard import steps
+from autopar.options.routes import keeps_rows
 from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator, Option, options_of
+from autopar.options.strategies import Operator, Option, options_of, routed_axes
 from autopar.options.validate import check_scopes, ref_name
 from autopar.plan import Plan
 from search.problem import Solution
@@ -94,6 +95,29 @@ class Deriver:
         weights = tuple(float(meta.num_bytes) for meta in operator.inputs)
         return default_option(self.options[scope.name, name], sources, self.mesh.sizes, weights)
 
+    def check_route(self, scope: Scope, name: str, chosen: Mapping[tuple[str, str], Option], plan: Plan) -> None:
+        """Raises PlanError where rows that are sorted by expert would be moved, or routed over other axes than those of
+        the first layer of experts with the same rows."""
+        operator, option = self.operators[scope.name, name], chosen[scope.name, name]
+        reads = zip(operator.node.inputs, option.inputs, strict=True)
+        ways = [(ref, self.lies[scope.name, ref], wanted) for ref, wanted in reads]
+        made = [Ref(name, index) for index in range(len(option.outputs))]
+        ways += [(ref, option.outputs[ref.index], self.lies[scope.name, ref]) for ref in made]
+        moved = [
+            ref.node
+            for ref, source, target in ways
+            if (maker := self.operators.get((scope.name, ref.node))) is not None
+            and not maker.route.returns
+            and not keeps_rows(source, target)
+        ]
+        first = operator.route.like or name
+        if moved or routed_axes(option.axes) != routed_axes(chosen[scope.name, first].axes):
+            raise PlanError(
+                f"{plan.place(scope.name, 'calls', name)} does not take rows of experts as they come",
+                values=labels_text(option.labels, plan.mesh),
+                alternatives=f"what cuts rows as {moved[0] if moved else first} does, and no other",
+            )
+
     def pieces(self, scope: Scope) -> list[Any]:
         return list(scope.nodes) if scope.name else list(self.graph.body)
 
@@ -160,6 +184,7 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
                 deriver.lies[scope.name, ref] = kept
                 if len(offers.uses[scope.name].get(ref, ())) > 1:
                     tensors[scope.name, ref] = kept
+            deriver.check_route(scope, piece.name, chosen, plan)
     return Assignment(chosen, tensors, parameters)
 
 

@@ -17,7 +17,7 @@ from autopar.ir.placement import Placement, Placements, S
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option, options_of
-from autopar.rules.rule import AxisOption, find_factor
+from autopar.rules.rule import AxisOption, find_factor, label_of
 
 Operators = Mapping[tuple[str, str], Operator]
 
@@ -74,11 +74,11 @@ class _Carrier:
         self, operator: Operator, axis: AxisOption, inputs: list[Placement | None], outputs: list[Placement | None]
     ) -> AxisOption:
         assert operator.batch is not None
-        factor, _, sections = axis.label.partition("/")
+        name, _, sections = axis.label.rpartition("/")
+        joint = operator.rule.joint(name) if name else None
         label = axis.label
-        if sections and factor == operator.batch[0]:
-            count = self._sections(int(sections), operator.batch[1])
-            label = factor if count == 1 else f"{factor}/{count}"
+        if sections.isdigit() and (name if joint is None else joint.output) == operator.batch[0]:
+            label = label_of(name, self._sections(int(sections), operator.batch[1]))
         return replace(
             axis,
             label=label,

@@ -2,7 +2,8 @@
 
 A layer of experts takes its rows sorted by expert, on the rank that has the expert (codegen/runtime/experts.py). Where
 another one follows, and nothing but calls that treat each row by itself is between them, what puts rows back and what
-sorts them again cancel: rows return after the last layer only.
+sorts them again cancel: rows return after the last layer only. Until then they are not moved between ranks, and the
+layers route them over the same axes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import Node, Ref, base_name
+from autopar.ir.placement import Placements
 from autopar.rules.experts import EXPERT_LINEAR, row_factor
 from autopar.rules.localize import REWRITES
 from autopar.rules.rule import Rule
@@ -21,15 +23,16 @@ SLICING = frozenset({"split", "split_with_sizes", "slice", "narrow"})
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the rows of one layer of experts come and go.
+    """How the rows of one layer of experts, or of a call between two, come and go.
 
     arrives: they come from a layer before it, sorted. is_first: where they do not, no call before it has sorted them.
-    returns: they are put back after it.
+    returns: they are put back after it. like: of a layer, the first one with the same rows.
     """
 
     arrives: bool = False
     is_first: bool = True
     returns: bool = True
+    like: str = ""
 
     @property
     def dispatches(self) -> bool:
@@ -43,8 +46,8 @@ def routes_of(
     batches: Mapping[str, tuple[str, int]],
     leaving: Collection[Ref],
 ) -> dict[str, Route]:
-    """The route of every layer of experts of a scope, by the name of its call. batches: call -> the factor (and
-    sections) that runs over the batch. leaving: what is read outside of the scope."""
+    """The route of every layer of experts of a scope, and of what is between them, by the name of the call. batches:
+    call -> the factor (and sections) that runs over the batch. leaving: what is read outside of the scope."""
     layers = [node for node in nodes if node.op == EXPERT_LINEAR]
     ids = {Ref(node.name): node.inputs[2] for node in layers}
     if not layers:
@@ -57,16 +60,25 @@ def routes_of(
             if factor and batches.get(node.name) == (factor, 1):
                 ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}
     stays = _staying(nodes, ids, leaving)
-    found, seen = {}, set[tuple[Ref, Ref]]()
+    between = {ref.node for ref in stays} - {node.name for node in layers}
+    found, seen, first = {name: Route(arrives=True, returns=False) for name in between}, set[tuple[Ref, Ref]](), {}
     for node in layers:
         rows, own = node.inputs[0], node.inputs[2]
         found[node.name] = Route(
             arrives=rows in stays and ids[rows] == own,
             is_first=(rows, own) not in seen,
             returns=Ref(node.name) not in stays,
+            like=first.setdefault(own, node.name),
         )
         seen.add((rows, own))
     return found
+
+
+def keeps_rows(source: Placements, target: Placements) -> bool:
+    """Whether a reshard leaves the rows of a tensor, its first dim, on the ranks where they are."""
+    return all(
+        a == b or not any(p.is_shard and p.dim == 0 for p in (a, b)) for a, b in zip(source, target, strict=True)
+    )
 
 
 def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collection[Ref]) -> set[Ref]:

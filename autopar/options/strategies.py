@@ -3,7 +3,9 @@
 The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` and `ddp` shard the factor that runs
 over the batch, `cp` the one that runs over the positions of the sequence, every other axis any other factor. Which
 factor these are is found by following the dims of the inputs through the rules. `ep` shards the batch too, but the
-weights of experts by expert, which is followed back to the parameters. Section counts (fused QKV, merged dims) travel
+weights of experts by expert, which is followed back to the parameters. Beside experts, `tp` and `ttp` may cut positions
+where these are one dim with the batch: then the experts may be cut over their ranks as well, with these rows, which is
+called folding ("MoE Parallel Folding", D. Liu et al. (2025)). Section counts (fused QKV, merged dims) travel
 the same way, from the operator that needs them to the ones that can provide them.
 """
 
@@ -23,10 +25,10 @@ from autopar.options.fused import Fusion, Fusions
 from autopar.options.routes import Route, routes_of
 from autopar.options.scopes import Scope, scopes_of
 from autopar.rules.attention import ATTENTION, EXCHANGES, HEADS
-from autopar.rules.experts import EXPERT_LINEAR, ROUTED
+from autopar.rules.experts import EXPERT_LINEAR, ROUTED, ROWS_AND_EXPERTS
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
-from autopar.rules.rule import AxisOption, Rule, axis_options
+from autopar.rules.rule import AxisOption, Rule, axis_options, label_of
 
 UNCUT = ("R", "Rp", "P")
 """Labels of options that shard nothing."""
@@ -50,8 +52,9 @@ class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
     batch, positions: the factor (and sections) that runs over the batch, over the sequence. is_striped: whether `cp`
-    shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these. route: of
-    a layer of experts, how its rows come and go. runs: of the scope's calls, what one kernel may do.
+    shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these. route: how
+    the rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in a scope
+    with such layers. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -65,6 +68,7 @@ class Operator:
     is_striped: bool = False
     experts: str | None = None
     route: Route = Route()
+    beside_experts: bool = False
     runs: Fusions | None = None
 
     @property
@@ -107,6 +111,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 is_striped=is_striped,
                 experts=experts.get(key),
                 route=routes.get(node.name, Route()),
+                beside_experts=bool(routes),
                 runs=runs,
             )
     return found
@@ -149,7 +154,7 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     shapes_out = [meta.shape for meta in operator.node.outputs]
     found = []
     for axes in itertools.product(*per_axis):
-        if not combines(operator.rule, axes, mesh.sizes):
+        if not combines(operator.rule, axes, mesh.sizes) or not _are_neighbours(routed_axes(axes), mesh):
             continue
         inputs = tuple(tuple(a.inputs[i] for a in axes) for i in range(len(shapes_in)))
         outputs = tuple(tuple(a.outputs[i] for a in axes) for i in range(len(shapes_out)))
@@ -157,6 +162,16 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
         if all(divides(shape, placements, mesh.sizes) for shape, placements in tensors):
             found.append(Option(axes, inputs, outputs))
     return tuple(found)
+
+
+def routed_axes(axes: tuple[AxisOption, ...]) -> tuple[int, ...]:
+    """The numbers of the axes over which rows travel to their experts."""
+    return tuple(number for number, option in enumerate(axes) if option.lowering == ROUTED)
+
+
+def _are_neighbours(axes: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether no axis is between these, so that links are as those of one axis."""
+    return not axes or all(mesh.sizes[number] == 1 for number in set(range(axes[0], axes[-1])) - set(axes))
 
 
 @derived
@@ -211,17 +226,24 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
         return _context_choices(operator, size)
     batch = operator.batch
     sections = dict(operator.sections)
-    if batch and batch[1] > 1:
-        sections[batch[0]] = (*sections.get(batch[0], ()), batch[1])
+    positions = operator.positions if batch and _has_tokens(operator) else None
+    for factor, count in (each for each in (batch, positions) if each and each[1] > 1):
+        sections[factor] = (*sections.get(factor, ()), count)
     options = axis_options(operator.rule, size, operator.inputs, operator.node.outputs, sections)
-    batch_label = None if batch is None else _label(*batch)
+    batch_label = None if batch is None else label_of(*batch)
     is_batch = [option.label.split("/")[0] == batch[0] if batch else False for option in options]
-    routed = [option for option in options if option.lowering == ROUTED]
+    routed = [option for option in options if option.label == ROWS_AND_EXPERTS]
     if axis == "ep" and (routed or operator.experts):
         return routed or [option for option in options if option.label == operator.experts]
     if axis not in DATA_AXES:
-        special = [option for option in options if option.label in operator.rule.joints]
-        return [option for option, b in zip(options, is_batch, strict=True) if not b and option not in special]
+        tokens = [] if positions is None else [label_of(positions[0], positions[1])]
+        if operator.node.op == EXPERT_LINEAR and positions is not None:
+            tokens = [label_of(ROWS_AND_EXPERTS, positions[1])]
+        special = [operator.rule.joint(option.label) is not None for option in options]
+        barred = (b or s for b, s in zip(is_batch, special, strict=True))
+        return [
+            option for option, is_barred in zip(options, barred, strict=True) if not is_barred or option.label in tokens
+        ]
     if any(option.label == batch_label for option in options):
         return [option for option in options if option.label == batch_label]
     return [option for option in options if option.label in UNCUT]
@@ -239,18 +261,22 @@ def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
     if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
         count = rule.sizes[factor] // size
     options = axis_options(rule, size, operator.inputs, operator.node.outputs, {factor: (count,)})
-    wanted = _label(factor, count)
-    joint = [o for o in options if o.label in rule.joints and rule.joints[o.label].is_striped == operator.is_striped]
+    wanted = label_of(factor, count)
+    joint = [o for o in options if (own := rule.joint(o.label)) and own.is_striped == operator.is_striped]
     if can_cut_context(operator):
         return joint + [o for o in options if o.label in HEADS] or [options[0]]
     cut = [option for option in options if option.label == wanted]
     batch = operator.batch[0] if operator.batch else None
-    others = [o for o in options if o.label not in rule.joints and o.label.split("/")[0] not in (batch, factor)]
+    others = [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] not in (batch, factor)]
     return cut or others
 
 
-def _label(factor: str, sections: int) -> str:
-    return factor if sections == 1 else f"{factor}/{sections}"
+def _has_tokens(operator: Operator) -> bool:
+    """Whether it is beside experts, and its rows are those of the batch with their positions."""
+    batch, positions = operator.batch, operator.positions
+    if not operator.beside_experts or batch is None or positions is None:
+        return False
+    return positions[0] == batch[0] and positions[1] > 1
 
 
 def placement_choices(meta: TensorMeta, offered: Iterable[Placements], mesh: Mesh) -> tuple[Placements, ...]:

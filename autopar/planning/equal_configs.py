@@ -133,9 +133,16 @@ def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
 
 def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
     """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned. On many devices
-    these are as many as fill, with the `tensor` ranks of ttp x tp, whole nodes."""
-    pinned, experts = request.constraints.degrees.get("ep"), num_experts(request.trace(request.global_batch_size))
+    these are as many as fill, with the `tensor` ranks of ttp x tp, whole nodes. With etp=1 the latter share them out,
+    too."""
+    pinned, graph = request.constraints.degrees.get("ep"), request.trace(request.global_batch_size)
+    experts, etp = num_experts(graph), request.constraints.etp
     degrees = divisors(math.gcd(dp, experts) if experts else 1)
+    if etp == 1 < tensor:
+        divides = sequence_length(graph) % tensor == 0 and sequence_length(graph)
+        degrees = [ep for ep in degrees if divides and experts % (ep * tensor) == 0]
+    elif etp not in (None, tensor):
+        degrees = []
     if pinned is not None:
         return [ep for ep in degrees if ep == pinned]
     cluster = request.cluster
@@ -216,7 +223,8 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
     ddp = degrees.get("ddp", 1)
     wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s.dp // ddp, s.tensor)]
     if not wanted:
-        pinned = " x ".join(f"{a}={n}" for a, n in degrees.items())
+        named = {**degrees, **({"etp": request.constraints.etp} if request.constraints.etp else {})}
+        pinned = " x ".join(f"{a}={n}" for a, n in named.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in s._asdict().items())]
         raise ConstraintError(
             "the pinned degrees do not make the cluster's number of devices",

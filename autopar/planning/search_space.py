@@ -15,7 +15,7 @@ its input's placements, so the class decides its own boundary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.options.offers import Offers
 from autopar.options.reshard import steps
+from autopar.options.routes import keeps_rows
 from autopar.options.scopes import Scope
-from autopar.options.strategies import Operator, Option, options_of
+from autopar.options.strategies import Operator, Option, options_of, routed_axes
 from autopar.settings.constraints import Constraints
 from codegen.evaluation import NORMS, STATISTICS
 from search.problem import Edge, Problem, Variable
@@ -216,10 +217,32 @@ class _Builder:
                     if kept is not None:
                         made = tuple(option.outputs[position] for option in options)
                         site = scope.name, Ref(node.name, position)
-                        matrix = self.overlaps.reshard_matrix(site, made, self.variables[kept].options, is_kept=True)
+                        wanted = self.variables[kept].options
+                        matrix = self.overlaps.reshard_matrix(site, made, wanted, is_kept=True)
+                        matrix = self._bar_moves(scope, site[1], made, wanted, matrix)
                         self._add_matrix(target, kept, matrix * weight)
+                self._add_route_bar(scope, node.name)
         for run in self.runs:
             self._run_edges(run, micro)
+
+    def _add_route_bar(self, scope: Scope, name: str) -> None:
+        """inf where a layer of experts does not route its rows over the axes of the first one with the same rows."""
+        first = self.operators[scope.name, name].route.like
+        if first in ("", name):
+            return
+        here, there = (self.index["operator", scope.name, each, 0] for each in (name, first))
+        own, others = ([routed_axes(o.axes) for o in self.variables[index].options] for index in (here, there))
+        if len({*own, *others}) > 1:
+            self._add_matrix(there, here, np.array([[0.0 if a == b else np.inf for b in own] for a in others]))
+
+    def _bar_moves(
+        self, scope: Scope, ref: Ref, made: Sequence[Placements], wanted: Sequence[Placements], matrix: np.ndarray
+    ) -> np.ndarray:
+        """The matrix with inf where a reshard would move rows that are sorted by expert."""
+        operator = self.operators.get((scope.name, ref.node))
+        if operator is None or operator.route.returns:
+            return matrix
+        return matrix + np.array([[0.0 if keeps_rows(a, b) else np.inf for b in wanted] for a in made])
 
     def _run_edges(self, run: LayerRun, micro: int) -> None:
         layer = self.scopes[run.layer.name]
@@ -259,7 +282,9 @@ class _Builder:
         origin, output = self.source(scope, ref)
         variable = self.variables[origin]
         made = tuple(outputs[output] for outputs in variable.outputs)
-        matrix = self.overlaps.reshard_matrix((scope.name, ref), made, wanted)
+        matrix = self._bar_moves(
+            scope, ref, made, wanted, self.overlaps.reshard_matrix((scope.name, ref), made, wanted)
+        )
         if variable.key[0] == "parameter":
             is_single = len(self.uses[scope.name][ref]) == 1
             matrix = matrix + self._parameter_bar(made, wanted, is_single, is_written)

@@ -120,7 +120,8 @@ def _lowered(
         return (_context_attention(lowering, call, inputs, mesh),)
     if lowering.name == ROUTED:
         bias = inputs[3] if len(inputs) > 3 else None
-        return (routed_linear(inputs[0], inputs[1], inputs[2], bias, mesh.axes[lowering.axes[0]]),)
+        axis = mesh.joint(tuple(mesh.axes[number].name for number in lowering.axes))
+        return (routed_linear(inputs[0], inputs[1], inputs[2], bias, axis),)
     raise ValueError(f"the proof does not know the lowering {lowering.name!r}")
 
 

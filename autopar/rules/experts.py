@@ -2,7 +2,7 @@
 
 A row's result depends on that row and its expert alone, so rows may be cut as a batch is; features are those of any
 linear layer. Experts are cut together with rows only, which then travel to the rank that has their expert and back:
-which rows those are is data.
+which rows those are is data. Several axes that cut both are one to the rows: that of all their ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,15 @@ def expert_linear(call: Call) -> Rule:
         blocked={"e"},
         additive={3} if last else (),
         linear=("input bias", "weight bias"),
-        joints={ROWS_AND_EXPERTS: Joint(("n", "e", "n", "e")[: len(call.inputs)], "n", ROUTED, frozenset("n"))},
+        joints={
+            ROWS_AND_EXPERTS: Joint(
+                inputs=("n", "e", "n", "e")[: len(call.inputs)],
+                output="n",
+                lowering=ROUTED,
+                free=frozenset("ne"),
+                in_sections=True,
+            )
+        },
     )
 
 

@@ -35,7 +35,7 @@ class LoweringCall:
     arange          start + step * global position                               layout_shape, layout (of the result)
     all_gather,     attention whose keys are sharded over axes[0], by that        axes, is_striped
     ring            exchange (codegen/runtime/context_attention.py)
-    routed          rows that travel to the rank of axes[0] with their expert     axes
+    routed          rows that travel to the rank of all axes with their expert    axes
                     (codegen/runtime/experts.py)
 
     axes: numbers of mesh axes. divisor: product of the sizes of the mesh axes that shard a mean.
@@ -81,8 +81,8 @@ def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int,
     for option, size in zip(options, axis_sizes, strict=True):
         for factor, sections in rule.sharded_by(option.label, size):
             by_factor.setdefault(factor, []).append((sections, size))
-        if option.label in rule.joints:
-            joint = rule.joints[option.label]
+        joint = rule.joint(option.label)
+        if joint is not None:
             alone.update(set(joint.factors) - joint.free)
     for factor, shards in by_factor.items():
         places = tuple(S(0, sections) for sections, _ in shards)
@@ -151,7 +151,7 @@ def _lowering(
     if name in ("dropout", "arange"):
         layout = tuple(p if p.is_shard else R for p in out_places[0])
         return LoweringCall(name, layout_shape=call.outputs[0].shape, layout=layout)
-    joint = rule.joints.get(options[axes[0]].label)
+    joint = rule.joint(options[axes[0]].label)
     return LoweringCall(name, axes, is_striped=joint is not None and joint.is_striped)
 
 

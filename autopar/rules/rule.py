@@ -64,7 +64,8 @@ class Joint:
 
     inputs: the factor by which each input is sharded; None: it is whole on every rank. The outputs are sharded by
     `output`. free: factors that other axes may shard too. is_striped: of n ranks each has every n-th index of the
-    factors; else consecutive ones.
+    factors; else consecutive ones. in_sections: whether the factor of the outputs may be cut in sections, as it can be
+    alone; then its option has their count behind the label ("n+e/8").
     """
 
     inputs: tuple[str | None, ...]
@@ -72,6 +73,7 @@ class Joint:
     lowering: str
     free: frozenset[str] = frozenset()
     is_striped: bool = False
+    in_sections: bool = False
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -101,11 +103,19 @@ class Rule:
     lowerings: Mapping[str, Lowering] = field(default_factory=dict)
     joints: Mapping[str, Joint] = field(default_factory=dict)
 
+    def joint(self, label: str) -> Joint | None:
+        """The joint that the option of this label is of, in sections or not."""
+        found = self.joints.get(label.rpartition("/")[0])
+        return found if found is not None and found.in_sections else self.joints.get(label)
+
     def sharded_by(self, label: str, axis_size: int) -> tuple[tuple[str, int], ...]:
         """(factor, sections) of all that the option of this label shards on an axis; () if it shards nothing."""
-        if label in self.joints:
-            joint = self.joints[label]
-            return tuple((factor, joint.sections(self.sizes[factor], axis_size)) for factor in joint.factors)
+        joint = self.joint(label)
+        if joint is not None:
+            counts = {factor: joint.sections(self.sizes[factor], axis_size) for factor in joint.factors}
+            if label not in self.joints:
+                counts[joint.output] = int(label.rpartition("/")[2])
+            return tuple(counts.items())
         factor, _, sections = label.partition("/")
         return ((factor, int(sections or 1)),) if factor in self.sizes else ()
 
@@ -145,13 +155,18 @@ def shard_option(rule: Rule, factor: str, sections: int = 1) -> AxisOption:
     outputs = tuple(find_factor(rule, dims, factor, sections) or P for dims in rule.outputs)
     if lowering and lowering.outputs is not None:
         outputs = lowering.outputs
-    label = factor if sections == 1 else f"{factor}/{sections}"
-    return AxisOption(label, inputs, outputs, lowering.name if lowering else None)
+    return AxisOption(label_of(factor, sections), inputs, outputs, lowering.name if lowering else None)
+
+
+def label_of(name: str, sections: int) -> str:
+    """The label of the option that shards a factor, or those of a joint, in so many sections."""
+    return name if sections == 1 else f"{name}/{sections}"
 
 
 def joint_option(rule: Rule, label: str, axis_size: int) -> AxisOption:
-    """The option that gives one axis to several factors together."""
-    joint = rule.joints[label]
+    """The option that gives one axis to several factors together. label: of a joint, or of one in sections."""
+    joint = rule.joint(label)
+    assert joint is not None
     sections = dict(rule.sharded_by(label, axis_size))
     inputs = tuple(
         Rp if factor is None else find_factor(rule, dims, factor, sections[factor]) or Rp
@@ -185,9 +200,12 @@ def axis_options(
         for count in dict.fromkeys((1, *more)):
             if rule.sizes[factor] % (count * axis_size) == 0:
                 options.append(shard_option(rule, factor, count))
-    for label, joint in rule.joints.items():
-        if all(rule.sizes[factor] % axis_size == 0 for factor in joint.factors):
-            options.append(joint_option(rule, label, axis_size))
+    for name, joint in rule.joints.items():
+        more = (sections or {}).get(joint.output, ()) if joint.in_sections else ()
+        for count in dict.fromkeys((1, *more)):
+            ways = {factor: axis_size * (count if factor == joint.output else 1) for factor in joint.factors}
+            if all(rule.sizes[factor] % number == 0 for factor, number in ways.items()):
+                options.append(joint_option(rule, label_of(name, count), axis_size))
     return tuple(dict.fromkeys(canonical(option, inputs, outputs) for option in options))
 
 

@@ -109,6 +109,15 @@ class _Board:
         return found
 
 
+_Boards = dict[tuple[tuple[int, ...], Coordinate], _Board]
+"""By the numbers of the axes over which a group is, and its coordinate on the others."""
+
+
+def _board(boards: _Boards, axes: tuple[int, ...], outside: Coordinate, size: int) -> _Board:
+    """The group's board, which the first of its ranks to ask makes (setdefault is atomic)."""
+    return boards.setdefault((axes, outside), _Board(size, threading.Barrier(size), [None] * size))
+
+
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """A tensor that need not be waited for."""
@@ -171,7 +180,19 @@ class SimulatedMesh:
     axes: tuple[SimulatedAxis, ...]
     rank: int
     world_size: int
+    boards: _Boards
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def joint(self, names: tuple[str, ...]) -> SimulatedAxis:
+        """The named axes as one, the last the fastest."""
+        joined = [number for number, axis in enumerate(self.axes) if axis.name in names]
+        if len(joined) == 1:
+            return self.axes[joined[0]]
+        size, rank = 1, 0
+        for number in joined:
+            size, rank = size * self.axes[number].size, rank * self.axes[number].size + self.axes[number].rank
+        outside = tuple(axis.rank for number, axis in enumerate(self.axes) if number not in joined)
+        return SimulatedAxis("+".join(names), size, rank, _board(self.boards, tuple(joined), outside, size))
 
     def __getattr__(self, name: str) -> SimulatedAxis:
         for axis in object.__getattribute__(self, "axes"):
@@ -184,16 +205,15 @@ class SimulatedMesh:
 
 def meshes(axis_sizes: Sizes) -> dict[Coordinate, SimulatedMesh]:
     """One mesh per rank, sharing boards along each axis."""
-    boards: dict[tuple[int, Coordinate], _Board] = {}
+    boards: _Boards = {}
     ranks = coordinates(axis_sizes)
     found = {}
     for number, rank in enumerate(ranks):
         axes = []
         for axis, size in enumerate(axis_sizes):
-            key = (axis, rank[:axis] + rank[axis + 1 :])
-            board = boards.setdefault(key, _Board(size, threading.Barrier(size), [None] * size))
+            board = _board(boards, (axis,), rank[:axis] + rank[axis + 1 :], size)
             axes.append(SimulatedAxis(AXIS_NAMES[axis], size, rank[axis], board))
-        found[rank] = SimulatedMesh(tuple(axes), number, len(ranks))
+        found[rank] = SimulatedMesh(tuple(axes), number, len(ranks), boards)
     return found
 
 

@@ -5,6 +5,7 @@ A plain dict:
     {"pp": 2, "dp": 2, "tp": 2,                           pipeline ranks, degrees of mesh axes
      "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
      "ep": 2,                                             of the dp ranks, how many share out the experts
+     "etp": 1,                                            ranks that share each expert: 1, or all of ttp x tp
      "ttp": 2,                                            ranks of the outer axis of tensor parallelism
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
      "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per pipeline rank
@@ -30,19 +31,28 @@ from typing import Any
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, TENSOR_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator, Option, can_cut_context, has_context, num_experts, sequence_length
+from autopar.options.strategies import (
+    Operator,
+    Option,
+    can_cut_context,
+    has_context,
+    num_experts,
+    routed_axes,
+    sequence_length,
+)
 from autopar.rules.attention import EXCHANGES, HEADS
+from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
 from cost_models.schedule import SCHEDULES
 
 _AXES = AXIS_NAMES
 _SHARDING_AXES = AXIS_NAMES[1:]
-_SCALARS = ("zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
+_SCALARS = ("etp", "zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE_MODES,
@@ -58,11 +68,13 @@ Pattern = tuple[str, tuple[tuple[str, Placement], ...]]
 class Constraints:
     """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...)).
 
+    etp: of the ranks of ttp x tp, how many share each expert; with fewer than all, the others have other experts.
     context: how attention calls do whose sequence cp cuts: by an exchange of keys and values, or cut by heads, for
     which queries, keys and values are exchanged; None: as is fastest.
     """
 
     degrees: Mapping[str, int]
+    etp: int | None = None
     zero: int | None = None
     micro_batches: int | None = None
     memory_bytes: int | None = None
@@ -91,6 +103,7 @@ class Constraints:
             if key not in known:
                 raise ConstraintError(f"unknown constraint {key!r}", alternatives=near(key, known))
         degrees = {axis: whole(axis, given[axis], 1) for axis in _AXES if axis in given}
+        etp = whole("etp", given["etp"], 1) if given.get("etp") is not None else None
         zero = whole("zero", given["zero"], 0) if "zero" in given else None
         if zero is not None and zero > 3:
             raise ConstraintError("zero is a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
@@ -107,6 +120,7 @@ class Constraints:
         chosen |= {name: _patterns(name, given.get(name)) for name in _PATTERNS}
         found = cls(
             degrees=degrees,
+            etp=etp,
             zero=zero,
             micro_batches=micro,
             memory_bytes=memory,
@@ -170,6 +184,7 @@ class Constraints:
                 values=f"ep={ep}, {experts or 'no'} experts" + ("" if experts else " that autopar recognises"),
                 alternatives=f"ep of {legal}" if experts else "ep left out",
             )
+        self._check_folding(graph)
         parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
         activations = sorted(activation_names(graph))
         for patterns, names, what in (
@@ -186,6 +201,25 @@ class Constraints:
                         alternatives=["names like " + ", ".join(close)],
                     )
 
+    def _check_folding(self, graph: Graph) -> None:
+        """Raises ConstraintError for an etp that is of no experts, or is none of those that there are programs for."""
+        tensor = self.degrees.get("tp", 1) * self.degrees.get("ttp", 1)
+        if self.etp is None:
+            return
+        if not num_experts(graph):
+            raise ConstraintError(
+                "etp is of the experts of a mixture",
+                values=f"etp={self.etp}, no experts that autopar recognises",
+                alternatives="etp left out",
+            )
+        if self.etp not in (1, tensor):
+            raise ConstraintError(
+                "an expert is on one rank of ttp x tp, or on all of them",
+                values=f"etp={self.etp}, ttp x tp = {tensor}" + ("" if "tp" in self.degrees else ", tp is not pinned"),
+                alternatives=f"etp=1, or etp={self.etp} with tp={self.etp}"
+                + (f", or etp={tensor}" if tensor > 1 else ""),
+            )
+
     def allowed_stored(self, scope: Scope, name: str, options: tuple[Stored, ...], mesh: Mesh) -> tuple[Stored, ...]:
         """Options of a parameter that agree with the pins."""
         names = scope.full_names(name)
@@ -194,7 +228,10 @@ class Constraints:
         )
 
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
-        """The options that agree with `context`. Raises ConstraintError where cp divides neither sequence nor heads."""
+        """The options that agree with `etp` and `context`. Raises ConstraintError where cp divides neither sequence nor
+        heads, and where ttp x tp does not divide the experts or the positions of their rows."""
+        if self.etp is not None and operator.node.op == EXPERT_LINEAR:
+            return self._folded(operator, options, mesh)
         is_free = self.context is None or "cp" not in mesh.axes
         if is_free or operator.positions is None or not can_cut_context(operator):
             return options
@@ -206,6 +243,26 @@ class Constraints:
                 f"{operator.node.name} cannot be cut so on {mesh}",
                 values=f"context={self.context}, heads and positions of queries {queries}, of keys {keys}",
                 alternatives=sorted({_exchange(option.axes[number]) for option in options} - {""}) or "another cp",
+            )
+        return kept
+
+    def _folded(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
+        """Those in which an expert is on `etp` ranks of ttp x tp."""
+        tensor = {
+            number: size
+            for number, (axis, size) in enumerate(zip(mesh.axes, mesh.sizes, strict=True))
+            if axis in TENSOR_AXES
+        }
+        shared = [
+            math.prod(size for number, size in tensor.items() if number not in routed_axes(option.axes))
+            for option in options
+        ]
+        kept = tuple(option for option, number in zip(options, shared, strict=True) if number == self.etp)
+        if not kept:
+            raise ConstraintError(
+                f"{operator.node.name} cannot be cut so on {mesh}",
+                values=f"etp={self.etp}, {operator.inputs[1].shape[0]} experts, rows {operator.inputs[0].shape}",
+                alternatives=[f"etp={number}" for number in sorted(set(shared))] or "another tp",
             )
         return kept
 

@@ -233,6 +233,7 @@ class Module(nn.Module):
     UNUSED_INPUTS: ClassVar[tuple[str, ...]] = ()
     FIXED_INPUTS: ClassVar[Mapping[str, Any]] = {}
     NO_EVALUATION: ClassVar[str] = ""
+    JOINTS: ClassVar[tuple[tuple[str, ...], ...]] = ()
     RECEIVES: ClassVar[Mapping[str, Param]] = {}
     SENDS: ClassVar[Mapping[str, Param]] = {}
     FIRST_LAYER: ClassVar[Mapping[type[Module], int]] = {}

@@ -126,6 +126,7 @@ class Pipeline:
             )
         joints = [
             {names for spec in self._specs_at(i) for names in self._joints(spec, stage_mesh)}
+            | {names for stage in self.stages if stage.pipeline_rank == i for names in stage.program.JOINTS}
             for i, stage_mesh in enumerate(self.stage_meshes)
         ]
         shapes = [(stage_mesh.axes, stage_mesh.sizes) for stage_mesh in self.stage_meshes]
