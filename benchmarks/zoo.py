@@ -67,6 +67,7 @@ PLANS: Mapping[str, Plan] = {
     "dp2 x tp2 zero 3": Plan({"dp": 2, "tp": 2, "zero": 3}),
     "pp2": Plan({"pp": 2}),
     "ep2": Plan({"ep": 2}, axis="ep"),
+    "ep2 x tp2 folded": Plan({"ep": 2, "tp": 2, "etp": 1}, axis="ep"),
     "cp2": Plan({"dp": 2, "cp": 2}, axis="cp"),
 }
 

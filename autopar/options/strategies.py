@@ -226,7 +226,7 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
         return _context_choices(operator, size)
     batch = operator.batch
     sections = dict(operator.sections)
-    positions = operator.positions if batch and _has_tokens(operator) else None
+    positions = operator.positions if _has_tokens(operator) else None
     for factor, count in (each for each in (batch, positions) if each and each[1] > 1):
         sections[factor] = (*sections.get(factor, ()), count)
     options = axis_options(operator.rule, size, operator.inputs, operator.node.outputs, sections)
@@ -236,14 +236,10 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     if axis == "ep" and (routed or operator.experts):
         return routed or [option for option in options if option.label == operator.experts]
     if axis not in DATA_AXES:
-        tokens = [] if positions is None else [label_of(positions[0], positions[1])]
-        if operator.node.op == EXPERT_LINEAR and positions is not None:
-            tokens = [label_of(ROWS_AND_EXPERTS, positions[1])]
-        special = [operator.rule.joint(option.label) is not None for option in options]
-        barred = (b or s for b, s in zip(is_batch, special, strict=True))
-        return [
-            option for option, is_barred in zip(options, barred, strict=True) if not is_barred or option.label in tokens
-        ]
+        name = ROWS_AND_EXPERTS if operator.node.op == EXPERT_LINEAR else positions[0] if positions else ""
+        tokens = label_of(name, positions[1]) if positions else None
+        barred = [b or operator.rule.joint(o.label) is not None for o, b in zip(options, is_batch, strict=True)]
+        return [o for o, is_barred in zip(options, barred, strict=True) if not is_barred or o.label == tokens]
     if any(option.label == batch_label for option in options):
         return [option for option in options if option.label == batch_label]
     return [option for option in options if option.label in UNCUT]
@@ -272,11 +268,9 @@ def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
 
 
 def _has_tokens(operator: Operator) -> bool:
-    """Whether it is beside experts, and its rows are those of the batch with their positions."""
+    """Whether it is beside experts, and its rows are positions, of one sequence or together with the batch."""
     batch, positions = operator.batch, operator.positions
-    if not operator.beside_experts or batch is None or positions is None:
-        return False
-    return positions[0] == batch[0] and positions[1] > 1
+    return operator.beside_experts and positions is not None and (batch is None or batch[0] == positions[0])
 
 
 def placement_choices(meta: TensorMeta, offered: Iterable[Placements], mesh: Mesh) -> tuple[Placements, ...]:
