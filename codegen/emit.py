@@ -20,7 +20,7 @@ from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement,
 from codegen.reshard_words import Dims
 from codegen.runtime.names import argument
 from codegen.sizes import needed, with_sizes
-from codegen.statements import axes, indented, returning, source_lines
+from codegen.statements import axes, indented, joint_axes, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
 _BASE_HOME = {"Module": "parameters", "DropoutModule": "dropout_module", "MemorySaving": "recompute"}
@@ -207,7 +207,7 @@ def _root_class(program: Program, words: Words) -> str:
     lines += _table("INPUTS", program.inputs)
     lines += _batch_facts(program)
     if program.receives or program.sends:
-        lines += [f"    JOINTS = {literal(joints)}", ""] if (joints := program.joint_axes) else []
+        lines += [f"    JOINTS = {literal(joints)}", ""] if (joints := joint_axes(program)) else []
     sends = {name: boundary.spec for name, boundary in program.sends.items()}
     lines += _table("SENDS", sends, words.boundaries.get("SENDS"))
     given = (("num_targets", program.count_targets), ("sums", program.whole_sums))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from codegen.functions import NAMESPACE, function_of
-from codegen.program import Call, JointAxis, Raw, Var
+from codegen.program import Call, Raw, Var
 from codegen.schemas import EmissionError, schema_of, signature_of
 from codegen.text import quoted
 
@@ -367,7 +367,7 @@ def literal(value: Any) -> str:
     """A value as Python source."""
     if isinstance(value, Var):
         return value.name
-    if isinstance(value, Raw | JointAxis):
+    if isinstance(value, Raw):
         return value.text
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return f'float("{value}")'

@@ -60,22 +60,11 @@ UNREAD = Var("", TensorType((), ""))
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A Python expression, printed as it is. reads: the variables in it."""
+    """A Python expression, printed as it is. reads: the variables in it. joint: axes of the mesh that it is as one."""
 
     text: str
     reads: tuple[Var, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class JointAxis:
-    """Several axes of the mesh as one."""
-
-    axes: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The expression for it."""
-        return f"self.mesh.joint(({', '.join(map(repr, self.axes))}))".replace("'", '"')
+    joint: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,13 +296,6 @@ class Program:
     @property
     def layer_names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layers)
-
-    @property
-    def joint_axes(self) -> tuple[tuple[str, ...], ...]:
-        """The axes of each JointAxis that a call names."""
-        bodies = (cls.body for cls in (*self.layers, self.root))
-        calls = (statement for body in bodies for statement in body if isinstance(statement, Call))
-        return tuple(dict.fromkeys(arg.axes for call in calls for arg in call.args if isinstance(arg, JointAxis)))
 
     def paths(self, layer: str) -> tuple[str, ...]:
         """Module paths of a class' layers."""

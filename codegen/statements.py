@@ -39,6 +39,14 @@ def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
     return [f"{', '.join(named)} = {', '.join(f'self.mesh.{axis}' for axis in named)}"]
 
 
+def joint_axes(program: Program) -> tuple[tuple[str, ...], ...]:
+    """The axes of the mesh that calls take as one."""
+    bodies = (cls.body for cls in (*program.layers, program.root))
+    calls = (statement for body in bodies for statement in body if isinstance(statement, Call))
+    values = (value for call in calls for value in call.args if isinstance(value, Raw) and value.joint)
+    return tuple(dict.fromkeys(value.joint for value in values))
+
+
 def indented(lines: list[str]) -> list[str]:
     """The lines indented as the body of a method, and wrapped."""
     return [f"        {line}" if line else "" for line in lines]

@@ -23,8 +23,8 @@ from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.localize import LocalCall, LoweringCall, local_call
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
-from codegen.expressions import given
-from codegen.program import Call, JointAxis, Raw, Statement, TensorType, Var
+from codegen.expressions import given, literal
+from codegen.program import Call, Raw, Statement, TensorType, Var
 
 if TYPE_CHECKING:
     from autopar.lowering.scope_lowering import Lowering
@@ -93,10 +93,12 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
     return replace(call, target="runtime.combine", args=(made, routes))
 
 
-def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw | JointAxis, ...]:
+def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:
     """The argument that says over which axis rows travel, if they do."""
     names = () if lowering is None else tuple(mesh.axes[number] for number in lowering.axes)
-    return () if not names else (Raw(names[0]),) if len(names) == 1 else (JointAxis(names),)
+    if len(names) < 2:
+        return tuple(map(Raw, names))
+    return (Raw(f"self.mesh.joint({literal(names)})", joint=names),)
 
 
 def _window_attention(call: Call) -> Call:

@@ -219,6 +219,13 @@ class Constraints:
                 alternatives=f"etp=1, or etp={self.etp} with tp={self.etp}"
                 + (f", or etp={tensor}" if tensor > 1 else ""),
             )
+        ranks, experts, length = tensor * self.degrees.get("ep", 1), num_experts(graph), sequence_length(graph)
+        if self.etp == 1 < tensor and (experts % ranks or not length or length % tensor):
+            raise ConstraintError(
+                "with etp=1, ranks of ttp x tp share out positions, and all of ep x ttp x tp the experts",
+                values=f"ttp x tp = {tensor} for {length} positions, ep x ttp x tp = {ranks} for {experts} experts",
+                alternatives=f"etp={tensor}, or degrees that divide them",
+            )
 
     def allowed_stored(self, scope: Scope, name: str, options: tuple[Stored, ...], mesh: Mesh) -> tuple[Stored, ...]:
         """Options of a parameter that agree with the pins."""

@@ -222,7 +222,7 @@ class Module(nn.Module):
     attribute `recompute` ("none", "selective", "full") and `offload_activations`; none where a class is absent.
     RECEIVES, SENDS (root of a pipeline's stage only): tensors of earlier stages that `forward` takes, and the ones for
     later stages that it returns, in order; as INPUTS, placed on this stage's mesh (R and S only). FIRST_LAYER: class ->
-    how many instances earlier stages have.
+    how many instances earlier stages have. JOINTS: what `Mesh.joint` is asked for.
     """
 
     PARAMETERS: ClassVar[Mapping[str, Param]] = {}
