@@ -93,8 +93,9 @@ def _follow_back(scope: Scope, rules: Rules, marks: Marks, found: dict[Key, tupl
                 marks.setdefault((scope.name, ref), {placement})
 
 
-def follow_experts(scope: Scope, rules: Rules) -> dict[Key, str]:
-    """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use."""
+def follow_experts(scope: Scope, rules: Rules) -> tuple[dict[Key, str], frozenset[Ref]]:
+    """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use;
+    and all these weights and what they are made of."""
     layers = [node for node in scope.nodes if node.op == EXPERT_LINEAR]
     wanted = {ref: S(0) for node in layers for ref in (node.inputs[1], *node.inputs[3:])}
     found: dict[Key, str] = {}
@@ -106,7 +107,7 @@ def follow_experts(scope: Scope, rules: Rules) -> dict[Key, str]:
             for ref, dims in zip(node.inputs, rules[key][0].inputs, strict=True):
                 if placement := find_factor(rules[key][0], dims, *factor):
                     wanted[ref] = placement
-    return found
+    return found, frozenset(wanted)
 
 
 def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:

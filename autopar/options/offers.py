@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
 from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Option, placement_choices
+from autopar.options.strategies import Option, expert_parameters, placement_choices
 
 Uses = dict[Ref, list[tuple[str, str, int]]]
 """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
@@ -29,12 +29,12 @@ class Offers:
         self._wanted: dict[tuple[str, Ref], frozenset[Placements]] = {}
 
     def parameter(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
-        """What the consumers ask for; where one wants a partial sum (a bias), also R. On `cp` it is whole."""
+        """What the consumers ask for; where one wants a partial sum (a bias), also R. On `cp` experts alone are cut."""
         per_axis: list[list[Placement]] = []
         wanted = self.wanted(scope, ref)
         for axis, name in enumerate(self.mesh.axes):
             seen = {placements[axis] for placements in wanted}
-            if name == "cp":
+            if name == "cp" and (scope.name, ref) not in expert_parameters(self.graph):
                 seen = {p for p in seen if not p.is_shard} or {Rp if meta.requires_grad else R}
             if any(p.kind == "P" for p in seen):
                 seen.add(R)

@@ -61,7 +61,8 @@ def routes_of(
                 ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}
     stays = _staying(nodes, ids, leaving)
     between = {ref.node for ref in stays} - {node.name for node in layers}
-    found, seen, first = {name: Route(arrives=True, returns=False) for name in between}, set[tuple[Ref, Ref]](), {}
+    found = {name: Route(arrives=True, returns=False) for name in between}
+    seen, first = set[tuple[Ref, Ref]](), dict[Ref, str]()
     for node in layers:
         rows, own = node.inputs[0], node.inputs[2]
         found[node.name] = Route(

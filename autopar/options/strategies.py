@@ -84,7 +84,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     positions = follow(graph, scopes, rules, sequence_dims(graph), is_sequence=True)
     is_striped = any(node.op.startswith(ATTENTION) and is_causal(node) for scope in scopes for node in scope.nodes)
     sections = follow_sections(graph, scopes, rules)
-    experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules).items()}
+    experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules)[0].items()}
     found = {}
     for scope in scopes:
         leaving = _leaving(graph, scope)
@@ -122,6 +122,13 @@ def num_experts(graph: Graph) -> int:
     """The greatest common divisor of the experts of all layers whose rows may travel to them; 0 without any."""
     calls = [(scope, node) for scope in scopes_of(graph) for node in scope.nodes if node.op == EXPERT_LINEAR]
     return math.gcd(*(scope.metas[node.inputs[1]].shape[0] for scope, node in calls))
+
+
+@derived
+def expert_parameters(graph: Graph) -> frozenset[tuple[str, Ref]]:
+    """(scope, name) of the weights of experts and of what they are made of."""
+    scopes, rules = scopes_of(graph), rules_of(graph)
+    return frozenset((scope.name, ref) for scope in scopes for ref in follow_experts(scope, rules)[1])
 
 
 def _leaving(graph: Graph, scope: Scope) -> set[Ref]:
@@ -248,11 +255,11 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
 def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
     """Options of `cp`: positions of sequences are cut, where they cannot be, all that is no batch, and nothing of calls
     without any. Attention exchanges keys, or has the heads cut instead (S. A. Jacobs et al., "DeepSpeed Ulysses"
-    (2023))."""
+    (2023)). Experts are cut with their rows, or whole on every rank."""
     rule = operator.rule
     if operator.positions is None:
         options = axis_options(rule, size, operator.inputs, operator.node.outputs)
-        return [option for option in options if option.label in UNCUT]
+        return [option for option in options if option.label in (*UNCUT, operator.experts)]
     factor, count = operator.positions
     if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
         count = rule.sizes[factor] // size
@@ -261,7 +268,7 @@ def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
     joint = [o for o in options if (own := rule.joint(o.label)) and own.is_striped == operator.is_striped]
     if can_cut_context(operator):
         return joint + [o for o in options if o.label in HEADS] or [options[0]]
-    cut = [option for option in options if option.label == wanted]
+    cut = [option for option in options if option.label in (wanted, label_of(ROWS_AND_EXPERTS, count))]
     batch = operator.batch[0] if operator.batch else None
     others = [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] not in (batch, factor)]
     return cut or others

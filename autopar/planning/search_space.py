@@ -242,7 +242,8 @@ class _Builder:
         operator = self.operators.get((scope.name, ref.node))
         if operator is None or operator.route.returns:
             return matrix
-        return matrix + np.array([[0.0 if keeps_rows(a, b) else np.inf for b in wanted] for a in made])
+        moves = np.array([[not keeps_rows(a, b) for b in wanted] for a in made])
+        return np.where(moves, np.inf, matrix)
 
     def _run_edges(self, run: LayerRun, micro: int) -> None:
         layer = self.scopes[run.layer.name]

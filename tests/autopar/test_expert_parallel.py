@@ -14,14 +14,15 @@ import transformers.integrations.moe  # noqa: F401  # registers grouped_mm_fallb
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import operators_of, options_of
+from autopar.options.strategies import operators_of, options_of, routed_axes
 from autopar.planning.planner import search_plans
 from autopar.planning.request import pricer_for
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.simulate import meshes, run_ranks
 from codegen.runtime.experts import Routes, combine, dispatch, expert_linear
+from examples.zoo import ZOO
 from tests.autopar.requests import graph_of, request_for
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
@@ -77,6 +78,10 @@ def verified(routing: str, **constraints: Any) -> Any:
     [
         {"ep": 4},
         {"ep": 2, "tp": 2},
+        {"ep": 2, "tp": 2, "etp": 1},
+        {"tp": 4, "etp": 1},
+        {"dp": 2, "tp": 2, "etp": 1, "zero": 3, "micro_batches": 2},
+        {"cp": 2, "tp": 2, "etp": 1, "parameters": dict.fromkeys(("up", "bias", "down"), {"cp": "S(0)"})},
         {"dp": 4, "ep": 2, "zero": 0},
         {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2},
         {"dp": 4, "ep": 2, "zero": 3},
@@ -86,7 +91,43 @@ def verified(routing: str, **constraints: Any) -> Any:
 def test_programs_train_as_one_process_does(routing: str, pins: dict[str, Any]) -> None:
     report = verified(routing, **pins)
     assert report.ok(1e-5), report
-    assert f"ep{pins['ep']}" in report.mesh
+    assert all(f"{axis}{pins[axis]}" in report.mesh for axis in ("ep", "cp", "tp") if axis in pins)
+
+
+@pytest.mark.slow
+def test_a_pipeline_declares_the_axes_that_its_stages_join(tmp_path: Path) -> None:
+    eight = tmp_path / "eight.toml"
+    eight.write_text(Path(IDEAL).read_text().replace("num_nodes = 1", "num_nodes = 2"))
+    torch.manual_seed(0)
+    example, pins = ZOO["qwen3_moe"].build(), {"pp": 2, "ep": 2, "tp": 2, "etp": 1}
+    report = autopar.verify(example.model, str(eight), example_inputs=example.inputs, constraints=pins)
+    assert report.ok(1e-5), report
+
+
+def test_experts_on_ranks_of_tp_take_tokens_that_these_cut() -> None:
+    """Rows go over both axes at once, to the rank whose run of the experts is the one that S(0) on both gives it."""
+    torch.manual_seed(0)
+    pins = {"ep": 2, "tp": 2, "etp": 1}
+    compiled = autopar.compile(Routed(), IDEAL, example_inputs=batch("mixed"), constraints=pins)
+    text = compiled.source
+    assert 'Routes(reshape, 4, self.mesh.joint(("ep", "tp")))' in text
+    assert [text.count(f" {name}(") for name in ("Routes", "dispatch", "expert_linear", "combine")] == [1, 1, 2, 1]
+    assert 'Param((4, 8, 16), ep="S(0)", tp="S(0)")' in text and 'Param((4, 16), ep="S(0)", tp="S(0)")' in text
+
+
+def test_rows_in_the_order_of_experts_stay_where_they_are(tmp_path: Path) -> None:
+    """An edited plan in which what is between two layers of experts is whole on tp would gather unlike rows."""
+    torch.manual_seed(0)
+    pins = {"ep": 2, "tp": 2, "etp": 1}
+    compiled = autopar.compile(Routed(), IDEAL, example_inputs=batch("mixed"), constraints=pins)
+    plan = compiled.plan
+    top = plan.scopes[""]
+    for call, labels in (("silu", ("d0", "R")), ("grouped_mm_fallback_1", ("n+e", "a"))):
+        edited = dataclasses.replace(top, calls={**top.calls, call: labels})
+        with pytest.raises(PlanError, match="rows of experts as they come"):
+            autopar.compile(
+                Routed(), IDEAL, example_inputs=batch("mixed"), plan=dataclasses.replace(plan, scopes={"": edited})
+            )
 
 
 def test_rows_travel_once_there_and_once_back() -> None:
@@ -122,7 +163,13 @@ def test_what_is_read_between_two_layers_returns() -> None:
 
 @pytest.mark.parametrize(
     ("pins", "says"),
-    [({"ep": 3}, "does not divide their number"), ({"ep": 4, "dp": 2, "tp": 2}, "do not make")],
+    [
+        ({"ep": 3}, "does not divide their number"),
+        ({"ep": 4, "dp": 2, "tp": 2}, "do not make"),
+        ({"tp": 4, "etp": 2}, "on one rank of ttp x tp, or on all"),
+        ({"etp": 2}, "on one rank of ttp x tp, or on all"),
+        ({"tp": 3, "etp": 1}, "share out positions"),
+    ],
     ids=str,
 )
 def test_refused_degrees(pins: dict[str, Any], says: str) -> None:
@@ -141,29 +188,30 @@ def test_a_model_without_experts_has_no_ranks_for_them() -> None:
         )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_as_many_bytes_travel_as_are_priced(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a balanced batch, forward and backward: what the search asks the prices of."""
+@pytest.mark.parametrize("mesh", [Mesh(("ep",), (2,)), Mesh(("ep",), (4,)), Mesh(("ep", "tp"), (2, 2))], ids=str)
+def test_as_many_bytes_travel_as_are_priced(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a balanced batch, forward and backward, over all axes that share out the experts as one: what the search asks
+    the prices of."""
     graph = graph_of("mixtral", 8)
-    mesh = Mesh(("ep",), (ranks,))
     pricer = pricer_for(request_for("mixtral"), mesh, 1)
+    everything, ranks = tuple(range(len(mesh.axes))), mesh.num_ranks
     asked: list[float] = []
 
-    def noted(kind: str, axis: int, num_bytes: float) -> float:
-        assert kind == "all_to_all"
+    def noted(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
+        assert (kind, axes) == ("all_to_all", everything)
         asked.append(num_bytes)
         return 0.0
 
-    monkeypatch.setattr(pricer, "collective_seconds", noted)
+    monkeypatch.setattr(pricer, "joint_seconds", noted)
     monkeypatch.setattr("autopar.costs.contractions.routing.fullest_load", lambda *_: 1.0)
     layer = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
     (rows, width), (num_experts, *_) = layer[0].inputs[0].shape, layer[0].inputs[1].shape
     for operator in layer:
-        pricer.routed(operator, options_of(operator, mesh)[0])
+        pricer.routed(operator, next(o for o in options_of(operator, mesh) if routed_axes(o.axes) == everything))
     sent, lock = [], threading.Lock()
 
     def work(rank: tuple[int, ...]) -> None:
-        (axis,) = axes[rank].axes
+        axis = simulated[rank].joint(tuple(each.name for each in simulated[rank].axes))
         counting = Counting(axis, sent, lock)
         routes = Routes(torch.arange(rows // ranks) % num_experts, num_experts, counting)  # type: ignore[arg-type]
         x = torch.randn(rows // ranks, width, requires_grad=True)
@@ -172,8 +220,8 @@ def test_as_many_bytes_travel_as_are_priced(ranks: int, monkeypatch: pytest.Monk
         y = expert_linear(y[:, : outer[1]], torch.randn(num_experts // ranks, *outer[1:]), routes)
         combine(y, routes).sum().backward()
 
-    axes = meshes((ranks,))
-    run_ranks(list(axes), work, together=True)
+    simulated = meshes(mesh.sizes)
+    run_ranks(list(simulated), work, together=True)
     assert sum(sent) / ranks == 2 * sum(asked)  # forward and backward
 
 
@@ -211,3 +259,17 @@ def test_the_search_over_ep_equals_trying_every_degree() -> None:
             except InfeasibleError:
                 continue
         assert free == pytest.approx(min(tried), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["4 a100-80g", "2x2 a100-80g"])
+def test_the_search_over_foldings_equals_trying_each(devices: str) -> None:
+    """Of tp2, the free search against experts on one of its ranks each and on both, over every ep."""
+    free = search_plans(request_for("mixtral", devices, tp=2)).best.plan.prediction.step_seconds
+    tried = [
+        search_plans(request_for("mixtral", devices, tp=2, ep=ep, etp=etp)).best.plan.prediction.step_seconds
+        for ep in (1, 2)
+        for etp in (1, 2)
+    ]
+    assert free == pytest.approx(min(tried), rel=1e-9)
+    assert len(set(tried)) > 1
