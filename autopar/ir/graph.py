@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -199,21 +199,23 @@ class Graph:
     accumulation: Accumulation | None = None
     unchecked: tuple[str, ...] = field(default=(), compare=False)
     padded_to: int = 1
-    known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 Result = TypeVar("Result")
+Further = ParamSpec("Further")
 
 
-def derived(function: Callable[[Graph], Result]) -> Callable[[Graph], Result]:
-    """`function(graph)`, computed once for each graph. Nobody may change the result."""
+def derived(function: Callable[Concatenate[Graph, Further], Result]) -> Callable[Concatenate[Graph, Further], Result]:
+    """`function(graph, ...)`, computed once for each graph and further arguments. Nobody may change the result."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
-    def once(graph: Graph) -> Result:
-        if name not in graph.known:
-            graph.known[name] = function(graph)
-        found: Result = graph.known[name]
+    def once(graph: Graph, /, *args: Further.args, **kwargs: Further.kwargs) -> Result:
+        key = name, args, *kwargs.items()
+        if key not in graph.known:
+            graph.known[key] = function(graph, *args, **kwargs)
+        found: Result = graph.known[key]
         return found
 
     return once

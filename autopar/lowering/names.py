@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name
-from autopar.options.scopes import Scope
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name, derived
+from autopar.options.scopes import scopes_of
 from codegen.names import is_plain_name
 from codegen.runtime.names import ARGUMENTS, argument
 
@@ -60,11 +60,13 @@ _ARGUMENT_ROLES = {
 _GATES = frozenset({"silu", "gelu", "sigmoid"})
 
 
-def readable_names(scope: Scope, graph: Graph, results: tuple[Ref, ...] = ()) -> dict[Ref, str]:
+@derived
+def readable_names(graph: Graph, scope_name: str = "", results: tuple[Ref, ...] = ()) -> dict[Ref, str]:
     """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs).
 
     results: what the top level returns, the loss if nothing is given.
     """
+    scope = next(each for each in scopes_of(graph) if each.name == scope_name)
     entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
     taken = set(RESERVED) - {"hidden"} if scope.layer or "hidden" in entering else set(RESERVED)
     names: dict[Ref, str] = {}
@@ -113,9 +115,9 @@ def _handed_on(
 ) -> dict[int, str]:
     """Output position -> name, for what takes the place of another run's result that is its alone: it keeps the
     name."""
-    metas = {Ref(p.name, i): meta for p in pieces if isinstance(p, LayerRun) for i, meta in enumerate(p.outputs)}
-    alone = (ref for ref in run.args if uses[ref] == 1 and ref in metas and ref.index < len(run.outputs))
-    return {ref.index: names[ref] for ref in alone if metas[ref] == run.outputs[ref.index]}
+    runs, outputs = {piece.name: piece for piece in pieces if isinstance(piece, LayerRun)}, run.outputs
+    alone = (ref for ref in run.args if uses[ref] == 1 and ref.node in runs and ref.index < len(outputs))
+    return {ref.index: names[ref] for ref in alone if runs[ref.node].outputs[ref.index] == outputs[ref.index]}
 
 
 def _followed(pieces: Sequence[Node | LayerRun], uses: dict[Ref, int]) -> dict[str, Ref]:

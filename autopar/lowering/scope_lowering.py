@@ -72,7 +72,7 @@ class Lowering:
 
     def __post_init__(self) -> None:
         assignment, scope, graph = self.shared.assignment, self.scope, self.shared.graph
-        self.names = readable_names(scope, graph, self.shared.results)
+        self.names = readable_names(graph, scope.name, self.shared.results)
         for (owner, name), stored in assignment.parameters.items():
             if owner == scope.name and Ref(name) in scope.metas:
                 ref, where = Ref(name), stored.placements

@@ -19,7 +19,6 @@ from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, map_refs, repeated_calls
 from autopar.ir.placement import Placements, R
 from autopar.lowering.names import RESERVED, free_name, readable_names
-from autopar.options.scopes import scopes_of
 
 Cut = tuple[int, ...]
 """The index of each stage's first unit: (0, 3, 5) are three stages."""
@@ -217,7 +216,7 @@ def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, st
     """
     graph = division.graph
     readers = {ref: [s for s, refs in enumerate(received) if ref in refs] for refs in received for ref in refs}
-    wishes = readable_names(scopes_of(graph)[0], graph)
+    wishes = dict(readable_names(graph))
     for _, piece in division.placed:
         if isinstance(piece, LayerRun):
             for position, output in piece.carried:
