@@ -221,6 +221,7 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     "scatter.value": [(f(4, 6), 1, ints(4, 2), 0.0), (f(4, 6), 0, ints(2, 6), 1.5)],
     "scatter_add.default": [(f(4, 6), 1, ints(4, 12), f(4, 12))],
     "index_add.default": [(f(4, 6), 0, ints(12), f(12, 6))],
+    "expert_linear.default": [(f(12, 6), f(4, 6, 12), ints(12)), (f(12, 6), f(4, 6, 12), ints(12), f(4, 12))],
     "pixel_shuffle.default": [(f(2, 24, 6, 6), 2)],
     "pixel_unshuffle.default": [(f(2, 6, 12, 12), 2)],
     "im2col.default": [(f(4, 6, 4, 4), [3, 3], [1, 1], [1, 1], [1, 1])],
