@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
@@ -290,13 +291,21 @@ def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[No
         yield
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of the model, in which what a module keeps of its last forward (a recurrence's state) has no graph, which
+    torch does not copy."""
+    held = (tensor for module in model.modules() for tensor in tree_leaves(dict(vars(module))))
+    kept = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and not tensor.is_leaf]
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
+
+
 class _Reference:
     """The user's model trained eagerly on one process, in the model's own precision or in `dtype`."""
 
     def __init__(
         self, compiled: CompiledProgram, max_grad_norm: float | None, seed: int, dtype: torch.dtype | None = None
     ) -> None:
-        self.model = copy.deepcopy(compiled.model).cpu().to(dtype)
+        self.model = _copied(compiled.model).cpu().to(dtype)
         in_training(self.model)
         self.dtype = dtype
         self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
@@ -329,7 +338,7 @@ class _Reference:
 
     def round_off(self, batch: Mapping[str, Any]) -> dict[str, tuple[float, torch.Tensor]]:
         """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
-        exact = copy.deepcopy(self.model).double()
+        exact = _copied(self.model).double()
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}

@@ -43,7 +43,8 @@ ROWS = 8
 class Entry:
     """One architecture.
 
-    build: gives a model with its batch. axes: those of "ep" (experts) and "cp" (causal attention) that suit its calls.
+    build: gives a model with its batch. axes: those of "ep" (experts) and "cp" (causal attention, state spaces) that suit
+    its calls.
     """
 
     family: str
@@ -311,7 +312,7 @@ ZOO: Mapping[str, Entry] = {
     **{name: _example(name) for name in EXAMPLES},
     **_rows("decoder", _causal, CAUSAL, ("cp",)),
     **_rows("experts", _causal, EXPERTS, ("ep", "cp")),
-    **_rows("state space", _causal, STATE_SPACE),
+    **_rows("state space", _causal, STATE_SPACE, ("cp",)),
     **_rows("encoder", _masked, MASKED),
     **_rows("encoder-decoder", _seq2seq, SEQ2SEQ),
     **_rows("vision", _image, IMAGES),

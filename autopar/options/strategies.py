@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import ATTENTION as ATTENTION_CALLS
@@ -51,7 +51,8 @@ class Option:
 class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
-    batch, positions: the factor (and sections) that runs over the batch, over the sequence. is_striped: whether `cp`
+    batch, positions: the factor (and sections) that runs over the batch, over the sequence. after_positions: whether it
+    has none itself, and reads what was computed of some, as a step of a recurrence does. is_striped: whether `cp`
     shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these. route: how
     the rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in a scope
     with such layers. runs: of the scope's calls, what one kernel may do.
@@ -65,6 +66,7 @@ class Operator:
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     positions: tuple[str, int] | None = None
+    after_positions: bool = False
     is_striped: bool = False
     experts: str | None = None
     route: Route = Route()
@@ -82,6 +84,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     scopes, rules = scopes_of(graph), rules_of(graph)
     batch = follow(graph, scopes, rules, {i.name: i.batch_dim for i in graph.inputs})
     positions = follow(graph, scopes, rules, sequence_dims(graph), is_sequence=True)
+    after_positions = {key for scope in scopes for key in _after(scope, positions)}
     is_striped = any(node.op.startswith(ATTENTION) and is_causal(node) for scope in scopes for node in scope.nodes)
     sections = follow_sections(graph, scopes, rules)
     experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules)[0].items()}
@@ -108,6 +111,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
                 positions=positions.get(key),
+                after_positions=key in after_positions,
                 is_striped=is_striped,
                 experts=experts.get(key),
                 route=routes.get(node.name, Route()),
@@ -115,6 +119,17 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 runs=runs,
             )
     return found
+
+
+def _after(scope: Scope, positions: Mapping[tuple[str, str], tuple[str, int]]) -> Iterator[tuple[str, str]]:
+    """The calls without positions that depend on calls of the scope with some."""
+    made = set[str]()
+    for node in scope.nodes:
+        if (scope.name, node.name) in positions:
+            made.add(node.name)
+        elif any(ref.node in made for ref in node.inputs):
+            made.add(node.name)
+            yield scope.name, node.name
 
 
 @derived
@@ -254,11 +269,15 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
 
 def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
     """Options of `cp`: positions of sequences are cut, where they cannot be, all that is no batch, and nothing of calls
-    without any. Attention exchanges keys, or has the heads cut instead (S. A. Jacobs et al., "DeepSpeed Ulysses"
-    (2023)). Experts are cut with their rows, or whole on every rank."""
+    that depend on none: a recurrence has its channels cut, or its heads. Attention exchanges keys, or has the heads cut
+    instead (S. A. Jacobs et al., "DeepSpeed Ulysses" (2023)). Experts are cut with their rows, or whole on every
+    rank."""
     rule = operator.rule
+    batch = operator.batch[0] if operator.batch else None
     if operator.positions is None:
-        options = axis_options(rule, size, operator.inputs, operator.node.outputs)
+        options = axis_options(rule, size, operator.inputs, operator.node.outputs, operator.sections)
+        if operator.after_positions:
+            return [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] != batch]
         return [option for option in options if option.label in (*UNCUT, operator.experts)]
     factor, count = operator.positions
     if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
@@ -269,7 +288,6 @@ def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
     if can_cut_context(operator):
         return joint + [o for o in options if o.label in HEADS] or [options[0]]
     cut = [option for option in options if option.label in (wanted, label_of(ROWS_AND_EXPERTS, count))]
-    batch = operator.batch[0] if operator.batch else None
     others = [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] not in (batch, factor)]
     return cut or others
 

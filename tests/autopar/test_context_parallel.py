@@ -365,3 +365,34 @@ def test_predicted_peaks_are_close_to_measured_ones(exchange: str, mode: str) ->
     constraints = {"cp": 4, "zero": 0, "micro_batches": 4, "context": exchange, "recompute": mode}
     for row in measure(Pair("gpt2", constraints, sizes=LONG)):
         assert 1 - UNDER <= row.ratio <= 1 + OVER, str(row)
+
+
+class Recurrence(nn.Module):
+    """A linear recurrence over the positions, step by step, with a gate of its input and a parameter per channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+        self.decay = nn.Parameter(torch.rand(8))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        gate, state, states = torch.sigmoid(self.gate(x)), torch.zeros_like(x[:, 0]), []
+        for position in range(x.shape[1]):
+            state = state * gate[:, position] * self.decay + x[:, position]
+            states.append(state)
+        logits = self.head(torch.stack(states, 1))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.slow
+def test_a_recurrence_has_its_channels_cut() -> None:
+    """No rank has all positions of all channels: positions go for channels before the first step, and back after the
+    last one."""
+    torch.manual_seed(0)
+    batch = {name: torch.randint(16, (4, 8)) for name in ("tokens", "labels")}
+    pins = {"dp": 2, "cp": 2}
+    source = autopar.compile(Recurrence(), IDEAL, example_inputs=batch, constraints=pins).source
+    assert "cp.all_gather(" not in source and "cp.all_to_all(" in source
+    report = autopar.verify(Recurrence(), IDEAL, example_inputs=batch, constraints=pins)
+    assert report.ok(1e-5), report
