@@ -21,6 +21,7 @@ from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceErr
 from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.frontend.evaluation import check_norms, why_no_evaluation
+from autopar.frontend.expert_padding import with_whole_shares
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.trace import find_cuts, trace
@@ -131,11 +132,12 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
     multiple = limits.degrees.get("tp", 1) if given is None else given.padded_to
-    multiple = 1 if needs.problem else multiple  # an update that sees tensors whole sees padding
+    shares = limits.expert_ranks if given is None else given.experts_padded_to
+    multiple, shares = (1, 1) if needs.problem else (multiple, shares)  # an update that sees tensors whole sees padding
 
     def trace_at(micro_rows: int) -> Graph:
         graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
-        return padded(graph, multiple)
+        return with_whole_shares(padded(graph, multiple), shares)
 
     traced = AccumulatingTrace(trace_at, rows)
     limits.check(traced(rows))

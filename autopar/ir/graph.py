@@ -186,8 +186,9 @@ class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
     accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
-    values and raise or warn, which are left out. padded_to: what numbers of rows of vocabularies were brought to a
-    multiple of (frontend/padding.py). known: what functions marked `derived` have found out of it.
+    values and raise or warn, which are left out. padded_to, experts_padded_to: what numbers of rows of vocabularies,
+    and of experts, were brought to a multiple of (frontend/padding.py, frontend/expert_padding.py). known: what
+    functions marked `derived` have found out of it.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Graph:
     accumulation: Accumulation | None = None
     unchecked: tuple[str, ...] = field(default=(), compare=False)
     padded_to: int = 1
+    experts_padded_to: int = 1
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 

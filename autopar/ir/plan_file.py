@@ -40,8 +40,9 @@ FORMAT = 1
 LONGEST = 500
 """Characters that a text may have at most."""
 REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
+PADDINGS = ("padded_to", "experts_padded_to")
 OPTIONAL = (
-    *("compression", "fp8", "padded_to", "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
+    *("compression", "fp8", *PADDINGS, "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
     *("predicted_bytes_by_position", "runner_ups"),
 )
 SCOPE = ("inputs", "parameters", "calls", "tensors")
@@ -84,7 +85,7 @@ def _to_data(plan: PlanData) -> dict[str, Any]:
         "precision": plan.precision,
         **({"compression": plan.compression.names} if plan.compression else {}),
         **({"fp8": True} if plan.fp8 else {}),
-        **({"padded_to": plan.padded_to} if plan.padded_to > 1 else {}),
+        **{name: getattr(plan, name) for name in PADDINGS if getattr(plan, name) > 1},
         **_pipeline_data(plan.pipeline),
         "top": scope_data(plan.scopes[""]),
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
@@ -159,7 +160,7 @@ class _Reader:
             pipeline=self._pipeline(whole.size("pp"), stage_meshes, pipeline),
             compression=self._compression(),
             fp8=self._fp8(),
-            padded_to=self.count("padded_to") if "padded_to" in self.data else 1,
+            **{name: self.count(name) for name in PADDINGS if name in self.data},
             source=self.source,
             lines=self.lines,
         )

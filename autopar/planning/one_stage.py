@@ -227,6 +227,7 @@ def _candidate(
         compression=request.training.compression,
         fp8=request.fp8,
         padded_to=graph.padded_to,
+        experts_padded_to=graph.experts_padded_to,
     )
     return Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=solution)
 

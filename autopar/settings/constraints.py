@@ -88,6 +88,12 @@ class Constraints:
     forbid_parameters: tuple[Pattern, ...] = ()
     forbid_activations: tuple[Pattern, ...] = ()
 
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that are pinned to share out the experts."""
+        tensor = self.degrees.get("tp", 1) * self.degrees.get("ttp", 1)
+        return self.degrees.get("ep", 1) * (tensor if self.etp == 1 else 1)
+
     @classmethod
     def parse(cls, given: Mapping[str, Any] | Constraints | None) -> Constraints:
         """Raises ConstraintError that names the key, its value and what is legal."""
@@ -219,7 +225,7 @@ class Constraints:
                 alternatives=f"etp=1, or etp={self.etp} with tp={self.etp}"
                 + (f", or etp={tensor}" if tensor > 1 else ""),
             )
-        ranks, experts, length = tensor * self.degrees.get("ep", 1), num_experts(graph), sequence_length(graph)
+        ranks, experts, length = self.expert_ranks, num_experts(graph), sequence_length(graph)
         if self.etp == 1 < tensor and (experts % ranks or not length or length % tensor):
             raise ConstraintError(
                 "with etp=1, ranks of ttp x tp share out positions, and all of ep x ttp x tp the experts",

@@ -164,7 +164,7 @@ def test_what_is_read_between_two_layers_returns() -> None:
 @pytest.mark.parametrize(
     ("pins", "says"),
     [
-        ({"ep": 3}, "does not divide their number"),
+        ({"ep": 5}, "does not divide their number"),
         ({"ep": 4, "dp": 2, "tp": 2}, "do not make"),
         ({"tp": 4, "etp": 2}, "on one rank of ttp x tp, or on all"),
         ({"etp": 2}, "on one rank of ttp x tp, or on all"),
