@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
+from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import operators_of, options_of, routed_axes
 from autopar.planning.planner import search_plans
 from autopar.planning.request import pricer_for
+from autopar.planning.search_space import build_search_space
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.simulate import meshes, run_ranks
 from codegen.runtime.experts import Routes, combine, dispatch, expert_linear
 from examples.zoo import ZOO
+from search.intra_op import solve
 from tests.autopar.requests import graph_of, request_for
+from tests.autopar.test_tensor_grid import brute_force
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 ROWS, LENGTH, CHOICES, EXPERTS, WIDTH = 8, 4, 2, 4, 8
@@ -273,3 +278,40 @@ def test_the_search_over_foldings_equals_trying_each(devices: str) -> None:
     ]
     assert free == pytest.approx(min(tried), rel=1e-9)
     assert len(set(tried)) > 1
+
+
+class Layers(nn.Module):
+    """Layers of experts in a row, of tokens whose experts the batch says."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.empty(8, width, width)) for _ in range(num_layers)])
+
+    def forward(self, x: Tensor, choices: Tensor) -> Tensor:
+        own, order = torch.sort(choices.reshape(-1))
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        ends = torch.histc(own.float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
+        rows = x.view(-1, x.shape[-1])[order]
+        for weight in self.weights:
+            rows = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+        return rows[inverse].sum()
+
+
+FOLDED = (
+    *((1, mesh) for mesh in ("ep2 x tp2", "tp4", "cp2 x tp2", "cp2 x ep2", "dp2 x tp2")),
+    *((2, mesh) for mesh in ("ep2 x tp2", "tp4", "cp2 x ep2")),
+)
+
+
+@pytest.mark.parametrize(("num_layers", "mesh"), FOLDED)
+def test_the_search_over_foldings_equals_brute_force(num_layers: int, mesh: str) -> None:
+    """All options of every call with all placements of what they read, wide and narrow, on fast and slow links."""
+    for cluster, width in (("8 a100-80g", 64), ("8 a100-80g", 2048), ("4x2 a100-80g pcie4 ethernet-10g", 2048)):
+        with torch.device("meta"):
+            inputs = {"x": torch.empty(8, 64, width), "choices": torch.empty(8, 64, dtype=torch.int64)}
+            graph = trace(Layers(num_layers, width), inputs, None, batch_size=8)
+        request = request_for("mixtral", cluster)
+        pricer = pricer_for(request, Mesh.parse(mesh), 1)
+        problem = build_search_space(graph, operators_of(graph), pricer, request.constraints).problem
+        assert solve(problem).objective == pytest.approx(brute_force(problem), rel=1e-12)
