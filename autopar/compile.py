@@ -31,7 +31,7 @@ from autopar.lowering.passes import passes
 from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
-from autopar.planning.request import Request
+from autopar.planning.request import Request, pricer_for
 from autopar.running.batch import with_inputs_of
 from autopar.running.surroundings import check_autocast
 from autopar.settings.arguments import check_module, whole
@@ -84,7 +84,13 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
     asynchronous = backend == "async-tp"
-    own = passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=request.overlaps)
+    own = passes(
+        fused=request.kernels,
+        fp8=best.plan.fp8,
+        asynchronous=asynchronous,
+        overlapped=request.overlaps,
+        neighbours=pricer_for(request, best.plan.mesh, best.plan.num_micro_batches).neighbours,
+    )
     lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
     program = with_inputs_of(with_backend(lowered, backend), inputs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
+from autopar.costs.expert_exchange import OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -27,7 +28,13 @@ FLASH = "fa2"
 
 @dataclass
 class Contractions(Rates):
-    """Prices of calls whose flops count."""
+    """Prices of calls whose flops count.
+
+    by_node: (scope, call) of the layers of experts of one program whose rows cross between nodes once per node
+    (emitted.py); None while there is no program, and they do where their mixture may and it pays.
+    """
+
+    by_node: frozenset[tuple[str, str]] | None = None
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """(forward, backward) of one matmul or attention that reads and writes num_bytes. Of a matmul the backward has
@@ -68,7 +75,8 @@ class Contractions(Rates):
         """(what the fullest rank has to compute by the mean, seconds in which rows reach their experts and return).
 
         Rows are sorted by expert and put back; where ranks have experts each, they travel to them and back, and are
-        sorted again there (codegen/runtime/experts.py). Their gradients do the same.
+        sorted again there (codegen/runtime/experts.py). Their gradients do the same. Of rows that cross between nodes
+        once per node see expert_exchange.py.
         """
         parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
@@ -79,8 +87,46 @@ class Contractions(Rates):
         size, (num_experts, *_) = self.mesh.sizes[axis], operator.inputs[1].shape
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
+        if self.crosses_once(operator):
+            return load, self._once_per_node(operator, option, rows / size, load)
         exchanges = sum(self.collective_seconds("all_to_all", axis, load * part) for part in moved)
         return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
+
+    def neighbours(self, num_experts: int, choices: int) -> int:
+        """How many ranks of `ep` in a row share a node, where rows of such a mixture cross between nodes once per node;
+        0 where they go straight."""
+        nodes = nodes_of(self.mesh, self.cluster)
+        return nodes.neighbours if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
+
+    def crosses_once(self, operator: Operator) -> bool:
+        """Whether the rows of a layer of experts cross between nodes once per node."""
+        if self.by_node is not None:
+            return (operator.scope, operator.node.name) in self.by_node
+        choices = operator.route.choices
+        return choices > 0 and self.neighbours(operator.inputs[1].shape[0], choices) > 0
+
+    def _once_per_node(self, operator: Operator, option: Option, rows: float, load: float) -> float:
+        """Seconds in which rows come and go by way of the nodes, rows: of a rank before they are sent.
+
+        The gathers and sums that this has take the place of those of the calls that copy, weigh and sum rows, which are
+        priced as calls of their own: of these, the sums on the way back move no less, and the copies N + T rows less
+        than the two gathers on the way there, of C and N.
+        """
+        nodes, route = nodes_of(self.mesh, self.cluster), operator.route
+        assert nodes is not None, "rows cross once on meshes that span nodes"
+        num_experts, tokens = operator.inputs[1].shape[0], rows / route.choices
+        way = OncePerNode(nodes, num_experts, route.choices, tokens, routing.EXPERT_SKEW)
+        found = 0.0
+        if route.dispatches:
+            size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
+            found += way.seconds(size, size, load, self.cluster)
+            found += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - tokens))
+        if route.returns:
+            output = operator.node.outputs[0]
+            width = num_local_dim(output, option.outputs[0], self.mesh)
+            found += way.seconds(width * output.dtype.itemsize, width * route.summed_bytes, load, self.cluster)
+            found += self.memory_seconds(width * output.dtype.itemsize * 2 * load * rows)
+        return found
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
