@@ -83,8 +83,7 @@ def _mixture(flow: Flow, position: int) -> _Mixture | None:
     weigh = _call(flow, ends[1])
     (weights,) = (arg for arg in weigh.args if arg != _call(flow, combine).results[0])
     is_same = _stays(flow, repeat, dispatch, (_call(flow, repeat).args[0],)) and all(
-        _stays(flow, at, ends[-1], names)
-        for at, names in ((combine, _call(flow, combine).args), (ends[1], (weights,)))
+        _stays(flow, at, ends[-1], names) for at, names in ((combine, _call(flow, combine).args), (ends[1], (weights,)))
     )
     return _Mixture(position, repeat, dispatch, ends, weights) if is_same else None
 

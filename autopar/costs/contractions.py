@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
-from autopar.costs.expert_exchange import OncePerNode, nodes_of, pays
+from autopar.costs.expert_exchange import ID_BYTES, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -57,7 +57,8 @@ class Contractions(Rates):
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if is_routed:
             load, moving = self.routed(operator, option)
-            forward, backward = forward * load + moving, backward * load + moving * any(factors)
+            forward = forward * load + moving + self._told_seconds(operator, option)
+            backward = backward * load + moving * any(factors)
         biases = operator.inputs[3:] if is_routed else [meta for meta in operator.inputs if len(meta.shape) == 1]
         if any(meta.requires_grad for meta in biases):
             # The gradient of a bias is a sum over all rows.
@@ -88,14 +89,14 @@ class Contractions(Rates):
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
         if self.crosses_once(operator):
-            return load, self._once_per_node(operator, option, rows / size, load)
+            return load, self._once_per_node(operator, option, load)
         exchanges = sum(self.collective_seconds("all_to_all", axis, load * part) for part in moved)
         return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
 
     def neighbours(self, num_experts: int, choices: int) -> int:
         """How many ranks of `ep` in a row share a node, where rows of such a mixture cross between nodes once per node;
         0 where they go straight."""
-        nodes = nodes_of(self.mesh, self.cluster)
+        nodes = nodes_of(self.groups[self.mesh.axes.index("ep")], self.cluster) if "ep" in self.mesh.axes else None
         return nodes.neighbours if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
 
     def crosses_once(self, operator: Operator) -> bool:
@@ -105,28 +106,40 @@ class Contractions(Rates):
         choices = operator.route.choices
         return choices > 0 and self.neighbours(operator.inputs[1].shape[0], choices) > 0
 
-    def _once_per_node(self, operator: Operator, option: Option, rows: float, load: float) -> float:
-        """Seconds in which rows come and go by way of the nodes, rows: of a rank before they are sent.
+    def _once_per_node(self, operator: Operator, option: Option, load: float) -> float:
+        """Seconds in which rows come and go by way of the nodes.
 
         The gathers and sums that this has take the place of those of the calls that copy, weigh and sum rows, which are
         priced as calls of their own: of these, the sums on the way back move no less, and the copies N + T rows less
         than the two gathers on the way there, of C and N.
         """
-        nodes, route = nodes_of(self.mesh, self.cluster), operator.route
-        assert nodes is not None, "rows cross once on meshes that span nodes"
-        num_experts, tokens = operator.inputs[1].shape[0], rows / route.choices
-        way = OncePerNode(nodes, num_experts, route.choices, tokens, routing.EXPERT_SKEW)
-        found = 0.0
+        way, route = self._way(operator, option), operator.route
+        rows, found = way.tokens * way.choices, 0.0
         if route.dispatches:
             size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
             found += way.seconds(size, size, load, self.cluster)
-            found += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - tokens))
+            found += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
         if route.returns:
             output = operator.node.outputs[0]
-            width = num_local_dim(output, option.outputs[0], self.mesh)
-            found += way.seconds(width * output.dtype.itemsize, width * route.summed_bytes, load, self.cluster)
-            found += self.memory_seconds(width * output.dtype.itemsize * 2 * load * rows)
+            width, size = num_local_dim(output, option.outputs[0], self.mesh), output.dtype.itemsize
+            found += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
+            found += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
+            found += self.memory_seconds(width * size * 2 * load * rows)
         return found
+
+    def _told_seconds(self, operator: Operator, option: Option) -> float:
+        """Seconds in which the nodes are told the choices of the tokens that they get (experts_by_node.py)."""
+        is_cut = any(own.lowering == ROUTED for own in option.axes)
+        if not is_cut or not operator.route.dispatches or not self.crosses_once(operator):
+            return 0.0
+        way = self._way(operator, option)
+        return way.seconds_across(way.choices * ID_BYTES, self.cluster)
+
+    def _way(self, operator: Operator, option: Option) -> OncePerNode:
+        nodes, choices = nodes_of(self.groups[self.mesh.axes.index("ep")], self.cluster), operator.route.choices
+        assert nodes is not None, "rows cross once on meshes that span nodes"
+        tokens = num_local(operator.inputs[2], option.inputs[2], self.mesh) / choices
+        return OncePerNode(nodes, operator.inputs[1].shape[0], choices, tokens, routing.EXPERT_SKEW)
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str

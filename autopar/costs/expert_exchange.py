@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.ir.mesh import Mesh
 from cost_models import collective, routing
 from cost_models.machine import Cluster
 
@@ -26,6 +25,10 @@ MANY_TOKENS = 1 << 20
 
 ROW_BYTES = 4096
 """Of the rows by which ways are compared; both ways' seconds are proportional to it."""
+
+
+ID_BYTES = 4
+"""Of the number of an expert as it is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,11 @@ class Nodes:
         return collective.Group(self.neighbours, self.stride)
 
 
-def nodes_of(mesh: Mesh, cluster: Cluster, axis: str = "ep") -> Nodes | None:
-    """The nodes that the axis spans, where it has as many ranks on each and several on one; None elsewhere."""
-    size, stride, per_node = mesh.size(axis), mesh.stride(axis) if axis in mesh.axes else 1, cluster.devices_per_node
+def nodes_of(group: collective.Group, cluster: Cluster) -> Nodes | None:
+    """The nodes that the group spans, where it has as many ranks on each and several on one; None elsewhere."""
+    size, stride, per_node = group.size, group.stride, cluster.devices_per_node
     neighbours = per_node // stride
-    spans = size * stride > per_node and per_node % stride == 0 and size % max(neighbours, 1) == 0 and neighbours > 1
+    spans = size * stride > per_node and per_node % stride == 0 and neighbours > 1 and size % neighbours == 0
     return Nodes(size // neighbours, neighbours, stride) if spans else None
 
 
@@ -90,8 +93,12 @@ class OncePerNode:
     def seconds(self, row_bytes: float, copy_bytes: float, load: float, cluster: Cluster) -> float:
         """row_bytes, copy_bytes: of one row inside a node, and of one between nodes. load: as `seconds_straight`."""
         inside = load * self.tokens * self.choices * row_bytes
-        across = collective.seconds("all_to_all", self.copies * copy_bytes, self.nodes.across, cluster)
+        across = self.seconds_across(copy_bytes, cluster)
         return across + collective.seconds("all_to_all", inside, self.nodes.inside, cluster)
+
+    def seconds_across(self, copy_bytes: float, cluster: Cluster) -> float:
+        """What goes with every copy to its node, or comes back."""
+        return collective.seconds("all_to_all", self.copies * copy_bytes, self.nodes.across, cluster)
 
 
 def pays(nodes: Nodes, num_experts: int, choices: int, cluster: Cluster) -> bool:

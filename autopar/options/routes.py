@@ -4,8 +4,8 @@ A layer of experts takes its rows sorted by expert, on the rank that has the exp
 another one follows, and nothing but calls that treat each row by itself is between them, what puts rows back and what
 sorts them again cancel: rows return after the last layer only.
 
-Where all of them together are a mixture, the rows are copies of tokens, one for each choice, and what returns is weighed
-by a number for each row and summed by token:
+Where all of them together are a mixture, the rows are copies of tokens, one for each choice, and what returns is
+weighed by a number for each row and summed by token:
 
     rows = repeat_interleave(tokens, k, 0)    ...    sum(view(result * weights, [T, k, B]), 1)
 
@@ -88,8 +88,8 @@ def routes_of(
 def _mixture(
     nodes: tuple[Node, ...], layers: list[Node], routes: Mapping[str, Route], leaving: Collection[Ref]
 ) -> tuple[int, int]:
-    """(choices of each token, bytes of an element of the sum over them) of all layers of one mixture; zeros where it has
-    not the form that this file's docstring tells."""
+    """(choices of each token, bytes of an element of the sum over them) of all layers of one mixture; zeros where it
+    has not the form that this file's docstring tells."""
     made_by, users = {node.name: node for node in nodes}, _users(nodes)
     firsts = [node for node in layers if not routes[node.name].arrives]
     ends = [node for node in layers if routes[node.name].returns]

@@ -75,7 +75,7 @@ class NodeRoutes:
         tokens = torch.arange(len(chosen), device=experts.device).repeat(num_nodes)
         leaving = goes.flatten().byte().argsort(stable=True, descending=True)[:num_sent]
         self.copies = Copies(tokens[leaving], len(chosen))
-        local = self.across(chosen[self.copies.rows]) - self.node * own * neighbours
+        local = self.across(chosen[self.copies.rows].int()) - self.node * own * neighbours
         own_experts = torch.arange(own, device=experts.device)
         last = own * neighbours
         local = local.where((local >= 0) & (local < last), last).flatten()

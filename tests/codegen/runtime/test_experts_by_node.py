@@ -1,4 +1,4 @@
-"""Rows that cross between nodes once per node: the same numbers as rows that go straight, on ranks without processes."""
+"""Rows that cross between nodes once per node: the numbers of one process, on ranks without processes."""
 
 from __future__ import annotations
 
