@@ -127,6 +127,19 @@ class Contractions(Rates):
             found += self.memory_seconds(width * size * 2 * load * rows)
         return found
 
+    def sent_again_seconds(self, operator: Operator, option: Option) -> float:
+        """Of the forward of a layer of experts, the seconds that a second run has although its products are kept: rows
+        travel and are sorted again, but for the sums that return from nodes, which nothing backward reads."""
+        if operator.node.op != EXPERT_LINEAR:
+            return 0.0
+        seconds = self.routed(operator, option)[1] + self._told_seconds(operator, option)
+        is_cut = any(own.lowering == ROUTED for own in option.axes)
+        if is_cut and operator.route.returns and self.crosses_once(operator):
+            width = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
+            copy_bytes = width * operator.route.summed_bytes
+            seconds -= self._way(operator, option).seconds_across(copy_bytes, self.cluster)
+        return seconds
+
     def _told_seconds(self, operator: Operator, option: Option) -> float:
         """Seconds in which the nodes are told the choices of the tokens that they get (experts_by_node.py)."""
         is_cut = any(own.lowering == ROUTED for own in option.axes)

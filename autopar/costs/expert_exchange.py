@@ -92,13 +92,16 @@ class OncePerNode:
 
     def seconds(self, row_bytes: float, copy_bytes: float, load: float, cluster: Cluster) -> float:
         """row_bytes, copy_bytes: of one row inside a node, and of one between nodes. load: as `seconds_straight`."""
-        inside = load * self.tokens * self.choices * row_bytes
-        across = self.seconds_across(copy_bytes, cluster)
-        return across + collective.seconds("all_to_all", inside, self.nodes.inside, cluster)
+        return self.seconds_across(copy_bytes, cluster) + self.seconds_inside(row_bytes, load, cluster)
 
     def seconds_across(self, copy_bytes: float, cluster: Cluster) -> float:
         """What goes with every copy to its node, or comes back."""
         return collective.seconds("all_to_all", self.copies * copy_bytes, self.nodes.across, cluster)
+
+    def seconds_inside(self, row_bytes: float, load: float, cluster: Cluster) -> float:
+        """What goes with every choice to the rank of the node that has its expert, or comes back."""
+        num_bytes = load * self.tokens * self.choices * row_bytes
+        return collective.seconds("all_to_all", num_bytes, self.nodes.inside, cluster)
 
 
 def pays(nodes: Nodes, num_experts: int, choices: int, cluster: Cluster) -> bool:
