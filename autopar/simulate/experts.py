@@ -13,9 +13,9 @@ gets as many tokens as it gives: E / ep experts with ep T k / E tokens each, whi
 micro-batch there are two exchanges (dispatch, combine) of T k H elements forward and two backward, all exposed
 (D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5). Under
 frameworks that do that (once_per_node), tokens cross between nodes once per node, where that pays
-(costs/expert_exchange.py). A layer that is computed again exchanges again. Gradients of experts are summed, and ZeRO shards them, over dp x cp / ep ranks.
-The ranks of a group of ep are neighbours, tensor-parallel ones aside; under sequence parallelism those send a part of
-the tokens each.
+(costs/expert_exchange.py). A layer that is computed again exchanges again. Gradients of experts are summed, and ZeRO
+shards them, over dp x cp / ep ranks. The ranks of a group of ep are neighbours, tensor-parallel ones aside; under
+sequence parallelism those send a part of the tokens each.
 """
 
 from __future__ import annotations
