@@ -85,7 +85,8 @@ def _mixture(flow: Flow, position: int) -> _Mixture | None:
     is_same = _stays(flow, repeat, dispatch, (_call(flow, repeat).args[0],)) and all(
         _stays(flow, at, ends[-1], names) for at, names in ((combine, _call(flow, combine).args), (ends[1], (weights,)))
     )
-    return _Mixture(position, repeat, dispatch, ends, weights) if is_same else None
+    found = _Mixture(routes=position, repeat=repeat, dispatch=dispatch, ends=ends, weights=weights)
+    return found if is_same else None
 
 
 def _copied(flow: Flow, dispatch: int) -> int | None:

@@ -152,7 +152,13 @@ class Contractions(Rates):
         nodes, choices = nodes_of(self.groups[self.mesh.axes.index("ep")], self.cluster), operator.route.choices
         assert nodes is not None, "rows cross once on meshes that span nodes"
         tokens = num_local(operator.inputs[2], option.inputs[2], self.mesh) / choices
-        return OncePerNode(nodes, operator.inputs[1].shape[0], choices, tokens, routing.EXPERT_SKEW)
+        return OncePerNode(
+            nodes=nodes,
+            num_experts=operator.inputs[1].shape[0],
+            choices=choices,
+            tokens=tokens,
+            skew=routing.EXPERT_SKEW,
+        )
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str

@@ -109,7 +109,7 @@ def pays(nodes: Nodes, num_experts: int, choices: int, cluster: Cluster) -> bool
     if not 1 < choices <= num_experts or num_experts % nodes.num_nodes:
         return False
     group = collective.Group(nodes.num_nodes * nodes.neighbours, nodes.stride)
-    way = OncePerNode(nodes, num_experts, choices, MANY_TOKENS, 0.0)
+    way = OncePerNode(nodes=nodes, num_experts=num_experts, choices=choices, tokens=MANY_TOKENS, skew=0.0)
     straight = seconds_straight(MANY_TOKENS * choices * ROW_BYTES, 1.0, group, cluster)
     device = cluster.device
     passes = 4 * way.copies * ROW_BYTES / (device.memory_bytes_per_second * device.memory_efficiency)

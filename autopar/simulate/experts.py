@@ -293,7 +293,7 @@ def expert_exchanges(
         row_bytes = given.shape[-1] * given.dtype.itemsize
         if nodes and routed and pays(nodes, routed.experts * group.size, routed.choices, cluster):
             num_experts, choices = routed.experts * group.size, routed.choices
-            way = OncePerNode(nodes, num_experts, choices, rows / choices, skew)
+            way = OncePerNode(nodes=nodes, num_experts=num_experts, choices=choices, tokens=rows / choices, skew=skew)
             one = way.seconds(row_bytes, row_bytes, load, cluster)
         else:
             one = seconds_straight(rows * row_bytes, load, group, cluster)
