@@ -57,8 +57,8 @@ class Contractions(Rates):
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if is_routed:
             load, moving = self.routed(operator, option)
-            forward = forward * load + moving + self._told_seconds(operator, option)
-            backward = backward * load + moving * any(factors)
+            told, more = self._beside(operator, option)
+            forward, backward = forward * load + moving + told, backward * load + (moving + more) * any(factors)
         biases = operator.inputs[3:] if is_routed else [meta for meta in operator.inputs if len(meta.shape) == 1]
         if any(meta.requires_grad for meta in biases):
             # The gradient of a bias is a sum over all rows.
@@ -132,7 +132,7 @@ class Contractions(Rates):
         travel and are sorted again, but for the sums that return from nodes, which nothing backward reads."""
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
-        seconds = self.routed(operator, option)[1] + self._told_seconds(operator, option)
+        seconds = self.routed(operator, option)[1] + self._beside(operator, option)[0]
         is_cut = any(own.lowering == ROUTED for own in option.axes)
         if is_cut and operator.route.returns and self.crosses_once(operator):
             width = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
@@ -140,13 +140,25 @@ class Contractions(Rates):
             seconds -= self._way(operator, option).seconds_across(copy_bytes, self.cluster)
         return seconds
 
-    def _told_seconds(self, operator: Operator, option: Option) -> float:
-        """Seconds in which the nodes are told the choices of the tokens that they get (experts_by_node.py)."""
+    def _beside(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """Seconds by way of the nodes beside those of `_once_per_node`: forward, in which nodes are told the choices
+        of the tokens that they get, and backward, of what sums and weights there move more than the calls that they
+        stand for: on the way there N + 2 C + T rows for 3 N + 2 C, on the way back 8 N + 2 C for 5 N + 2 T."""
+        route, told, moved = operator.route, 0.0, 0.0
         is_cut = any(own.lowering == ROUTED for own in option.axes)
-        if not is_cut or not operator.route.dispatches or not self.crosses_once(operator):
-            return 0.0
-        way = self._way(operator, option)
-        return way.seconds_across(way.choices * ID_BYTES, self.cluster)
+        if not is_cut or not self.crosses_once(operator):
+            return 0.0, 0.0
+        way, output = self._way(operator, option), operator.node.outputs[0]
+        rows, copies = way.tokens * way.choices, way.copies
+        if route.dispatches:
+            told = way.seconds_across(way.choices * ID_BYTES, self.cluster)
+            size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
+            moved += size * (way.tokens - 2 * rows)
+        if route.returns:
+            size = num_local_dim(output, option.outputs[0], self.mesh) * output.dtype.itemsize
+            moved += size * (3 * rows + 2 * copies - 2 * way.tokens)
+        device = self.cluster.device
+        return told, moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def _way(self, operator: Operator, option: Option) -> OncePerNode:
         nodes, choices = nodes_of(self.groups[self.mesh.axes.index("ep")], self.cluster), operator.route.choices

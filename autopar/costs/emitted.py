@@ -7,7 +7,7 @@ prices an option by what passes do where nothing beside it is in their way (over
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,8 +71,8 @@ def emitted(
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
-    mixtures = {(op.inputs[1].shape[0], op.route.choices) for op in operators.values() if op.route.choices}
-    crossing = tuple((mixture, pricer.neighbours(*mixture)) for mixture in sorted(mixtures))
+    mixtures = mixtures_of(operators.values())
+    crossing = tuple((mixture, pricer.neighbours(*mixture)) for mixture in mixtures)
     of_pricer = has_kernels, has_fp8, overlaps, pays, crossing
     like = *of_pricer, pricer.mesh.axes, decisions
     if decisions is not None and like in known:
@@ -90,6 +90,11 @@ def emitted(
     return known[key]
 
 
+def mixtures_of(operators: Iterable[Operator]) -> list[tuple[int, int]]:
+    """(experts, choices of each token) of the mixtures whose rows may cross between nodes once per node."""
+    return sorted({(op.inputs[1].shape[0], op.route.choices) for op in operators if op.route.choices})
+
+
 def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> Pricer:
     """The pricer for calls as this program has them: its fused runs, its products in e4m3, and which rows of experts
     cross between nodes once per node."""
@@ -104,7 +109,7 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
     if isinstance(pricer, Fp8Pricer):
         products = ((scope, names_of(call)) for scope, call in calls if call.target in IN_FP8)
         found["products"] = {(scope, name): len(names) for scope, names in products for name in names}
-    if any(operator.route.choices for operator in operators.values()):
+    if mixtures_of(operators.values()):
         found["by_node"] = frozenset(_crossing(program))
     return replace(pricer, **found) if found else pricer
 

@@ -199,7 +199,7 @@ class _Weighed(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         copied = gradient.index_select(0, ctx.copies.rows)
         to_weights = (copied * rows).sum(1, dtype=_accumulator(copied)).to(weights.dtype)
-        return (copied * weights.unsqueeze(1)).to(rows.dtype), to_weights, None
+        return copied.mul_(weights.unsqueeze(1)).to(rows.dtype), to_weights, None
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

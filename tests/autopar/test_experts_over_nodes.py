@@ -186,7 +186,7 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
         option = options_of(operator, mesh)[0]
         pricer.routed(operator, option)
         pricer.routed(operator, option)
-        pricer._told_seconds(operator, option)
+        pricer._beside(operator, option)
 
     axes = {rank: Counting(each.axes[0]) for rank, each in meshes((4,)).items()}
 
