@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
+from autopar.costs.emitted import mixtures_of
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
@@ -30,9 +31,10 @@ from autopar.ir.graph import Graph, LayerRun
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.options.accumulating_trace import AccumulatingTrace
+from autopar.options.assignment import Candidate
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
-from autopar.planning.request import Request
+from autopar.planning.request import Request, pricer_for
 from autopar.running.batch import with_inputs_of
 from autopar.running.surroundings import check_autocast
 from autopar.settings.arguments import check_module, whole
@@ -43,6 +45,7 @@ from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
 from autopar.settings.optimizers import check_plan, examine, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
+from codegen.once_per_node import Neighbours
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
 
@@ -85,7 +88,13 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
     asynchronous = backend == "async-tp"
-    own = passes(fused=request.kernels, fp8=best.plan.fp8, asynchronous=asynchronous, overlapped=request.overlaps)
+    own = passes(
+        fused=request.kernels,
+        fp8=best.plan.fp8,
+        asynchronous=asynchronous,
+        overlapped=request.overlaps,
+        neighbours=neighbours_of(request, best),
+    )
     lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
     program = with_inputs_of(with_backend(lowered, backend), inputs)
@@ -208,6 +217,19 @@ def planned_together(request: Request, plan: Callable[[], SearchResult]) -> Sear
             alternatives="the same model, loss and shapes of a batch on every rank",
         )
     return result or SearchResult((best,), (), (), is_given=True)
+
+
+def neighbours_of(request: Request, best: Candidate) -> Neighbours:
+    """How many ranks that share out experts share a node, for rows that cross between nodes once per node, by what rank
+    0 knows of the cluster: ranks that send other rows wait for each other forever. On unlike stage meshes rows go
+    straight."""
+    plan = best.plan
+    pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
+    mixtures = [] if plan.pipeline.stage_meshes else mixtures_of(best.operators.values(), plan.mesh)
+    found = [{mixture: pricer.neighbours(*mixture) for mixture in mixtures}]
+    if found[0] and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return lambda *mixture: found[0].get(mixture, 0)
 
 
 def outline_of(graph: Graph) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ _RUNTIME_HOME = {
     "window_attention": "windows",
     "arange": "layout",
     **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
+    **dict.fromkeys(("NodeRoutes", "combine_by_node", "dispatch_by_node"), "experts_by_node"),
 }
 _RUNTIME_MODULES = frozenset({"async_tp", "deferred", "fp8", "grouped", "overlapped"})
 """Modules of the run time whose functions are called by the module's name and theirs."""

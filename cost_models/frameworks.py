@@ -40,8 +40,8 @@ class Framework:
     the planner's). host_layer_seconds: what the host needs to launch a layer's forward and backward;
     host_collective_seconds: on top for each tensor-parallel collective; host_apart_seconds: on top per layer and
     tensor-parallel rank where a pipeline of such groups spans nodes. loss_bytes: moved per logit by a language model's
-    loss, forward and backward (0: the planner's). A micro-batch takes no
-    less than its host. source: where the constants come from.
+    loss, forward and backward (0: the planner's). once_per_node: tokens cross between nodes once for each node that has
+    experts of theirs. A micro-batch takes no less than its host. source: where the constants come from.
 
     Raises ValueError for words that are not known and negative figures.
     """
@@ -64,6 +64,7 @@ class Framework:
     host_layer_seconds: float = 0.0
     host_collective_seconds: float = 0.0
     host_apart_seconds: float = 0.0
+    once_per_node: bool = False
 
     def __post_init__(self) -> None:
         words = (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES), ("cp_exchange", CP_EXCHANGES))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
+from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.ir.graph import ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -27,7 +28,13 @@ FLASH = "fa2"
 
 @dataclass
 class Contractions(Rates):
-    """Prices of calls whose flops count."""
+    """Prices of calls whose flops count.
+
+    by_node: (scope, call) of the layers of experts of one program whose rows cross between nodes once per node
+    (emitted.py); None while there is no program, and they do where their mixture may and it pays.
+    """
+
+    by_node: frozenset[tuple[str, str]] | None = None
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """(forward, backward) of one matmul or attention that reads and writes num_bytes. Of a matmul the backward has
@@ -50,7 +57,8 @@ class Contractions(Rates):
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if is_routed:
             load, moving = self.routed(operator, option)
-            forward, backward = forward * load + moving, backward * load + moving * any(factors)
+            told, more = self._beside(operator, option)
+            forward, backward = forward * load + moving + told, backward * load + (moving + more) * any(factors)
         biases = operator.inputs[3:] if is_routed else [meta for meta in operator.inputs if len(meta.shape) == 1]
         if any(meta.requires_grad for meta in biases):
             # The gradient of a bias is a sum over all rows.
@@ -68,7 +76,8 @@ class Contractions(Rates):
         """(what the fullest rank has to compute by the mean, seconds in which rows reach their experts and return).
 
         Rows are sorted by expert and put back; where ranks have experts each, they travel to them and back, and are
-        sorted again there (codegen/runtime/experts.py). Their gradients do the same.
+        sorted again there (codegen/runtime/experts.py). Their gradients do the same. Of rows that cross between nodes
+        once per node see expert_exchange.py.
         """
         parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
@@ -79,8 +88,92 @@ class Contractions(Rates):
         size, (num_experts, *_) = math.prod(self.mesh.sizes[axis] for axis in axes), operator.inputs[1].shape
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
+        if self.crosses_once(operator, option):
+            return load, self._once_per_node(operator, option, load)
         exchanges = sum(self.joint_seconds("all_to_all", axes, load * part) for part in moved)
         return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
+
+    def neighbours(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:
+        """How many ranks in a row of these axes as one share a node, where rows of such a mixture cross between nodes
+        once per node; 0 where they go straight."""
+        nodes = self._nodes(tuple(map(self.mesh.axes.index, axes)))
+        return nodes.neighbours if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
+
+    def crosses_once(self, operator: Operator, option: Option) -> bool:
+        """Whether the rows of a layer of experts cross between nodes once per node."""
+        axes, choices = routed_axes(option.axes), operator.route.choices
+        if self.by_node is not None:
+            return (operator.scope, operator.node.name) in self.by_node
+        names = tuple(self.mesh.axes[number] for number in axes)
+        return bool(axes) and choices > 0 and self.neighbours(operator.inputs[1].shape[0], choices, names) > 0
+
+    def _nodes(self, axes: tuple[int, ...]) -> Nodes | None:
+        """How the ranks of these axes as one lie on nodes, where they span several."""
+        return nodes_of(self.group(axes), self.cluster)
+
+    def _once_per_node(self, operator: Operator, option: Option, load: float) -> float:
+        """Seconds in which rows come and go by way of the nodes.
+
+        The gathers and sums that this has take the place of those of the calls that copy, weigh and sum rows, which are
+        priced as calls of their own: of these, the sums on the way back move no less, and the copies N + T rows less
+        than the two gathers on the way there, of C and N.
+        """
+        way, route = self._way(operator, option), operator.route
+        rows, found = way.tokens * way.choices, 0.0
+        if route.dispatches:
+            size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
+            found += way.seconds(size, size, load, self.cluster)
+            found += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
+        if route.returns:
+            output = operator.node.outputs[0]
+            width, size = num_local_dim(output, option.outputs[0], self.mesh), output.dtype.itemsize
+            found += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
+            found += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
+            found += self.memory_seconds(width * size * 2 * load * rows)
+        return found
+
+    def sent_again_seconds(self, operator: Operator, option: Option) -> float:
+        """Of the forward of a layer of experts, the seconds that a second run has although its products are kept: rows
+        travel and are sorted again, but for the sums that return from nodes, which nothing backward reads."""
+        if operator.node.op != EXPERT_LINEAR:
+            return 0.0
+        seconds = self.routed(operator, option)[1] + self._beside(operator, option)[0]
+        if routed_axes(option.axes) and operator.route.returns and self.crosses_once(operator, option):
+            width = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
+            copy_bytes = width * operator.route.summed_bytes
+            seconds -= self._way(operator, option).seconds_across(copy_bytes, self.cluster)
+        return seconds
+
+    def _beside(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """Seconds by way of the nodes beside those of `_once_per_node`: forward, in which nodes are told the choices
+        of the tokens that they get, and backward, of what sums and weights there move more than the calls that they
+        stand for: on the way there N + 2 C + T rows for 3 N + 2 C, on the way back 8 N + 2 C for 5 N + 2 T."""
+        route, told, moved = operator.route, 0.0, 0.0
+        if not routed_axes(option.axes) or not self.crosses_once(operator, option):
+            return 0.0, 0.0
+        way, output = self._way(operator, option), operator.node.outputs[0]
+        rows, copies = way.tokens * way.choices, way.copies
+        if route.dispatches:
+            told = way.seconds_across(way.choices * ID_BYTES, self.cluster)
+            size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
+            moved += size * (way.tokens - 2 * rows)
+        if route.returns:
+            size = num_local_dim(output, option.outputs[0], self.mesh) * output.dtype.itemsize
+            moved += size * (3 * rows + 2 * copies - 2 * way.tokens)
+        device = self.cluster.device
+        return told, moved / (device.memory_bytes_per_second * device.memory_efficiency)
+
+    def _way(self, operator: Operator, option: Option) -> OncePerNode:
+        nodes, choices = self._nodes(routed_axes(option.axes)), operator.route.choices
+        assert nodes is not None, "rows cross once on meshes that span nodes"
+        tokens = num_local(operator.inputs[2], option.inputs[2], self.mesh) / choices
+        return OncePerNode(
+            nodes=nodes,
+            num_experts=operator.inputs[1].shape[0],
+            choices=choices,
+            tokens=tokens,
+            skew=routing.EXPERT_SKEW,
+        )
 
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str

@@ -7,7 +7,8 @@ prices an option by what passes do where nothing beside it is in their way (over
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from autopar.costs.fp8 import Fp8Pricer
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import EXPERT_AXES, Mesh
 from autopar.lowering.lower import lower
 from autopar.lowering.passes import passes
 from autopar.options.assignment import Assignment
@@ -23,7 +24,7 @@ from autopar.options.fused import Fusion
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator
 from codegen.idioms import with_idioms
-from codegen.program import Call, ModuleClass, Program
+from codegen.program import Call, ModuleClass, Program, reads
 
 IN_FP8 = frozenset({"fp8.linear", "fp8.linears", "fp8.addmm"})
 
@@ -71,14 +72,18 @@ def emitted(
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
-    of_pricer = has_kernels, has_fp8, overlaps, pays
+    mixtures = mixtures_of(operators.values(), pricer.mesh)
+    crossing = tuple((mixture, pricer.neighbours(*mixture)) for mixture in mixtures)
+    of_pricer = has_kernels, has_fp8, overlaps, pays, crossing
     like = *of_pricer, pricer.mesh.axes, decisions
     if decisions is not None and like in known:
         return known[like]
     key = *of_pricer, pricer.mesh, _signature(assignment)
     if key not in known:
         program = lower(graph, operators, _OneStage(pricer.mesh), assignment)
-        for rewrite in passes(fused=has_kernels, fp8=has_fp8, overlapped=overlaps):
+        for rewrite in passes(
+            fused=has_kernels, fp8=has_fp8, overlapped=overlaps, neighbours=pricer.neighbours if mixtures else None
+        ):
             program = rewrite(program)
         known[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
     if decisions is not None:
@@ -86,8 +91,18 @@ def emitted(
     return known[key]
 
 
+def mixtures_of(operators: Iterable[Operator], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:
+    """(experts, choices of each token, axes over which they may be as one) of the mixtures whose rows may cross between
+    nodes once per node."""
+    mixtures = sorted({(op.inputs[1].shape[0], op.route.choices) for op in operators if op.route.choices})
+    axes = [axis for axis in mesh.axes if axis in EXPERT_AXES]
+    runs = [tuple(axes[first:end]) for first, end in itertools.combinations(range(len(axes) + 1), 2)]
+    return [(*mixture, run) for mixture in mixtures for run in runs]
+
+
 def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> Pricer:
-    """The pricer for calls as this program has them: its fused runs, and its products in e4m3."""
+    """The pricer for calls as this program has them: its fused runs, its products in e4m3, and which rows of experts
+    cross between nodes once per node."""
     found: dict[str, Any] = {}
     calls = [(scope, call) for scope, cls in classes(program) for call in cls.body if isinstance(call, Call)]
     if isinstance(pricer, KernelPricer):
@@ -99,7 +114,19 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
     if isinstance(pricer, Fp8Pricer):
         products = ((scope, names_of(call)) for scope, call in calls if call.target in IN_FP8)
         found["products"] = {(scope, name): len(names) for scope, names in products for name in names}
+    if any(operator.route.choices for operator in operators.values()):
+        found["by_node"] = frozenset(_crossing(program))
     return replace(pricer, **found) if found else pricer
+
+
+def _crossing(program: Program) -> Iterator[Key]:
+    """The calls of mixtures whose rows cross between nodes once per node."""
+    for scope, cls in classes(program):
+        calls = [call for call in cls.body if isinstance(call, Call)]
+        routes = {result for call in calls if call.target == "runtime.NodeRoutes" for result in call.results}
+        for call in calls:
+            if not routes.isdisjoint(reads(call)):
+                yield from ((scope, name) for own in call.original for name in names_of(own))
 
 
 def classes(program: Program) -> Iterator[tuple[str, ModuleClass]]:

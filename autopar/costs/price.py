@@ -20,6 +20,7 @@ from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute
 
+JOINS = frozenset({"cat", "stack"})
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
 
 
@@ -51,7 +52,8 @@ class Pricer(Contractions, ParameterPrices):
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
             return self.contraction_seconds(operator, option, bytes_in + bytes_out)
-        forward, backward = bytes_in + bytes_out, bytes_in + bytes_out * (1 + num_grads)
+        forward = bytes_in + bytes_out
+        backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
         inner = self._inner_seconds(operator, option)
         counts = specials(operator.node)
         if self.cluster.device.special_seconds and any(counts):
@@ -144,6 +146,24 @@ class Pricer(Contractions, ParameterPrices):
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:
         """The kinds under which the seconds of a call's forward and backward are told."""
         return "forward compute", "backward compute"
+
+
+def _backward_bytes(operator: Operator, bytes_in: float, bytes_out: float, num_grads: int) -> float:
+    """What the backward of a memory-bound call reads and writes (torch's derivatives.yaml): what went in and the
+    gradient of what came out, and a gradient for each that is trained. The parts of a joined tensor have views of its
+    gradient, a sum with something that is not trained has the gradient itself, and a multiple needs no factor again."""
+    name, metas = base_name(operator.node.op), operator.inputs
+    if name in JOINS:
+        return 0.0
+    if name in ("add", "sub") and num_grads == 1 and len(metas) == 2:
+        position = [meta.requires_grad for meta in metas].index(True)
+        output = operator.node.outputs[0]
+        is_same = (metas[position].shape, metas[position].dtype) == (output.shape, output.dtype)
+        if is_same and (name == "add" or position == 0):
+            return 0.0
+    if name in ("mul", "div", "neg") and len(metas) == 1:
+        return bytes_in + bytes_out
+    return bytes_in + bytes_out * (1 + num_grads)
 
 
 def _frozen(operator: Operator, kept: int) -> Operator:

@@ -86,6 +86,10 @@ class Rates:
             for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)
         )
 
+    def group(self, axes: tuple[int, ...]) -> collective.Group:
+        """The process group of neighbouring axes as one."""
+        return collective.Group(math.prod(self.mesh.sizes[axis] for axis in axes), self.groups[axes[-1]].stride)
+
     def collective_seconds(self, kind: collective.Kind, axis: int, num_bytes: float) -> float:
         """One collective on one axis; num_bytes as cost_models.collective defines it."""
         return self.joint_seconds(kind, (axis,), num_bytes)
@@ -94,8 +98,7 @@ class Rates:
         """One collective on neighbouring axes as one."""
         key = (kind, axes, num_bytes)
         if key not in self._times:
-            group = collective.Group(math.prod(self.mesh.sizes[axis] for axis in axes), self.groups[axes[-1]].stride)
-            self._times[key] = collective.seconds(kind, num_bytes, group, self.cluster)
+            self._times[key] = collective.seconds(kind, num_bytes, self.group(axes), self.cluster)
         return self._times[key]
 
     # --- resharding -------------------------------------------------------------------------------------------

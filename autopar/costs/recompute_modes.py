@@ -1,7 +1,7 @@
 """What a layer keeps for its backward under each recompute mode, and what that costs.
 
-With f and b the seconds of a layer's forward and backward, and s those of its matmuls and attention in f, a mode adds
-so many seconds to the backward of a micro-batch, which keeps
+With f and b the seconds of a layer's forward and backward, and s those of its matmuls and attention in f, without what
+brings rows to their experts and back, a mode adds so many seconds to the backward of a micro-batch, which keeps
 
     none        0                              everything
     selective   f - s                          inputs, results of matmuls and attention
@@ -95,7 +95,7 @@ def _kept(
             parts += (call.num_blocks - 1) * num_bytes if call else 0.0
             products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation))
             results += (call.num_blocks if call else 1) * num_bytes
-            costly += pricer.operator_seconds(operator, option)[0]
+            costly += pricer.operator_seconds(operator, option)[0] - pricer.sent_again_seconds(operator, option)
             costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0
     return _Kept(
         inputs=inputs,

@@ -23,6 +23,9 @@ DATA_AXES = ("ddp", "dp", "ep")
 TENSOR_AXES = ("ttp", "tp")
 """Axes that cut features. Where experts are folded, they cut tokens and experts of a mixture's layers instead."""
 
+EXPERT_AXES = ("cp", "ep", *TENSOR_AXES)
+"""Axes over which the experts of a mixture may be shared out, as one axis."""
+
 ZERO_AXES = ("dp", "cp", "ep")
 """Axes over which ZeRO shards what all their ranks have whole; over `ddp` are copies of its shards."""
 

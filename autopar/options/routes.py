@@ -4,14 +4,22 @@ A layer of experts takes its rows sorted by expert, on the rank that has the exp
 another one follows, and nothing but calls that treat each row by itself is between them, what puts rows back and what
 sorts them again cancel: rows return after the last layer only. Until then they are not moved between ranks, and the
 layers route them over the same axes.
+
+Where all of them together are a mixture, the rows are copies of tokens, one for each choice, and what returns is
+weighed by a number for each row and summed by token:
+
+    rows = repeat_interleave(tokens, k, 0)    ...    sum(view(result * weights, [T, k, B]), 1)
+
+so that between nodes a token may travel once for several choices (codegen/once_per_node.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Node, Ref, base_name
+from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placements
 from autopar.rules.experts import EXPERT_LINEAR, row_factor
 from autopar.rules.localize import REWRITES
@@ -26,13 +34,17 @@ class Route:
     """How the rows of one layer of experts, or of a call between two, come and go.
 
     arrives: they come from a layer before it, sorted. is_first: where they do not, no call before it has sorted them.
-    returns: they are put back after it. like: of a layer, the first one with the same rows.
+    returns: they are put back after it. like: of a layer, the first one with the same rows. choices: of each token,
+    where the layer is part of a mixture whose rows are copies of tokens and whose results are summed by token; 0
+    elsewhere. summed_bytes: of an element of such a sum.
     """
 
     arrives: bool = False
     is_first: bool = True
     returns: bool = True
     like: str = ""
+    choices: int = 0
+    summed_bytes: int = 0
 
     @property
     def dispatches(self) -> bool:
@@ -72,6 +84,11 @@ def routes_of(
             like=first.setdefault(own, node.name),
         )
         seen.add((rows, own))
+    for own in dict.fromkeys(node.inputs[2] for node in layers):
+        mixture = [node for node in layers if node.inputs[2] == own]
+        choices, summed_bytes = _mixture(nodes, mixture, found, leaving)
+        for node in mixture:
+            found[node.name] = replace(found[node.name], choices=choices, summed_bytes=summed_bytes)
     return found
 
 
@@ -82,13 +99,53 @@ def keeps_rows(source: Placements, target: Placements) -> bool:
     )
 
 
-def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collection[Ref]) -> set[Ref]:
-    """Of the values that may be sorted, `ids` by the ids that they are sorted by, those that nobody reads otherwise and
-    that are made of nothing that is put back."""
+def _mixture(
+    nodes: tuple[Node, ...], layers: list[Node], routes: Mapping[str, Route], leaving: Collection[Ref]
+) -> tuple[int, int]:
+    """(choices of each token, bytes of an element of the sum over them) of all layers of one mixture; zeros where it
+    has not the form that this file's docstring tells."""
+    made_by, users = {node.name: node for node in nodes}, _users(nodes)
+    firsts = [node for node in layers if not routes[node.name].arrives]
+    ends = [node for node in layers if routes[node.name].returns]
+    rows = {node.inputs[0] for node in firsts}
+    if len(rows) != 1 or len(ends) != 1:
+        return 0, 0
+    (copied,), (node,) = rows, ends
+    repeat = made_by.get(copied.node)
+    if repeat is None or base_name(repeat.op) != "repeat_interleave" or len(repeat.inputs) != 1 or copied in leaving:
+        return 0, 0
+    if any(user not in firsts for user in users[copied]) or len(repeat.args) != 3 or repeat.args[2] != 0:
+        return 0, 0
+    num_rows, choices = node.meta.shape[0], repeat.args[1]
+    for name in ("mul", "view", "sum"):
+        readers = users.get(Ref(node.name), [])
+        if len(readers) != 1 or base_name(readers[0].op) != name or Ref(node.name) in leaving:
+            return 0, 0
+        last, node = node, readers[0]
+        if name == "mul":
+            others = [ref for ref in node.inputs if ref != Ref(last.name)]
+            is_weighed = [made_by[ref.node].outputs[ref.index].shape for ref in others if ref.node in made_by]
+            if is_weighed != [(num_rows, 1)] or node.meta.shape[0] != num_rows:
+                return 0, 0
+    over, by_token = arguments_of(node), made_by[node.inputs[0].node].meta.shape
+    is_over_choices = list(over["dim"] or ()) == [1] and not over["keepdim"] and over["dtype"] is None
+    is_by_token = len(by_token) == 3 and by_token[1] == choices and by_token[0] * choices == num_rows
+    return (choices, node.meta.dtype.itemsize) if is_over_choices and is_by_token else (0, 0)
+
+
+def _users(nodes: tuple[Node, ...]) -> dict[Ref, list[Node]]:
+    """The calls that read a value, as often as they do."""
     users: dict[Ref, list[Node]] = {}
     for node in nodes:
         for ref in node.inputs:
             users.setdefault(ref, []).append(node)
+    return users
+
+
+def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collection[Ref]) -> set[Ref]:
+    """Of the values that may be sorted, `ids` by the ids that they are sorted by, those that nobody reads otherwise and
+    that are made of nothing that is put back."""
+    users = _users(nodes)
     stays = {ref for ref in ids if ref in users and ref not in leaving}
 
     def made_by(node: Node) -> list[Ref]:

@@ -11,10 +11,11 @@ and the last matmul, and the exchange of tokens, is then priced for the tokens t
 Under `ep` the ranks of a group of dp x cp hold E / ep experts each and exchange tokens by all_to_all. Balanced, a rank
 gets as many tokens as it gives: E / ep experts with ep T k / E tokens each, which is what is traced. Per module and
 micro-batch there are two exchanges (dispatch, combine) of T k H elements forward and two backward, all exposed
-(D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5). A layer that
-is computed again exchanges again. Gradients of experts are summed, and ZeRO shards them, over dp x cp / ep ranks.
-The ranks of a group of ep are neighbours, tensor-parallel ones aside; under sequence parallelism those send a part of
-the tokens each.
+(D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5). Under
+frameworks that do that (once_per_node), tokens cross between nodes once per node, where that pays
+(costs/expert_exchange.py). A layer that is computed again exchanges again. Gradients of experts are summed, and ZeRO
+shards them, over dp x cp / ep ranks. The ranks of a group of ep are neighbours, tensor-parallel ones aside; under
+sequence parallelism those send a part of the tokens each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from autopar.costs.expert_exchange import OncePerNode, nodes_of, pays, seconds_straight
+from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
@@ -239,6 +242,14 @@ class ExpertPricer(_ByExpert):
 
 
 @dataclass
+class KernelExpertPricer(_ByExpert, KernelPricer):
+    """The planner's prices of a model with experts, with fused kernels. load: as of `ExpertPricer`."""
+
+    experts: Experts = field(default_factory=Experts)
+    load: float = 1.0
+
+
+@dataclass
 class ProfiledExpertPricer(_ByExpert, ProfiledPricer):
     """A framework's prices of a model with experts. load: as of `ExpertPricer`."""
 
@@ -259,19 +270,34 @@ def expert_stored(stored: Stored, mesh: Mesh, target: Mesh, zero: int) -> Stored
 
 
 def expert_exchanges(
-    solved_layer: SolvedLayer, pricer: Pricer, experts: Experts, ep: int, sp: bool, load: float
+    solved_layer: SolvedLayer,
+    pricer: Pricer,
+    experts: Experts,
+    *,
+    group: collective.Group,
+    senders: int,
+    load: float,
+    once_per_node: bool,
+    skew: float,
 ) -> dict[str, list[Exchange]]:
-    """Unit -> one exchange per experts module. sp: tensor-parallel ranks send a part of the tokens each. load: tokens
-    of the fullest rank by the mean."""
+    """Unit -> one exchange per experts module. group: of ep. senders: tensor-parallel ranks that send a part of the
+    tokens each. load: tokens of the fullest rank by the mean. skew: of experts' shares of tokens."""
     call_costs, found = solved_layer.call_costs, dict[str, list[Exchange]]()
-    tp = pricer.mesh.size("tp")
-    group = collective.Group(ep, tp)
     data: Placements = tuple(R for _ in solved_layer.costed.axes)
-    for (scope, _), calls in (experts.modules or {}).items():
-        given = call_costs.operators[scope, calls[0]].inputs[0]
-        size = num_local(given, data, solved_layer.costed) * given.dtype.itemsize / solved_layer.costed.num_data_ranks
-        seconds = 2 * collective.seconds("all_to_all", load * size / (tp if sp else 1), group, pricer.cluster)
-        forward = {"all_to_all ep": seconds}
+    cluster = pricer.cluster
+    nodes = nodes_of(group, cluster) if once_per_node else None
+    for (scope, module), calls in (experts.modules or {}).items():
+        given, routed = call_costs.operators[scope, calls[0]].inputs[0], (experts.routed or {}).get((scope, module))
+        rows = num_local(given, data, solved_layer.costed) / given.shape[-1]
+        rows /= solved_layer.costed.num_data_ranks * senders
+        row_bytes = given.shape[-1] * given.dtype.itemsize
+        if nodes and routed and pays(nodes, routed.experts * group.size, routed.choices, cluster):
+            num_experts, choices = routed.experts * group.size, routed.choices
+            way = OncePerNode(nodes=nodes, num_experts=num_experts, choices=choices, tokens=rows / choices, skew=skew)
+            one = way.seconds(row_bytes, row_bytes, load, cluster)
+        else:
+            one = seconds_straight(rows * row_bytes, load, group, cluster)
+        forward = {"all_to_all ep": 2 * one}
         found.setdefault(scope or segments(call_costs.graph)[calls[0]], []).append(
             Exchange(forward, forward, again(forward, EXPERT_MODES))
         )

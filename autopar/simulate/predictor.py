@@ -41,6 +41,7 @@ from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
 from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
 from autopar.simulate.terms import Terms, has_kernels, priced_under
+from cost_models import collective
 from cost_models.frameworks import Framework
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
@@ -316,7 +317,19 @@ def _exchanges(
         found.append(context_exchanges(solved_layer, pricer, wanted.cp, by_ring))
     if wanted.ep > 1:
         sp = _is_sequence_parallel(profile, wanted)
-        found.append(expert_exchanges(solved_layer, pricer, share.experts, wanted.ep, sp, terms.load))
+        tp = pricer.mesh.size("tp")
+        found.append(
+            expert_exchanges(
+                solved_layer,
+                pricer,
+                share.experts,
+                group=collective.Group(wanted.ep, tp),
+                senders=tp if sp else 1,
+                load=terms.load,
+                once_per_node=profile.once_per_node,
+                skew=wanted.expert_skew if wanted.capacity_factor is None else 0.0,
+            )
+        )
     return found
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.simulate.experts import ExpertPricer, ProfiledExpertPricer
+from autopar.simulate.experts import ExpertPricer, KernelExpertPricer, ProfiledExpertPricer
 from autopar.simulate.pricing import ProfiledPricer
 from autopar.simulate.share import Share
 from autopar.simulate.strategy import Strategy
@@ -43,10 +44,11 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
         if not has_experts:
             return plain
         rates = plain.hidden_fraction, plain.fragmentation
-        return ExpertPricer(plain.mesh, plain.cluster, plain.training, *rates, **own)
+        kind = KernelExpertPricer if isinstance(plain, KernelPricer) else ExpertPricer
+        return kind(plain.mesh, plain.cluster, plain.training, *rates, **own)
     profile = terms.framework
-    kind = ProfiledExpertPricer if has_experts else ProfiledPricer
-    return kind(
+    profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
+    return profiled(
         plain.mesh,
         plain.cluster,
         plain.training,
@@ -61,12 +63,12 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
 
 
 def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, share: Share) -> bool:
-    """Whether fused kernels are priced: those of generated programs, which have none among experts yet. Raises
-    ConstraintError where a strategy asks for what the framework has not."""
-    can = terms.is_planners and not share.experts.calls
+    """Whether fused kernels are priced: those of generated programs. Raises ConstraintError where a strategy asks for
+    what the framework has not."""
+    can = terms.is_planners
     if wanted.kernels == "on" and not can:
         raise ConstraintError(
-            "kernels are those of generated programs, whose layers have no experts",
+            "kernels are those of generated programs",
             values=f"framework {terms.framework.name}, attention {terms.attention}, {terms.matmul_dtype}",
             alternatives="framework autopar in bf16 or fp32 with flash attention, or no kernels in the strategy",
         )

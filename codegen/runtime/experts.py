@@ -58,18 +58,18 @@ class Routes:
 
 def dispatch(rows: Tensor, routes: Routes) -> Tensor:
     """[N, ...] in the order of the tokens -> [M, ...] sorted by expert: of all ranks' rows, those of this one's."""
-    rows = _taken(rows, routes.order)
+    rows = taken(rows, routes.order)
     if routes.axis is None or routes.arranged is None:
         return rows
-    return _taken(_exchanged(rows, routes.axis, routes.sent, routes.received), routes.arranged)
+    return taken(exchanged(rows, routes.axis, routes.sent, routes.received), routes.arranged)
 
 
 def combine(rows: Tensor, routes: Routes) -> Tensor:
     """[M, ...] -> [N, ...]: what `dispatch` did, undone."""
     if routes.axis is not None and routes.arranged is not None:
-        rows = _taken(rows, routes.arranged.argsort())
-        rows = _exchanged(rows, routes.axis, routes.received, routes.sent)
-    return _taken(rows, routes.order.argsort())
+        rows = taken(rows, routes.arranged.argsort())
+        rows = exchanged(rows, routes.axis, routes.received, routes.sent)
+    return taken(rows, routes.order.argsort())
 
 
 def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None = None) -> Tensor:
@@ -115,16 +115,18 @@ class _Exchanged(torch.autograd.Function):
         return ctx.axis.exchange_rows(gradient, ctx.received, ctx.sent), None, None, None
 
 
-def _taken(rows: Tensor, order: Tensor) -> Tensor:
+def taken(rows: Tensor, order: Tensor) -> Tensor:
+    """rows[order], for a permutation."""
     function: Any = _Taken
-    taken: Tensor = function.apply(rows, order)
-    return taken
+    result: Tensor = function.apply(rows, order)
+    return result
 
 
-def _exchanged(rows: Tensor, axis: RoutingAxis, sent: list[int], received: list[int]) -> Tensor:
+def exchanged(rows: Tensor, axis: RoutingAxis, sent: list[int], received: list[int]) -> Tensor:
+    """Rows to other ranks of the axis, as `RoutingAxis.exchange_rows`; backward their gradients return."""
     function: Any = _Exchanged
-    exchanged: Tensor = function.apply(rows, axis, sent, received)
-    return exchanged
+    result: Tensor = function.apply(rows, axis, sent, received)
+    return result
 
 
 def has_grouped_product(rows: Tensor, weight: Tensor) -> bool:

@@ -437,3 +437,33 @@ def test_a_limit_that_fits_with_kernels_only() -> None:
     with_kernels = search_plans(replace(tight, kernels=True)).best.plan
     assert with_kernels.prediction.peak_bytes <= least * 1.001
     assert with_kernels.prediction.step_seconds < search_plans(tight).best.plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("call", "passes"),
+    [
+        (lambda x, y: torch.cat([x, y], 1), 0),  # views of the gradient
+        (lambda x, y: x + y.detach(), 0),  # the gradient itself
+        (lambda x, y: x - y.detach(), 0),
+        (lambda x, y: y.detach() - x, 4),  # priced as any call: what went in and out, and a gradient
+        (lambda x, y: x * 0.5, 2),
+        (lambda x, y: x + y, 5),
+    ],
+)
+def test_backward_moves_what_torchs_formulas_say(call, passes) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return call(self.layer(x), self.layer(x).relu()).square().mean()
+
+    graph = trace(Model(), {"x": torch.zeros(8, 64)}, None, batch_size=8)
+    request = request_for("llama", "4 a100-80g")
+    pricer = pricer_for(request, Mesh((), ()), 1)
+    names = ("aten.cat.default", "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor")
+    (operator,) = (op for op in operators_of(graph).values() if op.node.op in names)
+    (option,) = options_of(operator, pricer.mesh)
+    size = operator.inputs[0].num_bytes
+    assert pricer.operator_seconds(operator, option)[1] == pricer.memory_seconds(passes * size)

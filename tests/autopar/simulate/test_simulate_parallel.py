@@ -220,6 +220,24 @@ def test_tokens_are_sent_twice_each_way(recompute: str) -> None:
         assert found.seconds["recomputation"] - plain == pytest.approx(2 * micro * LAYERS * once, rel=1e-4)
 
 
+def test_tokens_cross_between_nodes_once_per_node() -> None:
+    """Two choices among eight experts on two nodes: 2 (1 - C(4, 2) / C(8, 2)) = 11/7 nodes for each token."""
+    ep, row = 4, WIDTH * 4
+    slow = Link("slow", WIRE / 100, 0.0, "bytes alone")
+    strategy = {"dp": 4, "ep": ep, "zero": 0, "micro_batches": 1, "expert_skew": 0.0}
+    found, straight = (
+        sparse().predict(Cluster(IDEAL, 2, 2, LINK, slow), strategy, global_batch_size=ROWS, framework=name)
+        for name in ("autopar", "megatron-2023")
+    )
+    tokens = ROWS // 4 * TOKENS
+    load = fullest_load(ep, EXPERTS, TOP, 4 * tokens, 0.0)
+    copies = 11 / 7 * fullest_load(2, EXPERTS, TOP, 4 * tokens, 0.0)
+    once = tokens * row * (copies / 2 / (WIRE / 100) + load * TOP / 2 / WIRE)
+    assert found.seconds["all_to_all ep"] == pytest.approx(4 * LAYERS * once)
+    across = load * tokens * TOP * row / 2 / (WIRE / 100)
+    assert straight.seconds["all_to_all ep"] == pytest.approx(4 * LAYERS * across)
+
+
 @pytest.mark.parametrize("strategy", [{"capacity_factor": 1.5}, {"capacity_factor": None, "expert_skew": 0.4}])
 def test_experts_and_exchanges_take_as_long_as_on_the_fullest_rank(strategy: dict[str, Any]) -> None:
     ep = 4
