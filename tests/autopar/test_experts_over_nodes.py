@@ -106,10 +106,18 @@ def batch(routing: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "one expert has all", "nothing leaves a node"])
-@pytest.mark.parametrize("pins", [{"ep": 4, "zero": 1}, {"ep": 4, "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"dp": 4, "ep": 4, "zero": 1},
+        {"dp": 4, "ep": 4, "micro_batches": 2},
+        {"dp": 2, "ep": 2, "tp": 2, "etp": 1},
+    ],
+    ids=str,
+)
 def test_programs_train_as_one_process_does(two_nodes: str, routing: str, pins: Mapping[str, Any]) -> None:
     torch.manual_seed(0)
-    report = autopar.verify(Mixture(), two_nodes, example_inputs=batch(routing), constraints={"dp": 4, **pins})
+    report = autopar.verify(Mixture(), two_nodes, example_inputs=batch(routing), constraints=pins)
     assert report.ok(1e-5), report
 
 
@@ -124,6 +132,8 @@ def test_rows_cross_once_where_the_calls_show_that_they_may_and_the_axis_spans_n
     names = ("NodeRoutes", "dispatch_by_node", "combine_by_node", "Routes", "repeat_interleave")
     assert [text.count(f" {name}(") for name in names] == [1, 1, 1, 0, 0], text
     assert f"EXPERTS, ep, {CHOICES}, neighbours=2)" in text or f"8, ep, {CHOICES}, neighbours=2)" in text, text
+    folded = source(Mixture(), two_nodes, ep=2, tp=2, etp=1)
+    assert f'8, self.mesh.joint(("ep", "tp")), {CHOICES}, neighbours=2)' in folded, folded
     for model, cluster, pins in (
         (OtherUse(), two_nodes, {"dp": 4, "ep": 4}),
         (OtherSum(), two_nodes, {"dp": 4, "ep": 4}),
@@ -179,8 +189,9 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
 
     monkeypatch.setattr("cost_models.routing.fullest_load", lambda *_: 1.0)
     layers = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
-    assert [op.route.choices for op in layers] == [CHOICES] * 2 and all(map(pricer.crosses_once, layers))
-    monkeypatch.setattr(pricer, "crosses_once", lambda _: True)
+    assert [op.route.choices for op in layers] == [CHOICES] * 2
+    assert all(pricer.crosses_once(operator, options_of(operator, mesh)[0]) for operator in layers)
+    monkeypatch.setattr(pricer, "crosses_once", lambda *_: True)
     monkeypatch.setattr(collective, "seconds", noted)
     for operator in layers:
         option = options_of(operator, mesh)[0]
