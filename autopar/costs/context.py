@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from autopar.ir.graph import is_causal
+from autopar.ir.graph import SINK_ATTENTION, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.attention import EXCHANGES, window_of
@@ -201,6 +201,19 @@ def window_tiles(operator: Operator) -> tuple[int, int]:
     return (1, 0) if window is None else _mask_sizes(window, operator.inputs[0].shape[-2])
 
 
+def sink_scores(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> tuple[float, float]:
+    """Bytes of the scores of attention with sinks on one rank, of (all, those at hand at once), where formulas compute
+    them (codegen/runtime/sink_attention.py); (0, 0) where a flash kernel does. on_cpu: as in `context_call`."""
+    query, key, value = operator.inputs[:3]
+    window = window_of(operator.node)
+    is_flash = key.dtype.itemsize < WIDE_BYTES and key.shape[-1] == value.shape[-1]
+    if on_cpu or (is_flash and (window is None or window.chunk is None)):
+        return 0.0, 0.0
+    rows = num_local(query, option.inputs[0], mesh) // query.shape[-1]
+    scores = float(rows * seen_keys(operator) * max(WIDE_BYTES, key.dtype.itemsize))
+    return scores, scores / max(window_tiles(operator)[0], 1)
+
+
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:
     """The call of one rank if the option cuts its keys along the sequence, else None. on_cpu: whose flash kernel takes
     all dtypes."""
@@ -219,7 +232,8 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     num_masked = 0
     if window is not None:
         tile_keys, num_masked = _pieces(window, queries, size, is_striped)
-    is_flash = on_cpu or (len(operator.inputs) == 3 and not num_masked and key.dtype.itemsize < WIDE_BYTES)
+    has_mask = len(operator.inputs) > (4 if operator.node.op == SINK_ATTENTION else 3)
+    is_flash = on_cpu or (not has_mask and not num_masked and key.dtype.itemsize < WIDE_BYTES)
     if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
         reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(

@@ -15,7 +15,18 @@ from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
-from autopar.ir.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, WINDOW_ATTENTION, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import (
+    ATTENTION,
+    DEFERRABLE,
+    MATMULS,
+    SINK_ATTENTION,
+    VIEWS,
+    WINDOW_ATTENTION,
+    Node,
+    Ref,
+    TensorMeta,
+    base_name,
+)
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute
@@ -123,11 +134,17 @@ class Pricer(Contractions, ParameterPrices):
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a call; see kernels.py, fp8.py too."""
+        if operator.node.op == SINK_ATTENTION:
+            held = 0.0 if self.context_call(operator, option) else self.sink_scores(operator, option)[1]
+            return 0.0, self.sink_bytes(operator, option)[0] + SCORES_HELD[0] * held
         return 0.0, self.sorted_bytes(operator, option) if operator.node.op == EXPERT_LINEAR else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
         """Temporaries of a call's backward beside the gradients that it makes; see fp8.py. Experts' weights have a
         gradient each, which are joined, where they have a kernel each."""
+        if operator.node.op == SINK_ATTENTION:
+            held = 0.0 if self.context_call(operator, option) else self.sink_scores(operator, option)[1]
+            return self.sink_bytes(operator, option)[1] + SCORES_HELD[1] * held
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
         weight = num_local(operator.inputs[1], option.inputs[1], self.mesh) * operator.inputs[1].dtype.itemsize
