@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.costs import host
-from autopar.costs.context import window_tiles
+from autopar.costs.context import SCORES_HELD, window_tiles
 from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
