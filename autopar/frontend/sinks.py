@@ -1,7 +1,7 @@
 """Attention with a sink that a model writes out, as the one call that it is.
 
-A sink is a logit per head that has a share of every softmax, and no value. Models join it to the scores as a column, and
-leave its probabilities out (transformers' GPT-OSS):
+A sink is a logit per head that has a share of every softmax, and no value. Models join it to the scores as a column,
+and leave its probabilities out (transformers' GPT-OSS):
 
     scores  = q k^T * scale                     also divided
     masked  = scores + mask                     also where(mask, scores, -inf), or masked_fill
@@ -145,10 +145,11 @@ class _Written:
         source, largest = shifted.inputs
         maximum = self.only(self.detached(largest), "max", "amax")
         given = arguments_of(maximum)
-        _is(given.get("self") == source and bool(given.get("keepdim")) and self.is_last(given["dim"]))
+        _is(bool(given.get("keepdim")) and self.is_last(given["dim"]) and self.detached(given["self"]) == source)
         return self.only(source, "cat", num_uses=2)
 
     def detached(self, ref: Ref) -> Ref:
+        """A tensor, or what it is the detached one of."""
         node = self.maker(ref, "detach")
         return self.only(ref, "detach").inputs[0] if node is not None else ref
 
@@ -168,7 +169,8 @@ class _Written:
             assert factor is not None
             scale = scale * factor if base_name(node.op) == "mul" else scale / factor
             node = self.only(self.uncast(given["self"]), "mul", "div", "matmul")
-        return _Scores(*node.inputs, scale, window)
+        query, keys = node.inputs
+        return _Scores(query, keys, scale, window)
 
     def unmasked(self, node: Node) -> tuple[Ref, Window]:
         """(scores, the window that they are seen through) of a call that masks them."""
@@ -294,4 +296,8 @@ class _Written:
         shape = self.metas[ref].shape
         is_vector = sum(size > 1 for size in shape) <= 1 and (num_heads == 1 or shape[at] == num_heads)
         _is(is_vector and self.metas[ref].numel == num_heads)
-        return ref if shape == (num_heads,) else self.made(node, made, "aten.view.default", (ref, (num_heads,)), (num_heads,))
+        return (
+            ref
+            if shape == (num_heads,)
+            else self.made(node, made, "aten.view.default", (ref, (num_heads,)), (num_heads,))
+        )

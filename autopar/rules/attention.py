@@ -1,8 +1,8 @@
-"""Scaled dot-product attention, with sinks or without: batch, heads, query positions and value features may be sharded, and query and key
-positions together.
+"""Scaled dot-product attention, with sinks or without: batch, heads, query positions and value features may be
+sharded, and query and key positions together.
 
-q [..., H, S, E], k [..., G, T, E], v [..., G, T, F], sinks [H] -> [..., H, S, F]. With grouped heads H = G * r and q's head dim
-is the composite (G, r), as torch repeats each key/value head r times in place.
+q [..., H, S, E], k [..., G, T, E], v [..., G, T, F], sinks [H] -> [..., H, S, F]. With grouped heads H = G * r and
+q's head dim is the composite (G, r), as torch repeats each key/value head r times in place.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class WindowedKeys:
     length: int
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Block:
-        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F]: by one kernel that knows of windows,
-        or by pieces, with out as lse is."""
+        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F]: by one kernel that knows of
+        windows, or by pieces, with out as lse is."""
         if self._has_kernel(q, k, v):
             heads_last = (x.transpose(1, 2) for x in (q, k, v))
             aten: Any = torch.ops.aten

@@ -1,9 +1,10 @@
-"""Attention with sinks: a logit per head that has a share of every softmax, and no value (S. Agarwal et al., "gpt-oss-120b
-& gpt-oss-20b Model Card" (2025), section 2.2; G. Xiao et al., "Efficient Streaming Language Models with Attention
-Sinks" (2023)).
+"""Attention with sinks: a logit per head that has a share of every softmax, and no value.
 
-Shapes: B batch, H heads, G key/value heads (G divides H), L positions, E and F head sizes. A sink s is one more key whose
-value is zero. With out and lse of the attention without it (attention_blocks.py), those with it are
+Sources: S. Agarwal et al., "gpt-oss-120b & gpt-oss-20b Model Card" (2025), section 2.2; G. Xiao et al., "Efficient
+Streaming Language Models with Attention Sinks" (2023).
+
+Shapes: B batch, H heads, G key/value heads (G divides H), L positions, E and F head sizes. A sink s is one more key
+whose value is zero. With out and lse of the attention without it (attention_blocks.py), those with it are
 
     lse' = log(exp(lse) + exp(s))        out' = exp(lse - lse') out = sigmoid(lse - s) out
 
@@ -61,8 +62,15 @@ def sink_attention(
         sinks: [H]. is_causal: query i sees the keys 0 to i. before, after, chunk: of the window that queries see of as
         many keys (windows.py); without, they see all.
 
-    Returns [B, H, L, F] in query's dtype. Not differentiable twice. Raises ValueError for is_causal beside a window.
+    Returns [B, H, L, F] in query's dtype. Not differentiable twice. Raises ValueError for shapes that
+    do not fit, which kernels do not check, and for is_causal beside a window.
     """
+    batch, heads = query.shape[:2]
+    is_shared = heads % key.shape[1] == 0 if enable_gqa else heads == key.shape[1]
+    is_alike = key.shape[:3] == value.shape[:3] and key.shape[0] == batch and key.shape[3] == query.shape[3]
+    if not (is_shared and is_alike and sinks.shape == (heads,)):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value, sinks))
+        raise ValueError(f"sink_attention takes [B, H, L, E], [B, G, T, E], [B, G, T, F] and [H], got {shapes}")
     window = None if (before, after, chunk) == (None,) * 3 else Window(before, after, chunk)
     if window is not None and (is_causal or query.shape[-2] != key.shape[-2]):
         raise ValueError("sink_attention takes a window of as many keys as queries, without is_causal")

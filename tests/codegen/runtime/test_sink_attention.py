@@ -25,9 +25,9 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor, sc
 
 @settings(max_examples=25, deadline=None)
 @given(
-    before=SIDES, after=SIDES, chunk=st.none() | st.integers(1, 9), is_causal=st.booleans(), shared=st.sampled_from((1, 2, 4)),
-    length=st.integers(1, 12), width=st.sampled_from((4, 6)), scale=st.sampled_from((None, 0.3)),
-    seed=st.integers(0, 99),
+    before=SIDES, after=SIDES, chunk=st.none() | st.integers(1, 9), is_causal=st.booleans(),
+    shared=st.sampled_from((1, 2, 4)), length=st.integers(1, 12), width=st.sampled_from((4, 6)),
+    scale=st.sampled_from((None, 0.3)), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_result_and_gradients(
     before: int | None, after: int | None, chunk: int | None, is_causal: bool, shared: int, length: int, width: int,
@@ -50,7 +50,9 @@ def test_result_and_gradients(
 
 def test_gradcheck() -> None:
     torch.manual_seed(0)
-    tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 5, 3), *((1, 1, 5, 3),) * 2, (2,))]
+    tensors = [
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 5, 3), *((1, 1, 5, 3),) * 2, (2,))
+    ]
     assert torch.autograd.gradcheck(lambda *each: sink_attention(*each, before=2, after=0, enable_gqa=True), tensors)
 
 
