@@ -201,19 +201,6 @@ def window_tiles(operator: Operator) -> tuple[int, int]:
     return (1, 0) if window is None else _mask_sizes(window, operator.inputs[0].shape[-2])
 
 
-def sink_scores(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> tuple[float, float]:
-    """Bytes of the scores of attention with sinks on one rank, of (all, those at hand at once), where formulas compute
-    them (codegen/runtime/sink_attention.py); (0, 0) where a flash kernel does. on_cpu: as in `context_call`."""
-    query, key, value = operator.inputs[:3]
-    window = window_of(operator.node)
-    is_flash = key.dtype.itemsize < WIDE_BYTES and key.shape[-1] == value.shape[-1]
-    if on_cpu or (is_flash and (window is None or window.chunk is None)):
-        return 0.0, 0.0
-    rows = num_local(query, option.inputs[0], mesh) // query.shape[-1]
-    scores = float(rows * seen_keys(operator) * max(WIDE_BYTES, key.dtype.itemsize))
-    return scores, scores / max(window_tiles(operator)[0], 1)
-
-
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:
     """The call of one rank if the option cuts its keys along the sequence, else None. on_cpu: whose flash kernel takes
     all dtypes."""

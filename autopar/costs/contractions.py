@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.costs.context import SCORES_MOVED, WIDE_BYTES, ContextCall, NearCall, context_call, seen_keys, sink_scores
+from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
+from autopar.costs.sinks import Sinks, sinks
 from autopar.ir.graph import ATTENTION, SINK_ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
@@ -42,8 +43,9 @@ class Contractions(Rates):
             flops *= (1 + math.prod(widths)) / 2
             forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
             if operator.node.op == SINK_ATTENTION:
-                around = self._sink_seconds(operator, option)
-                forward, backward = forward + around[0], backward + around[1]
+                own = self.sinks(operator, option)
+                forward += self.memory_seconds(own.moved_forward)
+                backward += self.memory_seconds(own.moved_backward)
             return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
         is_routed = operator.node.op == EXPERT_LINEAR
@@ -105,23 +107,10 @@ class Contractions(Rates):
         shape = (heads, queries, seen_keys(operator))
         return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
 
-    def _sink_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """What sinks take beside attention without them (codegen/runtime/sink_attention.py): forward its result is read
-        and written; backward it and its gradient are read, and their product is made and summed in fp32."""
-        result, wide = self.sink_bytes(operator, option)
-        scores = 0.0 if self.context_call(operator, option) else self.sink_scores(operator, option)[0]
-        in_scores = [self.memory_seconds(n * scores) if scores else 0.0 for n in SCORES_MOVED]
-        return self.memory_seconds(2 * result) + in_scores[0], self.memory_seconds(2 * result + 4 * wide) + in_scores[1]
-
-    def sink_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Bytes of the local result of attention with sinks, as it is and in fp32 at least."""
-        output = operator.node.outputs[0]
-        elements = num_local(output, option.outputs[0], self.mesh)
-        return float(elements * output.dtype.itemsize), float(elements * max(WIDE_BYTES, output.dtype.itemsize))
-
-    def sink_scores(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """As `context.sink_scores`."""
-        return sink_scores(operator, option, self.mesh, is_cpu(self.cluster))
+    def sinks(self, operator: Operator, option: Option) -> Sinks:
+        """What a call of attention with sinks takes beside one without."""
+        is_exchanged = self.context_call(operator, option) is not None
+        return sinks(operator, option, self.mesh, is_cpu(self.cluster), is_exchanged)
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
         """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""

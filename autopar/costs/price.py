@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.costs import host
-from autopar.costs.context import SCORES_HELD, window_tiles
+from autopar.costs.context import window_tiles
 from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
@@ -135,16 +135,14 @@ class Pricer(Contractions, ParameterPrices):
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a call; see kernels.py, fp8.py too."""
         if operator.node.op == SINK_ATTENTION:
-            held = 0.0 if self.context_call(operator, option) else self.sink_scores(operator, option)[1]
-            return 0.0, self.sink_bytes(operator, option)[0] + SCORES_HELD[0] * held
+            return 0.0, self.sinks(operator, option).held_forward
         return 0.0, self.sorted_bytes(operator, option) if operator.node.op == EXPERT_LINEAR else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
         """Temporaries of a call's backward beside the gradients that it makes; see fp8.py. Experts' weights have a
         gradient each, which are joined, where they have a kernel each."""
         if operator.node.op == SINK_ATTENTION:
-            held = 0.0 if self.context_call(operator, option) else self.sink_scores(operator, option)[1]
-            return self.sink_bytes(operator, option)[1] + SCORES_HELD[1] * held
+            return self.sinks(operator, option).held_backward
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
         weight = num_local(operator.inputs[1], option.inputs[1], self.mesh) * operator.inputs[1].dtype.itemsize

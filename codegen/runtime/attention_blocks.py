@@ -115,7 +115,9 @@ class WindowedKeys:
             )
             return found[0].transpose(1, 2), found[1]
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        batch, heads, length = q.shape[:-1]
+        # As kernels lay out results: to join the heads of a position then takes no copy.
+        out = q.new_zeros(batch, length, heads, v.shape[-1], dtype=wide).transpose(1, 2)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
         for piece, mask in self._pieces(q.device):
             block = block_attention(*_cut(piece, q, k, v), mask, piece.kind in _TRIANGLES, scale)

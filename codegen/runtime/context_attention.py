@@ -210,9 +210,12 @@ class _Attention:
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         return cls(q, k, v, sinks, mask, *ctx.options), (out, lse)  # type: ignore[attr-defined]
 
-    def gradients(self, grad: Tensor, whole: Block, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    def sink_gradient(self, grad: Tensor, whole: Block) -> Tensor | None:
+        """Made first, while there are no other gradients."""
+        return None if self.sinks is None else sink_gradient(grad, whole, self.sinks)
+
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, ds: Tensor | None) -> tuple[Tensor | None, ...]:
         """What a backward returns: of every argument of a forward, in the dtypes of q, k and v."""
-        ds = None if self.sinks is None else sink_gradient(grad, whole, self.sinks)
         return dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), ds, *(None,) * 6
 
 
@@ -232,6 +235,7 @@ class _AllGathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, whole = _Attention.kept(ctx)
+        ds = call.sink_gradient(grad, whole)
         lines = call.axis.gather_parts(call.packed())
         grads = torch.zeros_like(lines)
         dq = torch.zeros_like(call.q, dtype=whole[1].dtype)
@@ -242,7 +246,7 @@ class _AllGathered(torch.autograd.Function):
             for rank, (dk_part, dv_part) in enumerate(parts, first):
                 grads[rank] = _packed(dk_part, dv_part)
         dk, dv = call.unpacked(call.axis.scatter_sum(grads))
-        return call.gradients(grad, whole, dq, dk, dv)
+        return call.gradients(dq, dk, dv, ds)
 
 
 class _Ring(torch.autograd.Function):
@@ -263,6 +267,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, whole = _Attention.kept(ctx)
+        ds = call.sink_gradient(grad, whole)
         line, axis, wide = call.packed(), call.axis, whole[1].dtype
         dq = torch.zeros_like(call.q, dtype=wide)
         behind: Arrival | None = None
@@ -275,7 +280,7 @@ class _Ring(torch.autograd.Function):
             line = arrival.wait() if arrival else line
         assert behind is not None
         dk, dv = call.unpacked(behind.wait().to(line.dtype))
-        return call.gradients(grad, whole, dq, dk, dv)
+        return call.gradients(dq, dk, dv, ds)
 
 
 class _Neighbours(torch.autograd.Function):
@@ -292,12 +297,13 @@ class _Neighbours(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, whole = _Attention.kept(ctx)
+        ds = call.sink_gradient(grad, whole)
         near = _Near.of(call)
         keys, values, first, counts = near.collect()
         dq, dk, dv = near.windowed(keys, first).gradients(grad, call.q, keys, values, whole, call.scale)
         parts = (torch.split(x, counts, -2) for x in (dk, dv))
         dk, dv = near.give_back(*parts)
-        return call.gradients(grad, whole, dq, dk, dv)
+        return call.gradients(dq, dk, dv, ds)
 
 
 @dataclass(frozen=True, slots=True)

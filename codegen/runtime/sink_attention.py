@@ -40,8 +40,9 @@ def sink_gradient(grad: Tensor, whole: Block, sinks: Tensor) -> Tensor:
     """The gradient [H] of the sinks, in their dtype. grad: of out'. whole: (out', lse')."""
     out, lse = whole
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    rows = (grad.to(lse.dtype) * out).sum(-1)
-    return -(share * rows).sum((0, 2)).to(sinks.dtype)
+    wide = grad.to(lse.dtype)
+    product = wide * out if wide is grad else wide.mul_(out)  # of half precision the copy is used
+    return -(share * product.sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def sink_attention(
@@ -106,12 +107,12 @@ class _SinkAttention(torch.autograd.Function):
         q, k, v, sinks, *whole = ctx.saved_tensors  # type: ignore[attr-defined]
         out, lse = whole
         is_causal, window, scale = ctx.options  # type: ignore[attr-defined]
+        ds = sink_gradient(grad, (out, lse), sinks) if ctx.needs_input_grad[3] else None  # type: ignore[attr-defined]
         if window is None:
             grads = block_gradients(grad, q, k, v, (out, lse), None, is_causal, scale)
         else:
             grads = _whole(window, q).gradients(grad, q, k, v, (out, lse), scale)
         dq, dk, dv = (own.to(x.dtype) for own, x in zip(grads, (q, k, v), strict=True))
-        ds = sink_gradient(grad, (out, lse), sinks) if ctx.needs_input_grad[3] else None  # type: ignore[attr-defined]
         return dq, dk, dv, ds, None, None, None
 
 
