@@ -122,11 +122,12 @@ class Pricer(Contractions, ParameterPrices):
 
     def window_bytes(self, operator: Operator, option: Option, num_local: int) -> float:
         """Bytes kept of attention over windows of a whole sequence beside its tensors: the results of its tiles, where
-        there are several, and masks. num_local: elements of this rank's result."""
+        there are several, masks, and repeated keys. num_local: elements of this rank's result."""
         if operator.node.op != WINDOW_ATTENTION or self.context_call(operator, option):
             return 0.0
         num_tiles, masks = window_tiles(operator)
-        return float((masks + (num_local if num_tiles > 1 else 0)) * operator.node.outputs[0].dtype.itemsize)
+        kept = (masks + (num_local if num_tiles > 1 else 0)) * operator.node.outputs[0].dtype.itemsize
+        return kept + self.repeated_bytes(operator, option)
 
     def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
         """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""

@@ -19,6 +19,7 @@ from autopar.frontend.experts import write_unsorted
 from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import reached, settle_gradients
+from autopar.frontend.grouped_keys import share_keys
 from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.sinks import write_sinks
@@ -59,6 +60,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     fold_iota_index(flat, constants)
     fold_causal_masks(flat, constants)
     write_sinks(flat, constants)
+    share_keys(flat)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)
     write_out_constants(flat)

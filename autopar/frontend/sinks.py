@@ -25,12 +25,11 @@ from typing import Any
 import torch
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.frontend.grouped_keys import RESHAPES, shared_keys
 from autopar.frontend.mask_windows import Form, forms_of, hides, negated, window_of
 from autopar.ir.graph import SINK_ATTENTION, Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
-
-_RESHAPES = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unsafe_view")
 
 
 def write_sinks(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
@@ -221,15 +220,13 @@ class _Written:
         metas = [self.metas[ref] for ref in (scores.query, keys, values)]
         _is(all(meta.shape[:2] == node.meta.shape[:2] and meta.dtype == node.meta.dtype for meta in metas))
         sinks = self.per_head(column, node, made)
-        (key, repeats), (value, of_values) = self.unrepeated(keys), self.unrepeated(values)
-        if repeats != of_values:
-            key, value, repeats = keys, values, 1
+        key, value, is_shared = shared_keys(keys, values, self.made_by, self.metas)
         window = scores.window
         is_causal = window == Window(after=0)
         bounds = (None, None, None) if is_causal else (window.before, window.after, window.chunk)
         kwargs: dict[str, Any] = {"is_causal": is_causal}
         kwargs |= dict(zip(("before", "after", "chunk"), bounds, strict=True))
-        kwargs |= {"scale": scores.scale, "enable_gqa": repeats > 1}
+        kwargs |= {"scale": scores.scale, "enable_gqa": is_shared}
         args = (scores.query, key, value, sinks)
         return [*made, replace(node, op=SINK_ATTENTION, args=args, kwargs=tuple(kwargs.items()))]
 
@@ -251,38 +248,13 @@ class _Written:
         shape = self.metas[ref].shape
         return self.made(node, made, "aten.transpose.int", (ref, 2, 3), (*shape[:2], shape[3], shape[2]))
 
-    def unrepeated(self, ref: Ref) -> tuple[Ref, int]:
-        """(keys or values [B, G, T, E], for how many heads in turn each is repeated) of such [B, H, T, E]."""
-        shape = self.metas[ref].shape
-        merged = self.maker(ref, "repeat_interleave", *_RESHAPES)
-        if merged is None:
-            return ref, 1
-        given, source = arguments_of(merged), merged.inputs[0]
-        if base_name(merged.op) == "repeat_interleave":
-            is_by_head = isinstance(given.get("repeats"), int) and given["dim"] in (1, -3)
-            return (source, given["repeats"]) if is_by_head else (ref, 1)
-        copied = self.maker(source, "clone", "contiguous")
-        expanded = self.maker(copied.inputs[0] if copied else source, "expand")
-        single = self.maker(expanded.inputs[0], *_RESHAPES) if expanded else None
-        if expanded is None or single is None:
-            return ref, 1
-        own, (groups, repeats) = self.metas[single.inputs[0]].shape, (*expanded.meta.shape, 1, 1)[1:3]
-        batch, length, width = shape[0], *shape[2:]
-        is_repeated = (
-            own == (batch, groups, length, width)
-            and single.meta.shape == (batch, groups, 1, length, width)
-            and expanded.meta.shape == (batch, groups, repeats, length, width)
-            and groups * repeats == shape[1]
-        )
-        return (single.inputs[0], repeats) if is_repeated else (ref, 1)
-
     def per_head(self, column: Ref, node: Node, made: list[Node]) -> Ref:
         """The sinks [H] that a column [B, H, S, 1] of them is made of."""
         num_heads, ref = node.meta.shape[1], self.uncast(column)
         _is(len(self.metas[ref].shape) == 4 and self.uses[column] == 1)
         at = -3  # where the heads are, from the end
         while self.metas[ref].shape != (num_heads,):
-            view = self.maker(ref, "expand", *_RESHAPES)
+            view = self.maker(ref, "expand", *RESHAPES)
             if view is None or (source := self.metas[view.inputs[0]].shape) == ():
                 break
             if base_name(view.op) != "expand":

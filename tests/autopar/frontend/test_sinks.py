@@ -140,3 +140,37 @@ def test_written_out_attention_is_one_call(name: str) -> None:
 def test_what_is_another_thing_is_left(name: str) -> None:
     nodes = compared(WrittenOut(**LEFT[name]).double())
     assert not any(node.op == SINK_ATTENTION for node in nodes)
+
+
+def attends(model: WrittenOut, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = torch.arange(q.shape[2])
+    window = (at[None] <= at[:, None]) & (at[None] > at[:, None] - 3)
+    mask = {"window": window, "learned": model.bias}.get(model.parts["own"])
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+class Attends(WrittenOut):
+    """Repeated keys and values without sinks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (HEADS // SHARED, WIDTH)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
+        y = attends(self, q, *self.part("repeat", lambda x: tuple(map(repeated, x)))((k, v)))
+        return y.square().mean()
+
+
+@pytest.mark.parametrize(("own", "dtype", "is_shared"), [
+    ("window", torch.float32, True), ("causal", torch.bfloat16, True), ("causal", torch.float32, False),
+    ("learned", torch.bfloat16, False),
+])  # fmt: skip
+def test_keys_are_not_repeated_where_kernels_share_them(own: str, dtype: torch.dtype, is_shared: bool) -> None:
+    torch.manual_seed(0)
+    model = Attends(own=own)
+    graph = trace(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)}, param_dtype=dtype)
+    model, batch = model.to(dtype), {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype)}
+    (call,) = (piece for piece in graph.body if isinstance(piece, Node) and "attention" in piece.op)
+    assert arguments_of(call)["enable_gqa"] == is_shared
+    expected, found = model(**batch), run_graph(graph, tensors_of(model), batch)
+    torch.testing.assert_close(found, expected)
+    pairs = (torch.autograd.grad(loss, model.kv.weight)[0] for loss in (found, expected))
+    torch.testing.assert_close(*pairs)
