@@ -173,4 +173,4 @@ def test_keys_are_not_repeated_where_kernels_share_them(own: str, dtype: torch.d
     expected, found = model(**batch), run_graph(graph, tensors_of(model), batch)
     torch.testing.assert_close(found, expected)
     pairs = (torch.autograd.grad(loss, model.kv.weight)[0] for loss in (found, expected))
-    torch.testing.assert_close(*pairs)
+    torch.testing.assert_close(*pairs, rtol=0.05, atol=2e-4)
