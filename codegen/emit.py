@@ -30,6 +30,7 @@ _RUNTIME_HOME = {
     "count_valid": "cross_entropy",
     "context_attention": "context_attention",
     "window_attention": "windows",
+    "sink_attention": "sink_attention",
     "arange": "layout",
     **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
     **dict.fromkeys(("NodeRoutes", "combine_by_node", "dispatch_by_node"), "experts_by_node"),

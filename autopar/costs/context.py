@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from autopar.ir.graph import is_causal
+from autopar.ir.graph import SINK_ATTENTION, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.attention import EXCHANGES, window_of
@@ -219,7 +219,8 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     num_masked = 0
     if window is not None:
         tile_keys, num_masked = _pieces(window, queries, size, is_striped)
-    is_flash = on_cpu or (len(operator.inputs) == 3 and not num_masked and key.dtype.itemsize < WIDE_BYTES)
+    has_mask = len(operator.inputs) > (4 if operator.node.op == SINK_ATTENTION else 3)
+    is_flash = on_cpu or (not has_mask and not num_masked and key.dtype.itemsize < WIDE_BYTES)
     if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
         reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(

@@ -10,7 +10,8 @@ import torch
 from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
-from autopar.ir.graph import ATTENTION, base_name, is_causal
+from autopar.costs.sinks import Sinks, sinks
+from autopar.ir.graph import ATTENTION, SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local, routed_axes
 from autopar.rules.experts import EXPERT_LINEAR
@@ -48,6 +49,13 @@ class Contractions(Rates):
             widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
             flops *= (1 + math.prod(widths)) / 2
             forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
+            if repeated := self.repeated_bytes(operator, option):
+                forward += self.memory_seconds(2 * repeated)
+                backward += self.memory_seconds(2 * repeated)
+            if operator.node.op == SINK_ATTENTION:
+                own = self.sinks(operator, option)
+                forward += self.memory_seconds(own.moved_forward)
+                backward += self.memory_seconds(own.moved_backward)
             return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
         is_routed = operator.node.op == EXPERT_LINEAR
@@ -194,6 +202,21 @@ class Contractions(Rates):
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
         shape = (heads, queries, seen_keys(operator))
         return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
+
+    def repeated_bytes(self, operator: Operator, option: Option) -> float:
+        """Bytes of the keys and values that windows on a GPU repeat for the heads that share them
+        (codegen/runtime/windows.py)."""
+        query, key, value = operator.inputs[:3]
+        is_grouped = operator.node.op == WINDOW_ATTENTION and query.shape[-3] != key.shape[-3]
+        if not is_grouped or is_cpu(self.cluster) or self.context_call(operator, option):
+            return 0.0
+        heads = num_local(query, option.inputs[0], self.mesh) // (query.shape[-2] * query.shape[-1])
+        return float(heads * key.shape[-2] * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)
+
+    def sinks(self, operator: Operator, option: Option) -> Sinks:
+        """What a call of attention with sinks takes beside one without."""
+        is_exchanged = self.context_call(operator, option) is not None
+        return sinks(operator, option, self.mesh, is_cpu(self.cluster), is_exchanged)
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
         """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""

@@ -15,7 +15,18 @@ from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
-from autopar.ir.graph import ATTENTION, DEFERRABLE, MATMULS, VIEWS, WINDOW_ATTENTION, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import (
+    ATTENTION,
+    DEFERRABLE,
+    MATMULS,
+    SINK_ATTENTION,
+    VIEWS,
+    WINDOW_ATTENTION,
+    Node,
+    Ref,
+    TensorMeta,
+    base_name,
+)
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute
@@ -113,11 +124,12 @@ class Pricer(Contractions, ParameterPrices):
 
     def window_bytes(self, operator: Operator, option: Option, num_local: int) -> float:
         """Bytes kept of attention over windows of a whole sequence beside its tensors: the results of its tiles, where
-        there are several, and masks. num_local: elements of this rank's result."""
+        there are several, masks, and repeated keys. num_local: elements of this rank's result."""
         if operator.node.op != WINDOW_ATTENTION or self.context_call(operator, option):
             return 0.0
         num_tiles, masks = window_tiles(operator)
-        return float((masks + (num_local if num_tiles > 1 else 0)) * operator.node.outputs[0].dtype.itemsize)
+        kept = (masks + (num_local if num_tiles > 1 else 0)) * operator.node.outputs[0].dtype.itemsize
+        return kept + self.repeated_bytes(operator, option)
 
     def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
         """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""
@@ -125,11 +137,15 @@ class Pricer(Contractions, ParameterPrices):
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a call; see kernels.py, fp8.py too."""
+        if operator.node.op == SINK_ATTENTION:
+            return 0.0, self.sinks(operator, option).held_forward
         return 0.0, self.sorted_bytes(operator, option) if operator.node.op == EXPERT_LINEAR else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
         """Temporaries of a call's backward beside the gradients that it makes; see fp8.py. Experts' weights have a
         gradient each, which are joined, where they have a kernel each."""
+        if operator.node.op == SINK_ATTENTION:
+            return self.sinks(operator, option).held_backward
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
         weight = num_local(operator.inputs[1], option.inputs[1], self.mesh) * operator.inputs[1].dtype.itemsize

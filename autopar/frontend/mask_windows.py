@@ -12,7 +12,7 @@ may be evaluated where it depends on nothing and is small; then the window is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +77,16 @@ def hides_nothing(form: Form | None, values: torch.Tensor | None) -> bool:
     if isinstance(form, Truth) and not form.equal:
         return all(not numbers.index and numbers.start >= 0 for numbers in form.at_least)
     return values is not None and not bool((~values if values.dtype == torch.bool else values).any())
+
+
+def window_of(form: Form | None, values: torch.Tensor | None, lengths: Collection[int]) -> Window | None:
+    """The window that a mask is, of what is known of it. lengths: its dims', and of queries and keys."""
+    if hides_nothing(form, values):
+        return Window()
+    if len(set(lengths)) > 1:
+        return None
+    found = window_of_form(form, next(iter(lengths)))
+    return found if found is not None or values is None else window_of_values(values)
 
 
 def window_of_form(form: Form | None, length: int) -> Window | None:
@@ -170,12 +180,12 @@ def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
     if node.meta.dtype == torch.bool:
         return Truth() if value else Truth((Numbers(-1),))
     if node.meta.dtype.is_floating_point:
-        is_hidden = _hides(value, node.meta.dtype)
+        is_hidden = hides(value, node.meta.dtype)
         return Truth(is_mask=True) if value == 0 else Truth((Numbers(-1),), is_mask=True) if is_hidden else None
     return Numbers(int(value)) if value == int(value) else None
 
 
-def _hides(value: float, dtype: torch.dtype) -> bool:
+def hides(value: float, dtype: torch.dtype) -> bool:
     """Whether a score with this added has no share of the softmax: -inf and the dtype's least number."""
     return value <= torch.finfo(dtype).min / 2
 
@@ -293,12 +303,22 @@ def _masked(packet: str, given: Mapping[str, Any], found: Mapping[Ref, Form], no
         sign = 1 if packet == "tril" else -1
         kept = _numbers(sign * diagonal, {QUERIES: sign, KEYS: -sign})
         return replace(form, at_least=(*form.at_least, kept))
+    if packet in ("bitwise_not", "logical_not"):
+        return negated(found[given["self"]])
     if packet == "where" and {"self", "other", "condition"} <= set(given) and node.meta.dtype.is_floating_point:
         form, kept, hidden = (_value(given[name], found) for name in ("condition", "self", "other"))
-        is_hidden = isinstance(hidden, float) and _hides(hidden, node.meta.dtype)
+        is_hidden = isinstance(hidden, float) and hides(hidden, node.meta.dtype)
         if isinstance(form, Truth) and not form.is_mask and kept == 0 and is_hidden:
             return replace(form, is_mask=True)
     return None
+
+
+def negated(form: Form | None) -> Form | None:
+    """What is true where a single comparison is not."""
+    if not isinstance(form, Truth) or form.is_mask or form.equal or len(form.at_least) != 1:
+        return None
+    (kept,) = form.at_least
+    return Truth((_numbers(-kept.start - 1, {dim: -step for dim, step in kept.index}),))
 
 
 def _value(value: Any, found: Mapping[Ref, Form]) -> Any:

@@ -19,8 +19,10 @@ from autopar.frontend.experts import write_unsorted
 from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import reached, settle_gradients
+from autopar.frontend.grouped_keys import share_keys
 from autopar.frontend.losses import split_means
-from autopar.frontend.mask_windows import Form, forms_of, hides_nothing, window_of_form, window_of_values
+from autopar.frontend.mask_windows import forms_of, window_of
+from autopar.frontend.sinks import write_sinks
 from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs, with_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
@@ -57,6 +59,8 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     constants = evaluate_constants(flat)
     fold_iota_index(flat, constants)
     fold_causal_masks(flat, constants)
+    write_sinks(flat, constants)
+    share_keys(flat)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)
     write_out_constants(flat)
@@ -304,7 +308,7 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
             continue
         lengths = {metas[arguments[name]].shape[-2] for name in ("query", "key")} | {*metas[mask].shape[-2:]}
         if mask not in known:
-            known[mask] = _window(forms.get(mask), constants.get(mask), lengths)
+            known[mask] = window_of(forms.get(mask), constants.get(mask), lengths)
         window, is_added = known[mask], metas[mask].dtype.is_floating_point
         if window is None or (is_added and min(window.before or 0, window.after or 0) < 0):
             continue  # a query that sees no key has a mean of all values under an added mask
@@ -313,16 +317,6 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
             flat.nodes[position] = _attention_node(node, arguments)
         elif window.width(max(lengths)) < max(lengths) and _may_be_windowed(arguments, metas):
             flat.nodes[position] = _window_node(node, arguments, window)
-
-
-def _window(form: Form | None, values: torch.Tensor | None, lengths: set[int]) -> Window | None:
-    """The window that a mask is, of what is known of it. lengths: its dims', and of queries and keys."""
-    if hides_nothing(form, values):
-        return _FULL
-    if len(lengths) > 1:
-        return None
-    found = window_of_form(form, *lengths)
-    return found if found is not None or values is None else window_of_values(values)
 
 
 def _may_be_windowed(arguments: dict[str, Any], metas: dict[Ref, TensorMeta]) -> bool:

@@ -265,21 +265,29 @@ MATMULS = frozenset(
 DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
 """Calls whose weight gradients can be deferred (codegen/runtime/deferred.py), and which input is the weight."""
 
-ATTENTION = frozenset({"scaled_dot_product_attention", "window_attention"})
+ATTENTION = frozenset({"scaled_dot_product_attention", "window_attention", "sink_attention"})
 
 WINDOW_ATTENTION = "autopar.window_attention.default"
 """`window_attention(query, key, value, before, after, chunk, scale, enable_gqa)`, of codegen/runtime/windows.py: what
 calls of attention are written as whose mask is proven to be a window."""
 
+SINK_ATTENTION = "autopar.sink_attention.default"
+"""`sink_attention(query, key, value, sinks, is_causal, before, after, chunk, scale, enable_gqa)`, of
+codegen/runtime/sink_attention.py: what attention is written as that is proven to have a sink (frontend/sinks.py)."""
+
+_OWN_ATTENTION = (WINDOW_ATTENTION, SINK_ATTENTION)
+
 
 def is_causal(node: Node) -> bool:
     """Whether a call of attention skips what a causal mask hides."""
-    return node.op != WINDOW_ATTENTION and len(node.args) > 5 and bool(node.args[5])
+    if node.op in _OWN_ATTENTION:
+        return bool(dict(node.kwargs).get("is_causal"))
+    return len(node.args) > 5 and bool(node.args[5])
 
 
 def has_dropout(node: Node) -> bool:
     """Whether a call of attention drops probabilities."""
-    return node.op != WINDOW_ATTENTION and len(node.args) > 4 and bool(node.args[4])
+    return node.op not in _OWN_ATTENTION and len(node.args) > 4 and bool(node.args[4])
 
 
 def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:

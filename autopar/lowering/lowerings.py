@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.ir.graph import DEFERRABLE, WINDOW_ATTENTION, Graph, LayerRun, Node, Ref, ancestors, base_name
+from autopar.ir.graph import (
+    DEFERRABLE,
+    SINK_ATTENTION,
+    WINDOW_ATTENTION,
+    Graph,
+    LayerRun,
+    Node,
+    Ref,
+    ancestors,
+    base_name,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placement, R, S
@@ -45,8 +55,8 @@ def lower_call(
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
-    if lowering is None and node.op == WINDOW_ATTENTION:
-        return _window_attention(call)
+    if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION):
+        return _own_attention(call)
     if lowering is None:
         return call
     if lowering.name == "mean":
@@ -101,11 +111,12 @@ def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:
     return (Raw(f"self.mesh.joint({literal(names)})", joint=names),)
 
 
-def _window_attention(call: Call) -> Call:
-    """Attention of a whole sequence on one rank."""
+def _own_attention(call: Call) -> Call:
+    """Attention of a whole sequence on one rank by a function of the run time."""
     arguments = given(call)
-    tensors = tuple(arguments.pop(name) for name in ("query", "key", "value"))
-    return replace(call, target="runtime.window_attention", args=tensors, kwargs=tuple(arguments.items()))
+    names = [name for name in ("query", "key", "value", "sinks") if name in arguments]
+    tensors = tuple(arguments.pop(name) for name in names)
+    return replace(call, target=f"runtime.{base_name(call.target)}", args=tensors, kwargs=tuple(arguments.items()))
 
 
 def _context_attention(call: Call, lowering: LoweringCall, axis: str) -> Call:

@@ -38,6 +38,7 @@ RESERVED = ARGUMENTS | {"hidden"}
 _SHORT = {
     "scaled_dot_product_attention": "attention",
     "window_attention": "attention",
+    "sink_attention": "attention",
     "cross_entropy_loss": "loss",
     "layer_norm": "norm",
     "addmm": "linear",
@@ -54,6 +55,7 @@ _SHORT = {
 _ARGUMENT_ROLES = {
     "scaled_dot_product_attention": ("q", "k", "v"),
     "window_attention": ("q", "k", "v"),
+    "sink_attention": ("q", "k", "v", "sinks"),
     "cross_entropy_loss": ("logits", "targets"),
 }
 """Operator -> what its arguments are, whatever made them."""

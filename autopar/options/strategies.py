@@ -16,15 +16,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import ATTENTION as ATTENTION_CALLS
-from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
+from autopar.ir.graph import ATTENTION, Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.options.followed import follow, follow_experts, follow_sections
 from autopar.options.fused import Fusion, Fusions
 from autopar.options.routes import Route, routes_of
 from autopar.options.scopes import Scope, scopes_of
-from autopar.rules.attention import ATTENTION, EXCHANGES, HEADS
+from autopar.rules.attention import EXCHANGES, HEADS
 from autopar.rules.experts import EXPERT_LINEAR, ROUTED, ROWS_AND_EXPERTS
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
@@ -85,7 +84,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     batch = follow(graph, scopes, rules, {i.name: i.batch_dim for i in graph.inputs})
     positions = follow(graph, scopes, rules, sequence_dims(graph), is_sequence=True)
     after_positions = {key for scope in scopes for key in _after(scope, positions)}
-    is_striped = any(node.op.startswith(ATTENTION) and is_causal(node) for scope in scopes for node in scope.nodes)
+    is_striped = any(base_name(node.op) in ATTENTION and is_causal(node) for scope in scopes for node in scope.nodes)
     sections = follow_sections(graph, scopes, rules)
     experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules)[0].items()}
     found = {}
@@ -207,7 +206,7 @@ def sequence_dims(graph: Graph) -> dict[str, int]:
     sizes = {size for _, size in found.values()}
     if len(sizes) > 1:
         scopes, rules = scopes_of(graph), rules_of(graph)
-        inner = {(s.name, n.name) for s in scopes for n in s.nodes if s.name or base_name(n.op) in ATTENTION_CALLS}
+        inner = {(s.name, n.name) for s in scopes for n in s.nodes if s.name or base_name(n.op) in ATTENTION}
         reaching = {
             size
             for name, (dim, size) in found.items()

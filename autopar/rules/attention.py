@@ -1,8 +1,8 @@
-"""Scaled dot-product attention: batch, heads, query positions and value features may be sharded, and query and key
-positions together.
+"""Scaled dot-product attention, with sinks or without: batch, heads, query positions and value features may be
+sharded, and query and key positions together.
 
-q [..., H, S, E], k [..., G, T, E], v [..., G, T, F] -> [..., H, S, F]. With grouped heads H = G * r and q's head dim
-is the composite (G, r), as torch repeats each key/value head r times in place.
+q [..., H, S, E], k [..., G, T, E], v [..., G, T, F], sinks [H] -> [..., H, S, F]. With grouped heads H = G * r and
+q's head dim is the composite (G, r), as torch repeats each key/value head r times in place.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import torch
 
-from autopar.ir.graph import WINDOW_ATTENTION, Node
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, Node
 from autopar.ir.operators import arguments_of
 from autopar.rules.call import Call, Groups, Operand, make_rule
 from autopar.rules.rule import Joint, Lowering, Rule
+from codegen.runtime.sink_attention import sink_attention
 from codegen.runtime.windows import Window, window_attention
 
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -27,13 +28,15 @@ EXCHANGES = ("all_gather", "ring")
 """How ranks that share a sequence's positions exchange keys and values (codegen/runtime/context_attention.py)."""
 
 
-_SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, int? before=None, int? after=None, int? chunk=None, float? scale=None, "
-    "bool enable_gqa=False) -> Tensor"
-)
+_WINDOW = "int? before=None, int? after=None, int? chunk=None, float? scale=None, bool enable_gqa=False) -> Tensor"
+_SCHEMAS = {
+    WINDOW_ATTENTION: "(Tensor query, Tensor key, Tensor value, " + _WINDOW,
+    SINK_ATTENTION: "(Tensor query, Tensor key, Tensor value, Tensor sinks, bool is_causal=False, " + _WINDOW,
+}
 _LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
-_LIBRARY.define(WINDOW_ATTENTION.split(".")[1] + _SCHEMA)
-_LIBRARY.impl(WINDOW_ATTENTION.split(".")[1], window_attention, "CompositeImplicitAutograd")
+for _op, _function in ((WINDOW_ATTENTION, window_attention), (SINK_ATTENTION, sink_attention)):
+    _LIBRARY.define(_op.split(".")[1] + _SCHEMAS[_op])
+    _LIBRARY.impl(_op.split(".")[1], _function, "CompositeImplicitAutograd")
 
 
 def attention(call: Call) -> Rule:
@@ -67,6 +70,8 @@ def attention(call: Call) -> Rule:
         k.index: [*leading(k.shape), *shared, ["t"], ["e"]],
         v.index: [*leading(v.shape), *shared, ["t"], ["f"]],
     }
+    if "sinks" in call.arguments:
+        tensors[call.tensor("sinks").index] = heads
     mask, is_positional = call.get("attn_mask"), call.get("is_causal") or window_of(call.node)
     probability_dims = [*([f] for f in lead), *heads, ["s"], ["t"]]
     if isinstance(mask, Operand):
@@ -112,10 +117,11 @@ def _context(call: Call) -> dict[str, Joint]:
 
 def window_of(node: Node) -> Window | None:
     """Which keys the queries of a call of attention see, if that is a window."""
-    if node.op != WINDOW_ATTENTION:
+    if node.op not in _SCHEMAS:
         return None
     arguments = arguments_of(node)
-    return Window(*(arguments[name] for name in ("before", "after", "chunk")))
+    bounds = tuple(arguments[name] for name in ("before", "after", "chunk"))
+    return None if node.op == SINK_ATTENTION and bounds == (None,) * 3 else Window(*bounds)
 
 
-TABLE = {ATTENTION: attention, WINDOW_ATTENTION.rpartition(".")[0]: attention}
+TABLE = {ATTENTION: attention, **{op.rpartition(".")[0]: attention for op in _SCHEMAS}}

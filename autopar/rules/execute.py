@@ -163,6 +163,7 @@ def _context_attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tens
     q, k, v = (inputs[call.tensor(name).index] for name in ("query", "key", "value"))
     mask = call.get("attn_mask")
     window = {name: call.get(name) for name in ("before", "after", "chunk")}
+    sinks = call.get("sinks")
     return context_attention(
         q,
         k,
@@ -174,5 +175,6 @@ def _context_attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tens
         enable_gqa=call["enable_gqa"],
         exchange="ring" if lowering.name == "ring" else "all_gather",
         is_striped=lowering.is_striped,
+        sinks=inputs[sinks.index] if isinstance(sinks, Operand) else None,
         **window,
     )

@@ -99,7 +99,8 @@ def with_whole_keys(operators: Mapping[tuple[str, str], Operator], cp: int) -> d
 def _with_whole_keys(operator: Operator, cp: int) -> Operator:
     query, key, value, *rest = operator.inputs
     masks = [
-        replace(m, shape=(*m.shape[:-1], m.shape[-1] * cp)) if m.shape[-1:] == key.shape[-2:-1] else m for m in rest
+        replace(m, shape=(*m.shape[:-1], m.shape[-1] * cp)) if len(m.shape) > 1 and m.shape[-1] == key.shape[-2] else m
+        for m in rest
     ]
     return replace(operator, inputs=(query, _longer(key, cp), _longer(value, cp), *masks))
 

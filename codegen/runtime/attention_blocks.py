@@ -105,9 +105,19 @@ class WindowedKeys:
     length: int
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Block:
-        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F], by pieces; out is as lse is."""
+        """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F]: by one kernel that knows of
+        windows, or by pieces, with out as lse is."""
+        if self._has_kernel(q, k, v):
+            heads_last = (x.transpose(1, 2) for x in (q, k, v))
+            aten: Any = torch.ops.aten
+            found = aten._flash_attention_forward(
+                *heads_last, None, None, q.shape[-2], k.shape[-2], 0.0, False, False, scale=scale, **self._sides()
+            )
+            return found[0].transpose(1, 2), found[1]
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        batch, heads, length = q.shape[:-1]
+        # As kernels lay out results: to join the heads of a position then takes no copy.
+        out = q.new_zeros(batch, length, heads, v.shape[-1], dtype=wide).transpose(1, 2)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
         for piece, mask in self._pieces(q.device):
             block = block_attention(*_cut(piece, q, k, v), mask, piece.kind in _TRIANGLES, scale)
@@ -120,8 +130,18 @@ class WindowedKeys:
     def gradients(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`block_gradients`, in the dtype of lse."""
+        """`block_gradients`; by pieces in the dtype of lse."""
         out, lse = whole
+        if self._has_kernel(q, k, v):
+            g, *tensors, result = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+            unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
+            aten: Any = torch.ops.aten
+            found = aten._flash_attention_backward(
+                g, *tensors, result, lse, None, None, q.shape[-2], k.shape[-2], 0.0, False, unused, unused,
+                scale=scale, **self._sides(),
+            )  # fmt: skip
+            dq, dk, dv = (x.transpose(1, 2) for x in found)
+            return dq, dk, dv
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         for piece, mask in self._pieces(q.device):
             own_grad, own_out, own_lse = (_rows(piece, x) for x in (grad, out, lse[..., None]))
@@ -130,6 +150,18 @@ class WindowedKeys:
             for total, part, at in zip((dq, dk, dv), found, (piece.rows, piece.keys, piece.keys), strict=True):
                 total.narrow(-2, *at).add_(part.flip(-2) if piece.kind == "upper" else part)
         return dq, dk, dv
+
+    def _has_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether a flash kernel takes the window as it is: of queries and keys at the same positions, which all see
+        their own."""
+        sides = (self.window.before or 0, self.window.after or 0)
+        is_plain = self.window.chunk is None and self.queries == self.keys and min(sides) >= 0
+        return is_plain and self.queries.stride == 1 and _kernel(q, k, v, None) == "gpu"
+
+    def _sides(self) -> dict[str, int]:
+        """How far the window reaches as kernels are told, -1 for all the way."""
+        sides = {"window_size_left": self.window.before, "window_size_right": self.window.after}
+        return {name: -1 if side is None else side for name, side in sides.items()}
 
     def _pieces(self, device: torch.device) -> Iterator[tuple[Piece, Tensor | None]]:
         """The pieces with their masks."""

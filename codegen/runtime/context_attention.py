@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .attention_blocks import Block, WindowedKeys, block_attention, block_gradients, merge
+from .sink_attention import sink_attention, sink_gradient, with_sinks
 from .windows import Positions, Window, window_attention
 
 Exchange = Literal["all_gather", "ring"]
@@ -69,6 +70,7 @@ def context_attention(
     before: int | None = None,
     after: int | None = None,
     chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """This rank's rows of `F.scaled_dot_product_attention` over the keys of all ranks of `axis`; no dropout.
 
@@ -80,6 +82,7 @@ def context_attention(
         exchange: how keys and values travel.
         is_striped: whether a rank's positions are every n-th one. Needed with is_causal.
         before, after, chunk: of the window that queries see of as many keys (windows.py); without, they see all.
+        sinks: [H], as in `sink_attention`; their gradient is of this rank's rows.
 
     Returns [B, H, L, F] in q's dtype. Parts are joined in float32 at least, and gradients travel so in the ring; the
     reduce_scatter is in k's dtype. Not differentiable twice. Raises ValueError for an unknown exchange, for a mask
@@ -94,15 +97,17 @@ def context_attention(
         raise ValueError("context_attention takes a window of as many keys as queries, without mask and is_causal")
     if is_causal and not is_striped:
         raise ValueError("context_attention with is_causal takes positions in stripes: is_striped=True")
+    if axis.size == 1 and sinks is not None and attn_mask is None:
+        return sink_attention(q, k, v, sinks, is_causal, before, after, chunk, scale, enable_gqa)
     if axis.size == 1 and window is not None:
         return window_attention(q, k, v, before, after, chunk, scale, enable_gqa)
-    if axis.size == 1:
+    if axis.size == 1 and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     near = window is not None and not is_striped
     function: Any = _AllGathered if exchange == "all_gather" else _Neighbours if near else _Ring
-    result: Tensor = function.apply(q, k, v, attn_mask, is_causal, scale, axis, is_striped, window)
+    result: Tensor = function.apply(q, k, v, sinks, attn_mask, is_causal, scale, axis, is_striped, window)
     return result
 
 
@@ -113,6 +118,7 @@ class _Attention:
     q: Tensor
     k: Tensor
     v: Tensor
+    sinks: Tensor | None
     mask: Tensor | None
     is_causal: bool
     scale: float | None
@@ -192,15 +198,25 @@ class _Attention:
     def keep(self, ctx: FunctionCtx, found: Block | None) -> Tensor:
         """The result in q's dtype; what backward needs is saved."""
         assert found is not None  # a rank sees its own keys at least
+        if self.sinks is not None:
+            found = with_sinks(found, self.sinks, self.q.dtype)
         out, lse = found[0].to(self.q.dtype), found[1]
-        ctx.save_for_backward(self.q, self.k, self.v, self.mask, out, lse)  # type: ignore[arg-type]
+        ctx.save_for_backward(self.q, self.k, self.v, self.sinks, self.mask, out, lse)  # type: ignore[arg-type]
         ctx.options = (self.is_causal, self.scale, self.axis, self.is_striped, self.window)  # type: ignore[attr-defined]
         return out
 
     @classmethod
     def kept(cls, ctx: FunctionCtx) -> tuple[_Attention, Block]:
-        q, k, v, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        return cls(q, k, v, mask, *ctx.options), (out, lse)  # type: ignore[attr-defined]
+        q, k, v, sinks, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+        return cls(q, k, v, sinks, mask, *ctx.options), (out, lse)  # type: ignore[attr-defined]
+
+    def sink_gradient(self, grad: Tensor, whole: Block) -> Tensor | None:
+        """Made first, while there are no other gradients."""
+        return None if self.sinks is None else sink_gradient(grad, whole, self.sinks)
+
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What a backward returns: of every argument of a forward, in the dtypes of q, k and v."""
+        return dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), ds, *(None,) * 6
 
 
 class _AllGathered(torch.autograd.Function):
@@ -219,6 +235,7 @@ class _AllGathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, whole = _Attention.kept(ctx)
+        ds = call.sink_gradient(grad, whole)
         lines = call.axis.gather_parts(call.packed())
         grads = torch.zeros_like(lines)
         dq = torch.zeros_like(call.q, dtype=whole[1].dtype)
@@ -229,7 +246,7 @@ class _AllGathered(torch.autograd.Function):
             for rank, (dk_part, dv_part) in enumerate(parts, first):
                 grads[rank] = _packed(dk_part, dv_part)
         dk, dv = call.unpacked(call.axis.scatter_sum(grads))
-        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None, None
+        return call.gradients(dq, dk, dv, ds)
 
 
 class _Ring(torch.autograd.Function):
@@ -250,6 +267,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, whole = _Attention.kept(ctx)
+        ds = call.sink_gradient(grad, whole)
         line, axis, wide = call.packed(), call.axis, whole[1].dtype
         dq = torch.zeros_like(call.q, dtype=wide)
         behind: Arrival | None = None
@@ -262,7 +280,7 @@ class _Ring(torch.autograd.Function):
             line = arrival.wait() if arrival else line
         assert behind is not None
         dk, dv = call.unpacked(behind.wait().to(line.dtype))
-        return dq.to(call.q.dtype), dk, dv, None, None, None, None, None, None
+        return call.gradients(dq, dk, dv, ds)
 
 
 class _Neighbours(torch.autograd.Function):
@@ -279,12 +297,13 @@ class _Neighbours(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, whole = _Attention.kept(ctx)
+        ds = call.sink_gradient(grad, whole)
         near = _Near.of(call)
         keys, values, first, counts = near.collect()
         dq, dk, dv = near.windowed(keys, first).gradients(grad, call.q, keys, values, whole, call.scale)
         parts = (torch.split(x, counts, -2) for x in (dk, dv))
         dk, dv = near.give_back(*parts)
-        return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype), None, None, None, None, None, None
+        return call.gradients(dq, dk, dv, ds)
 
 
 @dataclass(frozen=True, slots=True)

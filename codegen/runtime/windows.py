@@ -236,8 +236,11 @@ def window_attention(
     """
     length, window = query.shape[-2], Window(before, after, chunk)
     whole, parts = Positions(0, length), []
-    masks = Masks(window, whole, whole, query.device, query.dtype)
-    for tile in window.tiles(whole, whole, length):
+    masks, tiles = Masks(window, whole, whole, query.device, query.dtype), [*window.tiles(whole, whole, length)]
+    if enable_gqa and query.is_cuda and not all(tile.is_full for tile in tiles):
+        # torch's kernels for a GPU that take masks do not take grouped heads.
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    for tile in tiles:
         mask = None if tile.is_full else masks.of((tile.row, tile.end_row), (tile.key, tile.end_key))
         rows = query.narrow(-2, tile.row, tile.end_row - tile.row)
         count = tile.end_key - tile.key

@@ -18,9 +18,9 @@ from autopar.costs.rates import Training
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
-from autopar.ir.graph import WINDOW_ATTENTION, Graph
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import S
+from autopar.ir.placement import Rp, S
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, options_of
 from autopar.plan import Plan
@@ -90,6 +90,18 @@ def test_windows_can_be_cut_either_way() -> None:
         rule = rule_for(node, inputs)
         assert rule is not None
         assert set(rule.joints) == {f"s+t/{e}{end}" for e in EXCHANGES for end in ("", "/stripes")}
+        assert not prove_rule(node, inputs, rule, search_missed=False).wrong
+
+
+def test_sinks_travel_nowhere() -> None:
+    """Causal, in windows and without a mask, exact under every exchange; the sinks are whole on every rank."""
+    for own in ({"is_causal": True}, {"before": 3, "after": 0}, {}):
+        node, inputs = make_node(SINK_ATTENTION, Q, f(2, 2, 12, 8), f(2, 2, 12, 8), f(4), enable_gqa=True, **own)
+        rule = rule_for(node, inputs)
+        assert rule is not None
+        layouts = ("/stripes",) if "is_causal" in own else ("", "/stripes")
+        assert set(rule.joints) == {f"s+t/{e}{end}" for e in EXCHANGES for end in layouts}
+        assert all(joint_option(rule, label, 2).inputs[3] == Rp for label in rule.joints)
         assert not prove_rule(node, inputs, rule, search_missed=False).wrong
 
 

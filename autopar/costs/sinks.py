@@ -1,0 +1,58 @@
+"""What sinks take beside attention without them (codegen/runtime/sink_attention.py), of one rank's call: bytes moved,
+and bytes held for a while.
+
+With R the bytes of the result, W those of it in fp32 at least, Q, K of the query's gradient and of those of keys and
+values, in fp32 at least: forward the result is read and written, and held twice. Backward it and its gradient are read,
+their product is made and summed in fp32, before there are gradients.
+
+Windows go to a flash kernel as they are on GPUs, in half precision without chunks. Else pieces one after the other
+(attention_blocks.py) fill a result and gradients in fp32, which are cast at the end. What no flash kernel takes is
+computed by formulas, whose scores of a piece are in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs.context import SCORES_HELD, SCORES_MOVED, WIDE_BYTES, seen_keys, window_tiles
+from autopar.ir.mesh import Mesh
+from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.attention import window_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """Bytes that are moved, and held beside arguments and result (and backward their gradients), of one call."""
+
+    moved_forward: float
+    moved_backward: float
+    held_forward: float
+    held_backward: float
+
+
+def sinks(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool, is_exchanged: bool) -> Sinks:
+    """on_cpu: whose flash kernel takes all dtypes, but no windows. is_exchanged: whether keys of other ranks are
+    seen, whose exchange holds more for a while than what sinks need then (context.py)."""
+    (query, key, value), output = operator.inputs[:3], operator.node.outputs[0]
+    sizes = [num_local(x, lies, mesh) for x, lies in zip(operator.inputs[:3], option.inputs, strict=False)]
+    own, wide = output.dtype.itemsize, max(WIDE_BYTES, output.dtype.itemsize)
+    result = num_local(output, option.outputs[0], mesh)
+    moved = 2.0 * result * own, result * (2.0 * own + 4.0 * wide)
+    if is_exchanged:
+        return Sinks(*moved, 0.0, 0.0)
+    window, length = window_of(operator.node), query.shape[-2]
+    num_tiles, is_half = window_tiles(operator)[0], own < WIDE_BYTES
+    is_flash = on_cpu or (is_half and key.shape[-1] == value.shape[-1] and (window is None or window.chunk is None))
+    has_pieces = window is not None and (on_cpu or not is_flash)
+    forward, backward = float(result * own), max(float(result * wide - sum(sizes) * own), 0.0)
+    if has_pieces:
+        keys = seen_keys(operator) / length
+        parts = sizes[0] / num_tiles + (sizes[1] + sizes[2]) * keys
+        forward = float(result * wide)
+        backward = max(backward, (sum(sizes) * is_half + 2.0 * parts) * wide)
+    if not is_flash:
+        scores = float(sizes[0] // query.shape[-1] * seen_keys(operator) * wide)
+        moved = moved[0] + SCORES_MOVED[0] * scores, moved[1] + SCORES_MOVED[1] * scores
+        forward += SCORES_HELD[0] * scores / num_tiles
+        backward += SCORES_HELD[1] * scores / num_tiles
+    return Sinks(*moved, forward, backward)
