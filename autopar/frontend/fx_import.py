@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopar.errors import TraceError
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
-from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
+from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.creation import LIKE, PLAIN
 
@@ -56,6 +56,17 @@ class FlatGraph:
         for node in self.nodes:
             found |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
         return found
+
+    def substitute(self, renamed: Mapping[Ref, Ref]) -> None:
+        """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
+
+        def target(ref: Ref) -> Ref:
+            while ref in renamed:
+                ref = renamed[ref]
+            return ref
+
+        self.nodes = [with_refs(node, target) for node in self.nodes]
+        self.loss = target(self.loss)
 
 
 def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
