@@ -84,7 +84,7 @@ def _untraceable(error: Exception) -> TraceError:
 def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> torch.Tensor:
     """Forward and loss as they are exported."""
     with traceable(batch):
-        loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
+        loss: torch.Tensor = LossModule(model, loss_fn, batch)(**batch)
         return loss
 
 
