@@ -15,6 +15,7 @@ from torch.nn.modules import transformer
 
 from autopar.errors import TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
+from autopar.frontend.constants import Constants
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
@@ -93,7 +94,8 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
     """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
     with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed), masks_as_given():
-        yield
+        with Constants():
+            yield
 
 
 @contextlib.contextmanager
