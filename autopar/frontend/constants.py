@@ -1,8 +1,8 @@
 """Values of tensors that forward makes of nothing but numbers: `if mask.any():` of a mask of ones decides nothing new.
 
-Beside each call whose tensors are all constants the same call runs on real ones, so that a value that forward asks for
-(`bool`, `item`, `tolist`) is known. What a call writes to is followed; constants of more than MOST_ELEMENTS are not, nor
-is what is drawn at random or left as memory was.
+Beside each call whose tensors are all constants the same call runs on real ones, so that a value that forward asks
+for (`bool`, `item`, `tolist`) is known. What a call writes to is followed; constants of more than MOST_ELEMENTS are
+not, nor is what is drawn at random or left as memory was.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 MOST_ELEMENTS = 1 << 22
-_ASKS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"})
+_ASKS = frozenset(
+    {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
+)
 _LIKE = frozenset(f"{what}_like" for what in ("ones", "zeros", "full"))
 _NEW = frozenset(f"new_{what}" for what in ("ones", "zeros", "full", "tensor"))
 """Of which only the shape, dtype and device of the operand count."""
 _UNSET = ("empty", "new_empty", "resize")
-_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
-           "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")  # fmt: skip
+_OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITES = frozenset({"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATIONS)})
 
 
 class Constants(TorchFunctionMode):
@@ -58,10 +60,11 @@ class Constants(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], tensors: list[Tensor]) -> None:
         """Notes the values of what was made, and makes them."""
         try:
-            found = [leaf for leaf in tree_iter(_run(func, self._values(args), self._values(kwargs))) if isinstance(leaf, Tensor)]
+            result = _run(func, self._values(args), self._values(kwargs))
         except Exception:  # what is drawn, or cannot be made here (another device): not known
             self._forget(tensors)
             return
+        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         if len(found) == len(made):
             self._known |= {id(tensor): (tensor, value) for tensor, value in zip(made, found, strict=True)}
 

@@ -20,6 +20,7 @@ from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.strided import ByPosition
 from autopar.frontend.user_line import raised_at
 from autopar.frontend.value_checks import skipped_checks
 
@@ -93,9 +94,15 @@ def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | No
 def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
     """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
-    with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed), masks_as_given():
-        with Constants():
-            yield
+    with (
+        custom_backward(),
+        skipped_checks(unchecked),
+        plain_masks(packed_positions=packed),
+        masks_as_given(),
+        ByPosition(),
+        Constants(),
+    ):
+        yield
 
 
 @contextlib.contextmanager
