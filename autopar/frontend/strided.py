@@ -56,9 +56,9 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
         line.start, rest = divmod(rest, line.stride)
     dims = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
     for dim in dims:
-        fitting = (line for line in lines if stride[dim] and stride[dim] % line.stride == 0)
-        line = max(fitting, key=lambda each: each.stride, default=None)
-        if line is not None:
+        fitting = [line for line in lines if stride[dim] and stride[dim] % line.stride == 0]
+        if fitting:
+            line = max(fitting, key=lambda each: each.stride)
             line.ways.append((dim, size[dim], stride[dim] // line.stride))
     lines = _merged(lines)
     is_read = rest == 0 and sum(len(line.ways) for line in lines) == len(dims) and 0 not in size
@@ -139,4 +139,5 @@ def _stft(
         x = F.pad(rows, (n_fft // 2, n_fft // 2), mode=pad_mode).reshape(*x.shape[:-1], -1)
     frames = x.unfold(-1, n_fft, hop_length or n_fft // 4) * window
     transform = torch.fft.rfft if onesided is not False and not window.is_complex() else torch.fft.fft
-    return transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
+    found: Tensor = transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
+    return found
