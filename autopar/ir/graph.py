@@ -187,7 +187,8 @@ class Graph:
 
     accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
     values and raise or warn, which are left out. padded_to: what numbers of rows of vocabularies were brought to a
-    multiple of (frontend/padding.py). known: what functions marked `derived` have found out of it.
+    multiple of (frontend/padding.py). vocabularies: of calls that read what became longer so, the rows or classes that
+    are the user's, by the call's name. known: what functions marked `derived` have found out of it.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Graph:
     accumulation: Accumulation | None = None
     unchecked: tuple[str, ...] = field(default=(), compare=False)
     padded_to: int = 1
+    vocabularies: Mapping[str, int] = field(default_factory=dict)
     known: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
