@@ -55,6 +55,7 @@ def _flex_attention(line: str = "") -> TraceError:
     )
 
 
+_BY_SHAPE = "the shape of a result: {}"
 _BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
 
 
@@ -66,11 +67,17 @@ def _untraceable(error: Exception) -> TraceError:
         return _flex_attention(f" at {line}" if line else "")
     what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
     if any(word in type(error).__name__ for word in _BY_VALUE):
+        by_shape = "DynamicOutputShape" in type(error).__name__
         return TraceError(
-            "torch.export could not trace the model",
-            values=what,
-            alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
-            "or wrap it in torch.library.custom_op",
+            "torch.export could not trace the model: values of tensors, which a trace lacks, decide what it does",
+            values=_BY_SHAPE.format(what) if by_shape else line or what,
+            alternatives=[
+                "the line without values of parameters, buffers or the batch (torch.where, torch.cond); values of "
+                "what forward makes of numbers alone are known",
+                "an option of the model that leaves the line out, or an input left out that it asks about (a mask "
+                "of ones)",
+                "a torch.library.custom_op around it",
+            ],
         )
     return TraceError(
         "the model or its loss fails on the example inputs",

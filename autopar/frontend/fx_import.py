@@ -28,6 +28,7 @@ CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
 """Operators whose results are constants to backward, whatever they take."""
 
 _ROOT = "model."
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
 @dataclass(slots=True)
@@ -211,6 +212,16 @@ class _Importer:
                 "forward assigns to the .data of a tensor, which the program would not keep",
                 values=user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward",
                 alternatives="change parameters and buffers in the training loop",
+            )
+        if not isinstance(target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), _NUMBERS):
+            line = user_line(node.meta.get("stack_trace"))
+            raise TraceError(
+                "forward takes a number out of a tensor, so its computation depends on values",
+                values=line or f"{name} at {_module_path(node)}",
+                alternatives=[
+                    "keep it a tensor (no .item(), float(), int() or tolist() in forward)",
+                    "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
+                ],
             )
         if not isinstance(target, torch._ops.OpOverload):
             raise TraceError(
