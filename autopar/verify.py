@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
-from autopar.frontend.inputs import name_inputs
+from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.skeleton import in_training
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
@@ -100,7 +100,7 @@ def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def _rotated(batch: Mapping[str, Any], rows: int, shift: int) -> dict[str, Any]:
+def _rotated(batch: NamedBatch, rows: int, shift: int) -> NamedBatch:
     """The batch with `rows` rows (repeated or cut), rotated by `shift`."""
     own = next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
     index = (torch.arange(rows) + shift) % own
@@ -109,11 +109,11 @@ def _rotated(batch: Mapping[str, Any], rows: int, shift: int) -> dict[str, Any]:
         is_batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == own
         return value[index] if is_batched else value
 
-    return {name: rotate(value) for name, value in batch.items()}
+    return batch.map(rotate)
 
 
 def _compare(
-    compiled: CompiledProgram, batches: list[dict[str, Any]], max_grad_norm: float | None, seed: int
+    compiled: CompiledProgram, batches: list[NamedBatch], max_grad_norm: float | None, seed: int
 ) -> VerifyReport | None:
     """Runs the program on every rank; rank 0 also runs the references and returns the report, others None."""
     step = compiled.build(max_grad_norm=max_grad_norm, non_finite="ignore", seed=seed)
@@ -149,7 +149,7 @@ class _Comparison:
         self.reference = _Reference(self.compiled, self.max_grad_norm, self.seed)
         self.exact = _Reference(self.compiled, self.max_grad_norm, self.seed, torch.float64)
 
-    def step(self, batch: Mapping[str, Any], loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
+    def step(self, batch: NamedBatch, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
         """One step of the references, compared with the program's loss and gradients."""
         self.exact.forward_backward(batch)
         self.losses.append((loss, self.reference.forward_backward(batch)))
@@ -244,8 +244,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return _size(difference / size if size > 0 else difference)
 
 
-def _cast(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
+def _cast(batch: NamedBatch, dtype: torch.dtype) -> NamedBatch:
+    return batch.map(lambda v: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v)
 
 
 _GROUPED = getattr(torch, "_grouped_mm", None)
@@ -313,20 +313,20 @@ class _Reference:
         self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
 
-    def forward_backward(self, batch: Mapping[str, Any]) -> float:
+    def forward_backward(self, batch: NamedBatch) -> float:
         self.model.zero_grad()  # also what the optimiser leaves out
         loss = self._loss(self.model, batch, self.dtype)
         torch.autograd.backward(loss)
         return float(loss.detach())
 
-    def _loss(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> torch.Tensor:
+    def _loss(self, model: nn.Module, batch: NamedBatch, dtype: torch.dtype | None) -> torch.Tensor:
         """The batch's loss, all in dtype if given: the model is so already, a loss with own tensors becomes so."""
         batch = batch if dtype is None else _cast(batch, dtype)
         loss_fn = self.loss_fn
         if isinstance(loss_fn, nn.Module) and dtype is not None:
             loss_fn = copy.deepcopy(loss_fn).to(dtype)
         with _as_compared(self.seed, self.step, dtype):
-            loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
+            loss: torch.Tensor = LossModule(model, loss_fn, batch)(**batch)
             return loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -336,7 +336,7 @@ class _Reference:
             if p.requires_grad
         }
 
-    def round_off(self, batch: Mapping[str, Any]) -> dict[str, tuple[float, torch.Tensor]]:
+    def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
         """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
         exact = _copied(self.model).double()
         exact.zero_grad()

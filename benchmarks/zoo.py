@@ -94,8 +94,8 @@ class Row:
         return ", ".join(f"{op} {share:.1%}" for op, share in self.replicated.items())
 
 
-class OutOfTime(Exception):
-    """A model took longer to plan than it may."""
+class OutOfTime(BaseException):
+    """A model took longer to plan than it may. No `except Exception` of what is interrupted may take it for its own."""
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def run(model: str, plan: str, pool: RankPool | None, seconds: float) -> Row:
                 found |= {"dtype": "fp64", "error": pool.error(planned(example, PLANS[plan]), example)}
             if not found["error"] <= TOLERANCE:
                 found["failure"] = f"off by {found['error']:.1e}"
-    except Exception as error:
+    except (Exception, OutOfTime) as error:
         found["failure"] = first_line(error)
     return Row(model=model, plan=plan, seconds=time.process_time() - started, **found)
 

@@ -180,7 +180,9 @@ def _operator(call: Call) -> str:
             return text
     function = function_of(call.target)
     path = function.call if function else f"torch.ops.{call.target}"
-    return _function(path, *_split(_positional(call.target, arguments)))
+    written = function.written if function else ()
+    values = [(n, Raw(v) if i in written else v) for i, (n, v) in enumerate(_positional(call.target, arguments))]
+    return _function(path, *_split(values))
 
 
 Given = tuple[str | None, Any]

@@ -6,6 +6,7 @@ has its backward. One operator is made for each Function and kinds of arguments.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from codegen.text import is_plain
+
 NAMESPACE = "autograd_function"
 _APPLY = torch.autograd.Function.__dict__["apply"]  # as it is where a trace has not replaced it
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", type(None): "Tensor?"}
@@ -23,11 +26,19 @@ _KINDS = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "Sc
 
 @dataclass(frozen=True, slots=True)
 class FunctionOperator:
-    """One Function for one schema. packet: the operator's name in `NAMESPACE`, and the Function's in programs."""
+    """One Function for one schema. packet: the operator's name in `NAMESPACE`, and the Function's in programs.
+
+    written: the places of dicts, lists and tuples, which the operator takes as they are written in Python.
+    """
 
     function: type
     packet: str
     operator: Callable[..., Any]
+    written: frozenset[int] = frozenset()
+
+    def given(self, args: Sequence[Any]) -> list[Any]:
+        """What the Function takes, of the operator's arguments."""
+        return _given(self.written, args)
 
     @property
     def import_line(self) -> str:
@@ -41,6 +52,10 @@ class FunctionOperator:
         """`GeLU.apply`."""
         _, dot, rest = self.function.__qualname__.partition(".")
         return f"{self.packet}{dot}{rest}.apply"
+
+
+def _given(written: frozenset[int], args: Sequence[Any]) -> list[Any]:
+    return [ast.literal_eval(value) if i in written else value for i, value in enumerate(args)]
 
 
 def applied(function: type, *args: Any) -> Any:
@@ -63,34 +78,36 @@ def can_import(function: type) -> bool:
 
 
 def unknown_arguments(args: Sequence[Any]) -> list[Any]:
-    """Those that no operator's schema can have: what is neither a tensor nor a number, text, dtype or None."""
-    return [value for value in args if not isinstance(value, Tensor) and type(value) not in _KINDS]
+    """Those that no operator takes: what is neither a tensor, a number, text, dtype, None, nor plain data of such."""
+    return [each for each in args if not (isinstance(each, Tensor) or type(each) in _KINDS or is_plain(each))]
 
 
 def operator_of(function: type, args: Sequence[Any], num_outputs: int | None) -> FunctionOperator:
     """The operator for a call with `args`. num_outputs: of the tuple that it returns; None for a tensor by itself."""
-    kinds = ["Tensor" if isinstance(value, Tensor) else _KINDS[type(value)] for value in args]
+    written = frozenset(i for i, value in enumerate(args) if isinstance(value, (dict, list, tuple)))
+    kinds = ["Tensor" if isinstance(value, Tensor) else _KINDS.get(type(value), "str") for value in args]
     result = "Tensor" if num_outputs is None else f"({', '.join(['Tensor'] * num_outputs)})"
     schema = f"({', '.join(f'{kind} a{i}' for i, kind in enumerate(kinds))}) -> {result}"
     by_schema, by_packet = _made()
-    if (function, schema) not in by_schema:
+    key = function, schema, written
+    if key not in by_schema:
         wish = function.__qualname__.replace(".", "_")
         packet = wish if wish not in by_packet else f"{wish}_{len(by_packet)}"
-        made = FunctionOperator(function, packet, _operator(function, packet, schema))
-        by_schema[function, schema] = by_packet[packet] = made
-    return by_schema[function, schema]
+        made = FunctionOperator(function, packet, _operator(function, packet, schema, written), written)
+        by_schema[key] = by_packet[packet] = made
+    return by_schema[key]
 
 
 @cache
-def _made() -> tuple[dict[tuple[type, str], FunctionOperator], dict[str, FunctionOperator]]:
-    """Those of this process, by Function and schema and by packet: torch keeps operators as long."""
+def _made() -> tuple[dict[tuple[type, str, frozenset[int]], FunctionOperator], dict[str, FunctionOperator]]:
+    """Those of this process, by Function, schema and places of what is written, and by packet; torch keeps them."""
     return {}, {}
 
 
-def _operator(function: type, packet: str, schema: str) -> Callable[..., Any]:
+def _operator(function: type, packet: str, schema: str, written: frozenset[int]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with torch.no_grad():
-            results = applied(function, *args)
+            results = applied(function, *_given(written, args))
         return tuple(map(_own, results)) if isinstance(results, tuple) else _own(results)
 
     def _own(result: Tensor) -> Tensor:

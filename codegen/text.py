@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 _TO_PLAIN = str.maketrans({'"': "'", "\\": "/"})
 
@@ -19,6 +21,15 @@ def plain(text: str) -> str:
     or what argparse would fill in."""
     line = "".join(char if char.isprintable() else " " for char in text)
     return line.translate(_TO_PLAIN).replace("%(", "(").rstrip()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is numbers, text and None, in dicts, lists and tuples: Python reads back what it prints."""
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, (*value, *value.values())))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def is_path(text: str) -> bool:

@@ -19,7 +19,8 @@ The problem, with x_v the option of variable v:
    optimum from below. ``lagrangian.drop_above`` removes option p of v if L with x_v = p fixed reaches a known choice.
 5. ``integer_program.solve`` gives what is left to HiGHS; this is where the budget constraint itself is imposed.
 
-Where the tables of an elimination would be too large, the integer program stands in for it, without a Lagrangian.
+Where the tables of an elimination would be too large, the integer program stands in for it, without a Lagrangian;
+without a budget it gets what ``contraction.contract`` leaves.
 
 Exactness. Every step compares float64 sums; a choice is discarded only when its bound comes within a relative 1e-12 of
 a known choice, or by HiGHS, which tells objectives apart to 1e-10 of the range between the least of all tables and the
@@ -38,9 +39,11 @@ from functools import partial
 
 import numpy as np
 
-from search.budgeted import search_program, solve_budgeted
+from search import integer_program
+from search.budgeted import solve_budgeted
+from search.contraction import contract
 from search.core import Core, build_core, shifted, usage_only
-from search.elimination import decode, eliminate, plan_elimination
+from search.elimination import Plan, decode, eliminate, plan_elimination
 from search.problem import InfeasibleError, Problem, Solution, evaluate, largest_allowed
 from search.reductions import EmptyDomainError, reduce_core
 from search.state import Search
@@ -108,12 +111,30 @@ def _minimise(search: Search, core: Core) -> None:
     """
     core = reduce_core(core)
     plan = plan_elimination(core.sizes, core.pairs())
-    if not plan.is_affordable:
-        search_program(search, core, np.inf)
-        return
+    found = _eliminated(core, plan) if plan.is_affordable else _contracted(core)
+    if found is not None:
+        search.offer(core, found)
+
+
+def _eliminated(core: Core, plan: Plan) -> tuple[int, ...] | None:
+    """The optimum, None where infinite costs forbid every choice."""
     forward = eliminate(core.costs, plan)
-    if np.isfinite(forward.value):
-        search.offer(core, decode(forward))
+    return decode(forward) if np.isfinite(forward.value) else None
+
+
+def _contracted(core: Core) -> tuple[int, ...] | None:
+    """The same where eliminating all variables takes too much: some are, and the integer program finds the rest."""
+    contraction = contract(core)
+    try:
+        smaller = reduce_core(contraction.core)
+    except EmptyDomainError:
+        return None
+    plan = plan_elimination(smaller.sizes, smaller.pairs())
+    if plan.is_affordable:
+        found = _eliminated(smaller, plan)
+    else:
+        found = integer_program.solve(smaller, np.inf, cutoff=np.inf, excluded=())
+    return None if found is None else contraction.completed(smaller.original(found))
 
 
 def _cost_if_fits(problem: Problem, assignment: Sequence[int]) -> float:

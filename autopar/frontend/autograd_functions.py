@@ -43,15 +43,15 @@ def call_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _called(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or unknown_arguments(args):
         kinds = sorted({type(value).__name__ for value in unknown_arguments(args)} | set(kwargs))
-        raise _refused(function, f"takes what is neither a tensor, a number nor text: {', '.join(kinds)}")
+        raise _refused(function, f"takes what is neither a tensor nor plain data: {', '.join(kinds)}")
     if not can_import(function):
         raise _refused(function, "cannot be imported by this name, so that no program could call it")
     with ThreadPoolExecutor(1) as alone:  # which nothing of the trace that calls this holds for
         tried = alone.submit(_Trial, function, args).result()
-    operator = operator_of(function, args, tried.num_outputs).operator
+    made = operator_of(function, args, tried.num_outputs)
     # Where backward gives nothing, the graph must say so.
     given = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
-    results = operator(*given)
+    results = made.operator(*(repr(value) if i in made.written else value for i, value in enumerate(given)))
     if tried.num_outputs is None:
         return results.detach() if 0 in tried.constant else results
     return tuple(value.detach() if i in tried.constant else value for i, value in enumerate(results))
@@ -61,7 +61,7 @@ def _refused(function: type, reason: str) -> TraceError:
     return TraceError(
         f"the model calls a custom autograd.Function that {reason}",
         values=f"{function.__module__}.{function.__qualname__}",
-        alternatives="a Function of a module, of tensors, numbers and text, that computes new tensors from them alone; "
+        alternatives="a Function of a module, of tensors and plain data, that computes new tensors from them alone; "
         "or an operator made by torch.library.custom_op and register_autograd",
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.frontend.fx_import import FlatGraph
+from autopar.frontend.strided import refused_strides
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.operators import arguments_of, find_op
@@ -27,7 +28,7 @@ def at(flat: FlatGraph, node: Node) -> str:
 
 
 def refuse_effects(flat: FlatGraph) -> None:
-    """Raises TraceError for values taken out of tensors, random numbers, sums per batch, and mixed products."""
+    """Raises TraceError for values taken out of tensors, strides, random numbers, sums per batch, mixed products."""
     metas = flat.metas()
     for node in flat.nodes:
         if not node.outputs:
@@ -38,6 +39,8 @@ def refuse_effects(flat: FlatGraph) -> None:
             )
         if is_random(node):
             raise refused_random(node.op, at(flat, node))
+        if base_name(node.op).startswith("as_strided"):
+            raise refused_strides(f"{node.op}{at(flat, node)}")
         _refuse_lookup(flat, node)
         _refuse_statistics(flat, node)
         dtypes = {metas[ref].dtype for ref in node.inputs if metas[ref].dtype.is_floating_point}

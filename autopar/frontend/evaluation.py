@@ -59,7 +59,7 @@ def why_no_evaluation(
     """ "" where the program can evaluate, else what differs, in one clause. cuts: runs of equal blocks to shorten."""
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
-    batch = {name: fake_input(value, fake, 0, None, None) for name, value in named.items()}
+    batch = named.map(lambda value: fake_input(value, fake, 0, None, None))
 
     def operators(is_training: bool) -> list[Any] | None:
         skeleton = skeleton_of(model, fake, cuts=cuts)

@@ -15,10 +15,12 @@ from torch.nn.modules import transformer
 
 from autopar.errors import TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
+from autopar.frontend.constants import Constants
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.strided import ByPosition
 from autopar.frontend.user_line import raised_at
 from autopar.frontend.value_checks import skipped_checks
 
@@ -53,6 +55,7 @@ def _flex_attention(line: str = "") -> TraceError:
     )
 
 
+_BY_SHAPE = "the shape of a result: {}"
 _BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
 
 
@@ -64,11 +67,17 @@ def _untraceable(error: Exception) -> TraceError:
         return _flex_attention(f" at {line}" if line else "")
     what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
     if any(word in type(error).__name__ for word in _BY_VALUE):
+        by_shape = "DynamicOutputShape" in type(error).__name__
         return TraceError(
-            "torch.export could not trace the model",
-            values=what,
-            alternatives="rewrite the line so that it does not depend on tensor values (torch.where, torch.cond), "
-            "or wrap it in torch.library.custom_op",
+            "torch.export could not trace the model: values of tensors, which a trace lacks, decide what it does",
+            values=_BY_SHAPE.format(what) if by_shape else line or what,
+            alternatives=[
+                "the line without values of parameters, buffers or the batch (torch.where, torch.cond); values of "
+                "what forward makes of numbers alone are known",
+                "an option of the model that leaves the line out, or an input left out that it asks about (a mask "
+                "of ones)",
+                "a torch.library.custom_op around it",
+            ],
         )
     return TraceError(
         "the model or its loss fails on the example inputs",
@@ -84,7 +93,7 @@ def _untraceable(error: Exception) -> TraceError:
 def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> torch.Tensor:
     """Forward and loss as they are exported."""
     with traceable(batch):
-        loss: torch.Tensor = LossModule(model, loss_fn, tuple(batch))(**batch)
+        loss: torch.Tensor = LossModule(model, loss_fn, batch)(**batch)
         return loss
 
 
@@ -92,7 +101,14 @@ def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | No
 def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
     """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
-    with custom_backward(), skipped_checks(unchecked), plain_masks(packed_positions=packed), masks_as_given():
+    with (
+        custom_backward(),
+        skipped_checks(unchecked),
+        plain_masks(packed_positions=packed),
+        masks_as_given(),
+        ByPosition(),
+        Constants(),
+    ):
         yield
 
 

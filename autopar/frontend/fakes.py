@@ -8,11 +8,11 @@ they are made without a dispatch, and from the shapes of an equal call seen befo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
     """Calls `replacement` for this thread, and for others, which may be training, what it stands in for."""
     thread = threading.get_ident()
 
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
 
@@ -80,7 +81,7 @@ def mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-@cache
+@functools.cache
 def count_devices() -> None:
     """Have autograd count the devices of this machine, so that ranks can be forked after a trace.
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopar.errors import TraceError
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
-from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in
+from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.creation import LIKE, PLAIN
 
@@ -28,6 +28,7 @@ CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
 """Operators whose results are constants to backward, whatever they take."""
 
 _ROOT = "model."
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
 @dataclass(slots=True)
@@ -56,6 +57,17 @@ class FlatGraph:
         for node in self.nodes:
             found |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
         return found
+
+    def substitute(self, renamed: Mapping[Ref, Ref]) -> None:
+        """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
+
+        def target(ref: Ref) -> Ref:
+            while ref in renamed:
+                ref = renamed[ref]
+            return ref
+
+        self.nodes = [with_refs(node, target) for node in self.nodes]
+        self.loss = target(self.loss)
 
 
 def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
@@ -200,6 +212,16 @@ class _Importer:
                 "forward assigns to the .data of a tensor, which the program would not keep",
                 values=user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward",
                 alternatives="change parameters and buffers in the training loop",
+            )
+        if not isinstance(target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), _NUMBERS):
+            line = user_line(node.meta.get("stack_trace"))
+            raise TraceError(
+                "forward takes a number out of a tensor, so its computation depends on values",
+                values=line or f"{name} at {_module_path(node)}",
+                alternatives=[
+                    "keep it a tensor (no .item(), float(), int() or tolist() in forward)",
+                    "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
+                ],
             )
         if not isinstance(target, torch._ops.OpOverload):
             raise TraceError(

@@ -4,25 +4,69 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import TraceError
 from codegen.names import is_plain_name
+from codegen.runtime.batch import BatchError, flat_batch, leaves_of
 
 Batch = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An argument that holds tensors in containers: its form, and the names of what it holds, in order."""
+
+    form: TreeSpec
+    names: tuple[str, ...]
+
+
+class NamedBatch(dict[str, Any]):
+    """A batch by name, with what containers hold under names of its own. containers: by the names of arguments, of
+    which the batch has the first leaf where they stood."""
+
+    def __init__(self, values: Mapping[str, Any], containers: Mapping[str, Container]) -> None:
+        super().__init__(values)
+        self.containers = containers
+
+    def map(self, change: Callable[[Any], Any]) -> NamedBatch:
+        """The same batch of changed values."""
+        return NamedBatch({name: change(value) for name, value in self.items()}, self.containers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedBatch, (dict(self), self.containers)
+
+
+def arguments_of_batch(values: Mapping[str, Any], containers: Mapping[str, Container]) -> dict[str, Any]:
+    """The arguments of the model and the loss by name, in order: containers as they were given."""
+    first = {container.names[0]: name for name, container in containers.items()}
+    inside = {name for container in containers.values() for name in container.names}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in first:
+            container = containers[first[name]]
+            found[first[name]] = tree_unflatten([values[each] for each in container.names], container.form)
+        elif name not in inside:
+            found[name] = value
+    return found
+
+
 def name_inputs(
     model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
-) -> dict[str, Any]:
-    """The batch by name. A tuple's items get forward's parameter names, then `target`, `target1` ... for loss_fn."""
+) -> NamedBatch:
+    """The batch by name. A tuple's items get forward's parameter names, then `target`, `target1` ... for loss_fn; what
+    containers hold has names of its own (`codegen.runtime.batch.leaves_of`)."""
+    if isinstance(example_inputs, NamedBatch):
+        return example_inputs
     if isinstance(example_inputs, Mapping):
-        return _checked(dict(example_inputs))
+        whole = _is_one_argument(model, example_inputs, loss_fn)
+        return _checked({whole: dict(example_inputs)} if whole else dict(example_inputs))
     items = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     names, has_args, _ = _parameters_of(model)
     num_targets = _num_targets(loss_fn)
@@ -54,9 +98,24 @@ def name_inputs(
     return _checked(dict(zip(model_names + target_names, items, strict=True)))
 
 
-def _checked(batch: dict[str, Any]) -> dict[str, Any]:
-    """Raises TraceError for names that no argument can have, and for tensors that are no plain items of the batch."""
-    for name, value in batch.items():
+def _is_one_argument(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None) -> str:
+    """The argument of `forward(self, batch)` that a dict is as a whole: the only one, of no name in the dict."""
+    names, has_args, has_kwargs = _parameters_of(model)
+    is_whole = len(names) == 1 and names[0] not in batch and len(batch) > 1
+    return names[0] if is_whole and not (has_args or has_kwargs or _num_targets(loss_fn)) else ""
+
+
+def _checked(batch: dict[str, Any]) -> NamedBatch:
+    """Raises TraceError for names that no argument can have, and for tensors that are not dense."""
+    containers: dict[str, Container] = {}
+    try:
+        for name, value in batch.items():
+            if isinstance(name, str) and (leaves := leaves_of(name, value)):
+                containers[name] = Container(tree_flatten(value)[1], tuple(leaves))
+        flat = NamedBatch(flat_batch(batch), containers)
+    except BatchError as error:
+        raise TraceError("inputs of the batch have no names of their own", values=str(error)) from None
+    for name, value in (*batch.items(), *flat.items()):
         if not isinstance(name, str) or not is_plain_name(name) or name.startswith("__") or name == "self":
             raise TraceError(
                 "an input of the batch has a name that no argument of forward can have",
@@ -69,14 +128,7 @@ def _checked(batch: dict[str, Any]) -> dict[str, Any]:
                 values=f"{name}: {value.layout}",
                 alternatives=f"{name}.to_dense()",
             )
-        leaves = [] if isinstance(value, torch.Tensor) else tree_leaves(value)
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            raise TraceError(
-                "an input of the batch holds tensors inside a container",
-                values=f"{name}: {type(value).__name__} of {len(leaves)}",
-                alternatives="every tensor under a name of its own, as arguments of forward",
-            )
-    return batch
+    return flat
 
 
 def split_names(

@@ -9,25 +9,27 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.frontend.inputs import model_arguments, split_names
+from autopar.frontend.inputs import Batch, NamedBatch, arguments_of_batch, model_arguments, split_names
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module that takes the batch by name and returns the loss."""
+    """Model and loss as one module that takes a batch by name, as `batch` is, and returns the loss."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.names = names
+        self.containers = batch.containers if isinstance(batch, NamedBatch) else {}
+        self.names = tuple(batch)
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        model_names, loss_names = split_names(self.model, self.names, self.loss_fn)
-        positional, keyword = model_arguments(self.model, {name: batch[name] for name in model_names})
+        given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
+        model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
+        positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
         output = self.model(*positional, **keyword)
         if self.loss_fn is None:
             return _loss_of(output)
-        return _scalar(self.loss_fn(output, *(batch[name] for name in loss_names)), "loss_fn")
+        return _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
 
 
 def _loss_of(output: Any) -> torch.Tensor:

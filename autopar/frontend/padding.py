@@ -3,6 +3,7 @@
 A table of V rows may be longer where all that reads it looks up rows by ids, which are below V, or is a linear layer
 whose logits go to cross-entropies alone. To the logits of padding a number is added that leaves exp() nothing, so that
 they take no part in a loss and their gradient is 0, as is that of the rows themselves: they stay what they are.
+Look-ups and losses are told how many rows are the user's, so that an id of padding is an IndexError where it was one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ def padded(graph: Graph, multiple: int) -> Graph:
         return graph
     parameters = tuple(_longer(each, longer, multiple) for each in graph.parameters)
     body = _Rewriting(graph, longer, multiple).body()
-    return replace(graph, parameters=parameters, body=body, padded_to=multiple)
+    vocabularies = {
+        piece.name: search.metas[ref].shape[longer[ref]]
+        for piece in graph.body
+        if isinstance(piece, Node) and base_name(piece.op) in ("embedding", "cross_entropy_loss")
+        if (ref := piece.inputs[0]) in longer
+    }
+    return replace(graph, parameters=parameters, body=body, padded_to=multiple, vocabularies=vocabularies)
 
 
 def _more(size: int, multiple: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,13 @@ from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import write_unsorted
 from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
-from autopar.frontend.gradients import reached, settle_gradients
+from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.grouped_keys import share_keys
+from autopar.frontend.joins import drop_cut_joins, nest_joins
 from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.sinks import write_sinks
-from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs, with_refs
+from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
 
@@ -55,6 +55,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     settle_gradients(flat)
     drop_cut_joins(flat)
     eliminate_dead(flat)
+    nest_joins(flat)
     split_means(flat)
     constants = evaluate_constants(flat)
     fold_iota_index(flat, constants)
@@ -65,18 +66,6 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     eliminate_dead(flat)
     write_out_constants(flat)
     return flat
-
-
-def substitute(flat: FlatGraph, renamed: dict[Ref, Ref]) -> None:
-    """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
-
-    def target(ref: Ref) -> Ref:
-        while ref in renamed:
-            ref = renamed[ref]
-        return ref
-
-    flat.nodes = [with_refs(node, target) for node in flat.nodes]
-    flat.loss = target(flat.loss)
 
 
 def drop_no_effect(flat: FlatGraph) -> None:
@@ -96,7 +85,7 @@ def drop_identities(flat: FlatGraph) -> None:
         elif node.args and isinstance(node.args[0], Ref) and _is_identity(node, metas):
             renamed[Ref(node.name)] = node.args[0]
     flat.nodes = [n for n in flat.nodes if Ref(n.name) not in renamed]
-    substitute(flat, renamed)
+    flat.substitute(renamed)
 
 
 def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
@@ -125,80 +114,6 @@ def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
 def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
     """Whether a result is a constant to backward where its source is none (`torch.no_grad`)."""
     return source.requires_grad and not result.requires_grad
-
-
-Piece = tuple[Ref, int, int]
-"""A tensor between two positions of a dim."""
-
-
-def drop_cut_joins(flat: FlatGraph) -> None:
-    """What is cut from joined tensors is cut from what was joined: so a tensor that is made empty and then written to
-    part by part is what these parts join.
-
-    Nothing is done where a parameter is left out of all that is cut, whose gradient of zeros would become none.
-    """
-    metas, before, nodes = flat.metas(), reached(flat), flat.nodes
-    flat.nodes = list(nodes)
-    pieces: dict[tuple[Ref, int], list[Piece]] = {}
-    renamed: dict[Ref, Ref] = {}
-    for position, node in enumerate(nodes):
-        if node.op not in ("aten.cat.default", "aten.slice.Tensor", "aten.select.int"):
-            continue
-        dim = arguments_of(node)["dim"] % len(metas[node.inputs[0]].shape)
-        own = _pieces(node, dim, pieces, metas)
-        if not own:
-            continue
-        if node.op == "aten.select.int":
-            flat.nodes[position] = replace(node, args=(own[0][0], dim, own[0][1]), kwargs=())
-            continue
-        pieces[Ref(node.name), dim] = own
-        refs = tuple(ref for ref, _, _ in own)
-        is_whole = all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in own)
-        if is_whole and len(own) == 1:
-            renamed[Ref(node.name)] = refs[0]
-        elif is_whole and refs != node.inputs:
-            flat.nodes[position] = replace(node, op="aten.cat.default", args=(refs, dim), kwargs=())
-        elif not is_whole and len(own) == 1:
-            flat.nodes[position] = replace(node, op="aten.slice.Tensor", args=(refs[0], dim, *own[0][1:]), kwargs=())
-    loss = flat.loss
-    substitute(flat, renamed)
-    if (before - reached(flat)) & set(flat.parameters):
-        flat.nodes, flat.loss = nodes, loss
-
-
-def _pieces(
-    node: Node, dim: int, pieces: dict[tuple[Ref, int], list[Piece]], metas: dict[Ref, TensorMeta]
-) -> list[Piece]:
-    """What a call joins along `dim`, or cuts from what is joined; nothing where it does neither."""
-    arguments = arguments_of(node)
-    if "tensors" in arguments:
-        joined, rank = arguments["tensors"], len(node.meta.shape)
-        # One of another rank is the empty tensor that `cat` leaves out; one of another dtype is promoted.
-        if any((len(metas[part].shape), metas[part].dtype) != (rank, node.meta.dtype) for part in joined):
-            return []
-        return [piece for part in joined for piece in pieces.get((part, dim), _whole(part, dim, metas))]
-    source = arguments["self"]
-    if (source, dim) not in pieces:
-        return []
-    if "index" in arguments:
-        at = arguments["index"] % metas[source].shape[dim]
-        kept = range(at, at + 1)
-    else:
-        kept = range(metas[source].shape[dim])[slice(arguments["start"], arguments["end"], arguments["step"])]
-    return list(_cut(pieces[source, dim], kept.start, kept.stop)) if kept.step == 1 else []
-
-
-def _whole(ref: Ref, dim: int, metas: dict[Ref, TensorMeta]) -> list[Piece]:
-    return [(ref, 0, metas[ref].shape[dim])]
-
-
-def _cut(pieces: list[Piece], start: int, end: int) -> Iterator[Piece]:
-    """What lies between two positions of joined pieces."""
-    for ref, first, last in pieces:
-        length = last - first
-        if max(start, 0) < min(end, length):
-            yield ref, first + max(start, 0), first + min(end, length)
-        start, end = start - length, end - length
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
@@ -267,7 +182,7 @@ def write_out_constants(flat: FlatGraph) -> None:
         shaped = ("aten.view.default", (row, meta.shape), meta)
         renamed[Ref(name)] = row if len(meta.shape) == 1 else call((row, meta.shape), *shaped)
     flat.nodes = [*nodes, *flat.nodes]
-    substitute(flat, renamed)
+    flat.substitute(renamed)
 
 
 def _runs(value: torch.Tensor) -> list[tuple[Any, int]]:

@@ -26,7 +26,7 @@ from autopar.frontend.depth_check import verified
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.fx_import import FlatGraph, import_program
-from autopar.frontend.inputs import Batch, common_batch, fake_input, has_rows, name_inputs
+from autopar.frontend.inputs import Batch, NamedBatch, common_batch, fake_input, has_rows, name_inputs
 from autopar.frontend.layers import fold_layers
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.other_rows import with_rows_of
@@ -53,7 +53,7 @@ class _First:
     """What `torch.export` made of the model at one number of rows, before anything was simplified."""
 
     flat: FlatGraph
-    batch: dict[str, Any]
+    batch: NamedBatch
     param_dtype: torch.dtype | None
 
 
@@ -80,7 +80,7 @@ def trace(
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
     fake = fakes.mode()
-    fake_batch = {name: fake_input(value, fake, rows, batch_size, param_dtype) for name, value in batch.items()}
+    fake_batch = batch.map(lambda value: fake_input(value, fake, rows, batch_size, param_dtype))
     if cuts is None:
         skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
         cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake)
@@ -99,7 +99,7 @@ def trace(
 def _flat_graph(
     model: nn.Module,
     loss_fn: Callable[..., torch.Tensor] | None,
-    batch: dict[str, Any],
+    batch: NamedBatch,
     fake: FakeTensorMode,
     param_dtype: torch.dtype | None,
     cuts: tuple[Truncation, ...],
@@ -122,11 +122,11 @@ def _flat_graph(
             cuts.is_repeatable = True
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
-        before = {name: fake_input(value, fake, 0, None, None) for name, value in first.batch.items()}
+        before = first.batch.map(lambda value: fake_input(value, fake, 0, None, None))
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
-    module = LossModule(short(), loss_fn, tuple(batch))
+    module = LossModule(short(), loss_fn, batch)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
@@ -150,7 +150,7 @@ def find_cuts(
     fake = fakes.mode()
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
-    fake_batch = {name: fake_input(value, fake, 0, None, None) for name, value in batch.items()}
+    fake_batch = batch.map(lambda value: fake_input(value, fake, 0, None, None))
     return Cuts(_sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake))
 
 

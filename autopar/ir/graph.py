@@ -187,7 +187,8 @@ class Graph:
 
     accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
     values and raise or warn, which are left out. padded_to, experts_padded_to: what numbers of rows of vocabularies,
-    and of experts, were brought to a multiple of (frontend/padding.py, frontend/expert_padding.py). known: what
+    and of experts, were brought to a multiple of (frontend/padding.py, frontend/expert_padding.py). vocabularies: of
+    calls that read what became longer so, the rows or classes that are the user's, by the call's name. known: what
     functions marked `derived` have found out of it.
     """
 
@@ -201,6 +202,7 @@ class Graph:
     unchecked: tuple[str, ...] = field(default=(), compare=False)
     padded_to: int = 1
     experts_padded_to: int = 1
+    vocabularies: Mapping[str, int] = field(default_factory=dict)
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 

@@ -350,7 +350,8 @@ def smallest_vocabulary(graph: Graph) -> int:
         if isinstance(node, Node) and base_name(node.op) in ("embedding", "cross_entropy_loss"):
             table = metas[node.inputs[0]].shape
             if ancestors(graph, node.inputs[1]) & inputs:
-                sizes.append(table[0] if base_name(node.op) == "embedding" else table[1])
+                size = table[0] if base_name(node.op) == "embedding" else table[1]
+                sizes.append(graph.vocabularies.get(node.name, size))
     return min(sizes, default=2)
 
 

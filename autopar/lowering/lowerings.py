@@ -57,16 +57,15 @@ def lower_call(
         return _expert_linear(scope, operator, lowering, call)
     if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION):
         return _own_attention(call)
+    own_rows = scope.shared.graph.vocabularies.get(node.name) if not operator.scope else None
+    if lowering is None and name == "embedding" and own_rows is not None:
+        return _vocab_embedding(call, None, own_rows)
     if lowering is None:
         return call
     if lowering.name == "mean":
         return replace(call, divisor=lowering.divisor)
     if lowering.name == "vocab_embedding":
-        arguments = given(call)
-        weight, ids, row = arguments["weight"], arguments["indices"], arguments.get("padding_idx")
-        padding = (("padding_idx", row),) if row is not None else ()
-        axis = Raw(scope.shared.mesh.axes[lowering.axes[0]])
-        return replace(call, target="runtime.vocab_embedding", args=(ids, weight, axis), kwargs=padding)
+        return _vocab_embedding(call, Raw(scope.shared.mesh.axes[lowering.axes[0]]), own_rows)
     if lowering.name in EXCHANGES:
         return _context_attention(call, lowering, scope.shared.mesh.axes[lowering.axes[0]])
     layout = scope.layout(lowering.layout_shape, lowering.layout)
@@ -141,6 +140,16 @@ def _on_one_rank(node: Node, operator: Operator) -> Any:
     return None if lowering is None else replace(lowering, layout=())
 
 
+def _vocab_embedding(call: Call, axis: Raw | None, own_rows: int | None) -> Call:
+    """A look-up in rows on `axis` (None: all rows are here), of which the first `own_rows` are the user's."""
+    arguments = given(call)
+    named = (("padding_idx", arguments.get("padding_idx")), ("own_rows", own_rows))
+    kwargs = tuple((key, value) for key, value in named if value is not None)
+    return replace(
+        call, target="runtime.vocab_embedding", args=(arguments["indices"], arguments["weight"], axis), kwargs=kwargs
+    )
+
+
 def _cross_entropy(scope: Lowering, node: Node, axes: tuple[int, ...], call: Call) -> Call:
     arguments = arguments_of(node)
     is_mean = arguments["reduction"] == MEAN
@@ -152,6 +161,8 @@ def _cross_entropy(scope: Lowering, node: Node, axes: tuple[int, ...], call: Cal
         kwargs.append(("vocab_axis", Raw(scope.shared.mesh.axes[axes[0]])))
     if arguments["label_smoothing"]:
         kwargs.append(("label_smoothing", arguments["label_smoothing"]))
+    if node.name in scope.shared.graph.vocabularies:
+        kwargs.append(("own_classes", scope.shared.graph.vocabularies[node.name]))
     return replace(call, target="runtime.cross_entropy", args=(*call.args[:2], divisor), kwargs=tuple(kwargs))
 
 

@@ -127,12 +127,17 @@ def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> di
     """For each node the section counts worth offering per factor: those that some neighbour's shard needs."""
     marks: Marks = {}
     found: dict[Key, dict[str, set[int]]] = {}
+    seen: dict[Key, int] = {}
     for _ in range(8):
         before = sum(len(placements) for placements in marks.values())
         _spread(graph, scopes, marks)
         for scope in scopes:
             for node in itertools.chain(scope.nodes, reversed(scope.nodes)):
-                _mark_sections(scope.name, node, rules[scope.name, node.name][0], marks, found)
+                refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
+                num_marks = sum(len(marks.get((scope.name, ref), ())) for ref in refs)
+                if seen.get((scope.name, node.name)) != num_marks:  # marks are only added
+                    seen[scope.name, node.name] = num_marks
+                    _mark_sections(scope.name, node, rules[scope.name, node.name][0], marks, found)
         if sum(len(placements) for placements in marks.values()) == before:
             break
     return {key: {f: tuple(sorted(counts)) for f, counts in value.items()} for key, value in found.items()}
@@ -149,11 +154,12 @@ def _mark_sections(
         *zip(node.inputs, rule.inputs, strict=True),
         *((Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)),
     ]
-    wanted: set[tuple[str, int]] = {(factor, 1) for factor in rule.shardable}
+    shardable = frozenset(rule.shardable)
+    wanted: set[tuple[str, int]] = {(factor, 1) for factor in shardable}
     for ref, dims in tensors:
         for mark in marks.get((scope, ref), ()):
             pair = factor_of(rule, dims, mark)
-            if pair and pair[0] in rule.shardable:
+            if pair and pair[0] in shardable:
                 wanted.add(pair)
     counts = found.setdefault((scope, node.name), {})
     for factor, sections in wanted:

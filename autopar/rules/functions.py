@@ -238,7 +238,7 @@ def _joint(op: str, placed: tuple[Any, ...], inputs: Metas) -> Callable[..., lis
         pairs = zip(tensors, inputs, strict=False)
         leaves = [x.detach().requires_grad_(meta.requires_grad and has_gradients(x.dtype)) for x, meta in pairs]
         args = [leaves[value[1]] if isinstance(value, tuple) else value for value in placed]
-        made = applied(found.function, *args)
+        made = applied(found.function, *found.given(args))
         results = made if isinstance(made, tuple) else (made,)
         ends = [(y, g) for y, g in zip(results, tensors[len(inputs) :], strict=True) if y.requires_grad]
         wanted = [x for x in leaves if x.requires_grad]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from codegen.runtime.batch import BatchError, check_batch
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
+from codegen.text import is_plain
 
 
 def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
@@ -53,21 +53,13 @@ def with_inputs_of(program: Program | PipelineProgram, batch: Mapping[str, Any])
     unused = tuple(n for n, value in batch.items() if isinstance(value, torch.Tensor) and n not in program.inputs)
     fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
     for name, value in fixed.items():
-        if not _is_plain(value):
+        if not is_plain(value):
             raise TraceError(
                 "every input of the batch is a tensor, or plain data that never changes",
                 values=f"{name} is a {type(value).__name__}",
                 alternatives="tensors under names of their own; numbers, text, None, and lists and dicts of those",
             )
     return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
-    return value is None or (type(value) in (bool, int, str)) or (type(value) is float and math.isfinite(value))
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -110,7 +110,7 @@ class PlainLearner:
         self.model.zero_grad()  # also what the optimiser leaves out
         self.guard.before_forward()
         with SameDropout(self.config.seed, self.num_steps):
-            loss = LossModule(self.model, self.loss_fn, tuple(named))(**named)
+            loss = LossModule(self.model, self.loss_fn, named)(**named)
         loss.backward()
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -112,11 +113,15 @@ def named_batch(batch: Any) -> Any:
     )
 
 
+def leaves_of_batch(batch: Any) -> list[Any]:
+    """All values of a batch that `named_batch` gave, those inside of containers too."""
+    return tree_leaves(list(batch.values() if isinstance(batch, Mapping) else batch))
+
+
 def num_rows(batch: Any) -> int:
     """Dim 0 of the batch's first tensor that has dims. Raises DataError where there is none."""
     given = named_batch(batch)
-    values = given.values() if isinstance(given, Mapping) else given
-    for value in values:
+    for value in leaves_of_batch(given):
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             if not value.shape[0]:
                 raise DataError("a batch has no rows", values=f"a tensor of shape {tuple(value.shape)}")

@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints
 from autopar.training.config import Batch, Batches, TrainerConfig, TrainResult
 from autopar.training.learners import PlainLearner, RankLearner
-from autopar.training.loaders import named_batch, num_rows, peeking, untouched
+from autopar.training.loaders import leaves_of_batch, named_batch, num_rows, peeking, untouched
 from autopar.training.progress import TrainingProgress
 from codegen.runtime.processes import after_the_first, join
 from cost_models.mixed import AnyCluster
@@ -259,8 +259,7 @@ def _barrier() -> None:
 
 
 def _progress(batch: Batch, config: TrainerConfig, first: int, program: CompiledProgram | None) -> TrainingProgress:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    tokens = max((v.numel() for v in values if is_token_tensor(v)), default=0)
+    tokens = max((v.numel() for v in leaves_of_batch(batch) if is_token_tensor(v)), default=0)
     label = program.plan.mesh_text if program else "one process"
     predicted = program.plan.prediction.step_seconds if program else 0.0
     items, unit = (tokens, "tokens") if tokens else (num_rows(batch), "samples")

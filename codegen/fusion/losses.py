@@ -24,7 +24,7 @@ def _cross_entropy_template() -> Op:
     wide = Op("aten.to.dtype", (x, Value("wide")))
     viewed = Op("aten.view.default", (wide, Value("sizes")), name="view")
     args = (Either((viewed, wide, x)), Leaf("target"), Value("num_targets"))
-    return Op("runtime.cross_entropy", args, keywords=("ignore_index",))
+    return Op("runtime.cross_entropy", args, keywords=("ignore_index", "own_classes"))
 
 
 def _cross_entropy_fits(bound: Bindings) -> bool:
@@ -82,7 +82,7 @@ def _linear_cross_entropy_template() -> Op:
     rows = Either((made, part, Op("aten.contiguous.default", (part,))))
     viewed = Either(tuple(Op(target, (rows, Value("sizes"))) for target in _VIEWS))
     args = (Either((viewed, _wide(viewed), rows)), Leaf("target"), Value("num_targets"))
-    return Op("runtime.cross_entropy", args, keywords=("ignore_index", "vocab_axis"), name="loss")
+    return Op("runtime.cross_entropy", args, keywords=("ignore_index", "vocab_axis", "own_classes"), name="loss")
 
 
 _LINEARS: Final = ("aten.linear.default", "deferred.linear")

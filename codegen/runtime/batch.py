@@ -8,12 +8,14 @@ compute sums of unrelated numbers. So in the first steps and in every CHECKED_EV
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from .mesh import Mesh
 from .parameters import Module, runs
@@ -40,6 +42,37 @@ class Expected(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+def leaves_of(name: str, value: Any) -> dict[str, Any] | None:
+    """What an input that holds tensors in containers consists of, by names of its own; None for any other.
+
+    Of `text` = {"ids": i, "masks": (m, n)} that is text_ids, text_masks_0 and text_masks_1. Raises BatchError where
+    two would have one name.
+    """
+    leaves, _ = ([], None) if isinstance(value, Tensor) else tree_flatten_with_path(value)
+    if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+        return None
+    named = {}
+    for path, leaf in leaves:
+        keys = (next(str(getattr(key, kind)) for kind in ("key", "idx", "name") if hasattr(key, kind)) for key in path)
+        leaf_name = re.sub(r"\W", "_", "_".join((name, *keys)))
+        if leaf_name in named:
+            raise BatchError(f"two tensors inside {name} would have the name {leaf_name}: rename a key")
+        named[leaf_name] = leaf
+    return named
+
+
+def flat_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with what its containers hold under names of its own (`leaves_of`)."""
+    flat: dict[str, Any] = {}
+    for name, value in batch.items():
+        leaves = leaves_of(name, value) if isinstance(name, str) else None
+        for leaf_name, leaf in ({name: value} if leaves is None else leaves).items():
+            if leaf_name in flat:
+                raise BatchError(f"two inputs of the batch have the name {leaf_name}: rename a key")
+            flat[leaf_name] = leaf
+    return flat
 
 
 def check_batch(

@@ -31,6 +31,7 @@ def cross_entropy(
     ignore_index: int = -100,
     vocab_axis: AxisLike | None = None,
     label_smoothing: float = 0.0,
+    own_classes: int | None = None,
 ) -> Tensor:
     """The loss of this rank's tokens: sum over targets that are not ignored, divided by `num_targets`.
 
@@ -41,6 +42,7 @@ def cross_entropy(
             a number; need not be whole. Where it is 0 the loss is nan and its gradient 0, as of torch's mean.
         ignore_index: tokens with this target have no loss and no gradient.
         vocab_axis: the axis over which dim 1 of the logits is sharded in equal consecutive parts.
+        own_classes: how many of the first classes a target may name, what follows being padding; all by default.
 
     Returns a 0-dim tensor, float32 for half precision logits, else their dtype; equal on all ranks of `vocab_axis`, of
     which each gets the gradient of its own logits. Saves for backward the logits, lse [N] and the target, no softmax.
@@ -52,7 +54,7 @@ def cross_entropy(
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if vocab_axis is not None and vocab_axis.size == 1:
         vocab_axis = None
-    num_classes = logits.shape[1] * (1 if vocab_axis is None else vocab_axis.size)
+    num_classes = own_classes or logits.shape[1] * (1 if vocab_axis is None else vocab_axis.size)
     if target.device.type == "cpu":
         wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
         if bool(wrong.any()):

@@ -11,28 +11,31 @@ if TYPE_CHECKING:
     from .layout import AxisLike
 
 
-def vocab_embedding(ids: Tensor, weight: Tensor, axis: AxisLike, padding_idx: int | None = None) -> Tensor:
+def vocab_embedding(
+    ids: Tensor, weight: Tensor, axis: AxisLike | None, padding_idx: int | None = None, own_rows: int | None = None
+) -> Tensor:
     """This rank's share of `F.embedding`: the looked-up rows that it holds, zeros for the others (placement P).
 
     Args:
         ids: integers of any shape in [0, V), equal on all ranks of `axis`.
         weight: [V / axis.size, D]: rows [rank * V / size, (rank + 1) * V / size) of the table.
-        axis: the vocabulary's mesh axis.
+        axis: the vocabulary's mesh axis; None where all rows are here.
         padding_idx: the row (numbered globally, negative from the end) that gets no gradient.
+        own_rows: how many of the first rows are the vocabulary, what follows being padding; all of them by default.
 
     Returns [*ids.shape, D] in weight's dtype. Raises IndexError for ids outside the vocabulary on CPU; on a GPU, where
     looking would wait for the device, such ids give zeros (F.embedding: a device assertion).
     """
     num_rows = weight.shape[0]
-    num_vocabulary = num_rows * axis.size
+    num_vocabulary = own_rows or num_rows * (1 if axis is None else axis.size)
     if padding_idx is not None:
         if not -num_vocabulary <= padding_idx < num_vocabulary:
             raise ValueError(f"padding_idx {padding_idx} is not one of the {num_vocabulary} rows")
         padding_idx %= num_vocabulary
-    if axis.size == 1:
-        return F.embedding(ids, weight, padding_idx)
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_vocabulary:
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {num_vocabulary}")
+    if axis is None or axis.size == 1:
+        return F.embedding(ids, weight, padding_idx)
     local = ids - axis.rank * num_rows
     elsewhere = (local < 0) | (local >= num_rows)
     local_padding = None

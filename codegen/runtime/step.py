@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import collectives
-from .batch import BatchCheck
+from .batch import BatchCheck, flat_batch
 from .by_hand import ByHand
 from .executor import Accumulation, Executor
 from .flat import Bucket, Entry
@@ -256,7 +256,11 @@ class Step:
             self.host_optimizer.host.close()
 
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a whole global batch (equal on all ranks), on the mesh's device. Raises BatchError."""
+        """This rank's part of a whole global batch (equal on all ranks), on the mesh's device. Raises BatchError.
+
+        Tensors may lie in containers, as forward of the original model takes them (`flat_batch`).
+        """
+        batch = flat_batch(batch)
         self._batch.whole(batch, self.rng.step)
         return {name: value for part in self.parts for name, value in part.local_batch(batch).items()}
 

@@ -238,6 +238,12 @@ def test_padded_vocabularies_train_alike_and_continue_unpadded(tmp_path):
     saved.write_text(compiled.plan.to_yaml())
     first = autopar.compile(example.model, IDEAL, plan=saved, **options)
     assert first.source == compiled.source
+    assert compiled.source.count("own_rows=97") == 1 and compiled.source.count("own_classes=97") == 1
+    assert compiled.program.any.vocabulary == 97
+    for name in ("input_ids", "labels"):
+        outside = {**example.inputs, name: torch.full_like(example.inputs[name], 98)}  # 100 with padding
+        with pytest.raises(RankError, match="IndexError.* 97"):
+            run_ranks(_train, (first, outside, 1, None, None), 4)
     report = verify_program(first, example.inputs)
     assert report.ok(TOLERANCE), str(report)
     straight = run_ranks(_train, (first, example.inputs, 4, None, None), 4)[0]

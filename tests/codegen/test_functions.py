@@ -36,6 +36,19 @@ class Tripled(torch.autograd.Function):
         return 3 * gradient * weight, ctx.factor * (gradient * torch.tanh(x)).flatten(0, -2).sum(0), None
 
 
+class Configured(torch.autograd.Function):
+    """Takes plain data in containers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, settings: dict[str, Any], bounds: tuple[float, None]) -> Tensor:
+        ctx.factor = settings["factors"][1]
+        return ctx.factor * x.clamp(min=bounds[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 3 * ctx.factor * gradient, None, None
+
+
 class OverBatch(torch.autograd.Function):
     """Normalises over the batch, which no part of it shows."""
 
@@ -187,6 +200,8 @@ class Applies(nn.Module):
         for function in self.functions:
             if function is Tripled:
                 x = function.apply(x, self.scale, 0.5)
+            elif function is Configured:
+                x = function.apply(x, {"factors": [1, 0.5], "name": "it's"}, (-1.0, None))
             elif function is OverBatch:
                 x, mean = function.apply(x)
                 x = x + mean**2
@@ -212,6 +227,7 @@ def factors(graph: Graph) -> list[str]:
     ("function", "cut"),
     [
         (Tripled, ["d0", "d1", "d2"]),
+        (Configured, ["d0", "d1", "d2"]),
         (OverBatch, ["d1", "d2"]),
         (Clipped, []),
         (ByLargest, []),
@@ -280,7 +296,7 @@ def test_a_rank_that_does_not_know_a_function_has_the_programs_text(monkeypatch:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("functions", [(Tripled, OverBatch), (Clipped, Tripled), (Softmax, Masked)])
+@pytest.mark.parametrize("functions", [(Tripled, OverBatch), (Clipped, Tripled), (Softmax, Masked, Configured)])
 @pytest.mark.parametrize("constraints", [{"dp": 2}, {"tp": 2}])
 def test_programs_train_as_one_process_does(functions: Any, constraints: dict[str, int]) -> None:
     torch.manual_seed(0)

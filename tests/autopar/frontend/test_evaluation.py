@@ -166,7 +166,7 @@ def test_dropout_of_attention_and_of_kernels_is_off(name: str, kernels: str) -> 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None, inputs: Any) -> float:
     from autopar.frontend.loss_module import LossModule
 
-    return float(LossModule(model, loss_fn, tuple(inputs))(**inputs))
+    return float(LossModule(model, loss_fn, inputs)(**inputs))
 
 
 def test_momentum_none_is_refused_in_words() -> None:

@@ -363,3 +363,28 @@ def test_a_write_to_a_cast_makes_nothing_else_differentiable() -> None:
     assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
     nodes = [node for node in graph.body if isinstance(node, Node)]
     assert not any(node.meta.requires_grad for node in nodes if node.op.split(".")[1] in ("gt", "to"))
+
+
+class Recurrence(nn.Module):
+    """Row after row of a lower triangle is made of all rows before it, or after it, and written in place."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        self.linear, self.backwards = nn.Linear(4, 12), backwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x).unsqueeze(1).repeat(1, 12, 1).tril().clone()
+        for i in range(1, 12):
+            i, before = (11 - i, slice(12 - i, None)) if self.backwards else (i, slice(i))
+            row = rows[:, i].clone()
+            rows[:, i] = row + (row[:, before, None] * rows[:, before].clone()).sum(1)
+        return rows.square().mean()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_rows_of_an_unrolled_loop_are_read_by_the_next_turn_alone(backwards: bool) -> None:
+    model = Recurrence(backwards)
+    graph = trace(model, (LEFT,))
+    assert_equals_eager(graph, model, {"x": LEFT}, model(LEFT))
+    joins = [len(node.inputs) for node in graph.body if isinstance(node, Node) and node.op == "aten.cat.default"]
+    assert len(joins) >= 10 and max(joins) <= 3

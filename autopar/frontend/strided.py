@@ -1,0 +1,143 @@
+"""`as_strided`, which reads memory as it lies, written by positions of its operand: reshape, unfold and slices.
+
+A program lays tensors out otherwise than one process does. Of dims that lie in memory as one dim does, each stride of
+the result is a whole number of steps: one such dim of the result is a slice, two are windows that may overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import TraceError
+
+
+@dataclass(slots=True)
+class _Line:
+    """A dim of the operand, or neighbouring ones that are one in memory: ``size`` elements, ``stride`` apart. start: of
+    what is read. ways: (dim of the result, its size, positions per step), largest steps first."""
+
+    size: int
+    stride: int
+    start: int = 0
+    ways: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The last position that is read."""
+        return self.start + sum((size - 1) * step for _, size, step in self.ways)
+
+
+class ByPosition(TorchFunctionMode):
+    """Within it `as_strided` calls what its result is by positions, and `stft`, whose frames are such, unfolds them.
+    Raises TraceError where strides are nothing known."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.stft, Tensor.stft):
+            return _stft(*args, **kwargs)
+        if func not in (torch.as_strided, Tensor.as_strided):
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | dict(kwargs)
+        return by_position(given["input"], tuple(given["size"]), tuple(given["stride"]), given.get("storage_offset"))
+
+
+def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> Tensor:
+    """`x.as_strided(size, stride, offset)`. Raises TraceError where that reads what is not in x, or along no line."""
+    lines = _lines(x)
+    rest = 0 if offset is None else offset - int(x.storage_offset())
+    for line in sorted(lines, key=lambda each: -each.stride):
+        line.start, rest = divmod(rest, line.stride)
+    dims = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
+    for dim in dims:
+        fitting = [line for line in lines if stride[dim] and stride[dim] % line.stride == 0]
+        if fitting:
+            line = max(fitting, key=lambda each: each.stride)
+            line.ways.append((dim, size[dim], stride[dim] // line.stride))
+    lines = _merged(lines)
+    is_read = rest == 0 and sum(len(line.ways) for line in lines) == len(dims) and 0 not in size
+    if not is_read or any(line.last >= line.size or line.start < 0 or len(line.ways) > 2 for line in lines):
+        raise refused_strides(
+            f"size {size}, stride {stride} of a tensor of shape {tuple(x.shape)}, stride {x.stride()}"
+        )
+    made = x.reshape([line.size for line in lines])
+    order: list[int] = []
+    for at, line in enumerate(lines):
+        made = made.narrow(at, line.start, line.last - line.start + 1)
+        if len(line.ways) == 2:
+            (outer, _, step), (inner, count, inner_step) = line.ways
+            made = made.unfold(at, (count - 1) * inner_step + 1, step)[..., ::inner_step]
+            order.append(outer)
+            continue
+        order += [dim for dim, _, _ in line.ways]
+        made = made[(slice(None),) * at + (slice(None, None, line.ways[0][2]),)] if line.ways else made
+    kept = [n for n, line in zip(made.shape, lines, strict=False) if line.ways]
+    made = made.reshape(kept + list(made.shape[len(lines) :]))
+    order += [line.ways[1][0] for line in lines if len(line.ways) == 2]
+    return made.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
+
+
+def refused_strides(values: str) -> TraceError:
+    """The error for what has no such form."""
+    return TraceError(
+        "as_strided reads memory as it lies, which is otherwise in a program",
+        values=values,
+        alternatives="unfold, slices, transposes and expand, which go by positions",
+    )
+
+
+def _lines(x: Tensor) -> list[_Line]:
+    """The dims of x, in order."""
+    lines = [_Line(int(size), int(stride)) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+    if not lines or any(line.stride <= 0 or line.size == 0 for line in lines):
+        raise refused_strides(f"a tensor of shape {tuple(x.shape)}, stride {x.stride()}")
+    return lines
+
+
+def _merged(lines: list[_Line]) -> list[_Line]:
+    """The same with a line that is read beyond its end joined to the one before it, if in memory it goes on there."""
+    merged: list[_Line] = []
+    for line in reversed(lines):
+        merged.insert(0, line)
+        while len(merged) > 1 and merged[1].last >= merged[1].size:
+            left, right = merged[:2]
+            if left.stride != right.size * right.stride:
+                break
+            ways = [(dim, size, step * right.size) for dim, size, step in left.ways] + right.ways
+            merged[:2] = [_Line(left.size * right.size, right.stride, left.start * right.size + right.start, ways)]
+    return merged
+
+
+def _stft(
+    x: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    **others: Any,
+) -> Tensor:
+    """`torch.stft`: the frames, windowed, and their transform."""
+    if others.get("align_to_window") is not None or return_complex is not True or x.is_complex():
+        raise refused_strides("torch.stft of complex numbers, as real numbers, or with align_to_window")
+    length = n_fft if win_length is None else win_length
+    window = torch.ones(length, dtype=x.dtype) if window is None else window
+    if length < n_fft:
+        window = F.pad(window, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
+    if center:
+        rows = x.reshape(1, -1, x.shape[-1])
+        x = F.pad(rows, (n_fft // 2, n_fft // 2), mode=pad_mode).reshape(*x.shape[:-1], -1)
+    frames = x.unfold(-1, n_fft, hop_length or n_fft // 4) * window
+    transform = torch.fft.rfft if onesided is not False and not window.is_complex() else torch.fft.fft
+    found: Tensor = transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
+    return found
