@@ -9,7 +9,8 @@ from autopar.rules.rule import Rule
 def recurrent(call: Call) -> Rule | None:
     """input [t, b, i] (or [b, t, i]), states [l, b, h] -> results [t, b, o] (or [b, t, o]), states [l, b, h].
 
-    None with dropout between layers, whose mask is of the whole batch, and for packed sequences.
+    None with dropout between layers, whose mask is of the whole batch, for packed sequences, and where torch (2.11 with
+    batch_first) takes the states to have another shape than they have.
     """
     x = call.arguments.get("input")
     if not isinstance(x, Operand) or len(x.shape) != 3 or (call["dropout"] > 0 and call["train"]):
@@ -17,6 +18,8 @@ def recurrent(call: Call) -> Rule | None:
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
     out, *last = call.outputs
     order = ["b", "t"] if call["batch_first"] else ["t", "b"]
+    if any(meta.shape[1] != x.shape[order.index("b")] for meta in last):
+        return None
     sizes = dict(zip([*order, "i"], x.shape, strict=True)) | {"o": out.shape[-1]}
     blocked = {"t", "i", "o"}
 
