@@ -1,4 +1,4 @@
-"""GPT-OSS, whose attention has sinks, in windows and without in turns: programs on real processes against one process."""
+"""GPT-OSS, whose attention has sinks, in windows and without in turns: programs on real processes against one."""
 
 from __future__ import annotations
 
