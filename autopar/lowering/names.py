@@ -11,7 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name, derived
+from autopar.ir.graph import (
+    SINK_ATTENTION,
+    WINDOW_ATTENTION,
+    Graph,
+    LayerRun,
+    Node,
+    Ref,
+    base_name,
+    derived,
+)
 from autopar.options.scopes import scopes_of
 from codegen.names import is_plain_name
 from codegen.runtime.names import ARGUMENTS, argument
@@ -158,6 +167,8 @@ def _roles(
 
 
 def _plain(node: Node) -> str:
+    if node.op in (WINDOW_ATTENTION, SINK_ATTENTION):  # in place of calls of other names
+        return base_name(node.op)
     return node.name.rstrip("0123456789").rstrip("_") or node.name
 
 
