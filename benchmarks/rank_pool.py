@@ -41,6 +41,8 @@ class Trained:
 STEPS = 3
 VANISHING = 1e-3
 """Of the largest norm of its kind: a smaller tensor (a key's bias, whose gradient is round-off) is compared with it."""
+PROGRAMS = 12
+"""After which the processes are made anew: a group's threads, which poll, live as long as its process."""
 SECONDS = 180.0
 """After which ranks that do not answer are taken for hanging."""
 
@@ -52,13 +54,17 @@ class RankPool:
         self.num_ranks = num_ranks
         self.context: Any = mp.get_context("fork")
         self.processes: list[Any] = []
+        self.num_programs = 0
 
     def error(self, compiled: CompiledProgram, example: Example) -> float:
         """The largest relative error of losses, gradients, and parameters after STEPS steps on rotated batches.
 
         Raises RuntimeError with a process's traceback, or where one hangs; the pool then starts anew."""
+        if self.num_programs == PROGRAMS:
+            self.close()
         if not self.processes:
             self._start()
+        self.num_programs += 1
         rows = compiled.plan.global_batch_size
         batches = [_rotated(example.inputs, rows, shift) for shift in range(STEPS)]
         eager = self.context.Process(target=_answer, args=(self.results, _eager, example, batches), daemon=True)
@@ -93,7 +99,7 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
-        self.processes = []
+        self.processes, self.num_programs = [], 0
 
     def _start(self) -> None:
         self.results = self.context.Queue()
