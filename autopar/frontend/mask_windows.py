@@ -24,6 +24,8 @@ from codegen.runtime.windows import Window
 
 QUERIES, KEYS = -2, -1
 """Dims of a mask, from its end."""
+_UNBOUNDED = (torch.int32, torch.int64)
+"""Types that positions and their differences fit in: a uint8 has no number below 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def _operand(value: Any, found: Mapping[Ref, Form]) -> Form | None:
 
 def _arange(given: Mapping[str, Any], node: Node) -> Form | None:
     start, step = given.get("start", 0), given.get("step", 1)
-    is_whole = not node.meta.dtype.is_floating_point and isinstance(start, int) and isinstance(step, int)
+    is_whole = node.meta.dtype in _UNBOUNDED and isinstance(start, int) and isinstance(step, int)
     # A dim of one element may be expanded, and is at index 0 all along.
     return _numbers(start, {-1: step} if node.meta.numel > 1 else {}) if is_whole else None
 
@@ -182,7 +184,7 @@ def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
     if node.meta.dtype.is_floating_point:
         is_hidden = hides(value, node.meta.dtype)
         return Truth(is_mask=True) if value == 0 else Truth((Numbers(-1),), is_mask=True) if is_hidden else None
-    return Numbers(int(value)) if value == int(value) else None
+    return Numbers(int(value)) if node.meta.dtype in _UNBOUNDED and value == int(value) else None
 
 
 def hides(value: float, dtype: torch.dtype) -> bool:
@@ -222,9 +224,9 @@ _MOVES = {
 
 def _moved(form: Form, moves: Moves, node: Node) -> Form | None:
     dtype = node.meta.dtype
-    is_kept = not dtype.is_floating_point if isinstance(form, Numbers) else form.is_mask == dtype.is_floating_point
+    is_kept = dtype in _UNBOUNDED if isinstance(form, Numbers) else form.is_mask == dtype.is_floating_point
     is_bool_as_number = isinstance(form, Truth) and not form.is_mask and dtype != torch.bool
-    if moves is None or not is_kept or is_bool_as_number or (isinstance(form, Numbers) and dtype == torch.bool):
+    if moves is None or not is_kept or is_bool_as_number:
         return None
 
     def moved(numbers: Numbers) -> Numbers:

@@ -48,6 +48,7 @@ def block_attention(
     0 to i. A row that sees no key has out 0 and lse -inf.
     """
     aten: Any = torch.ops.aten
+    q, k, v = map(_in_rows, (q, k, v))
     kernel = _kernel(q, k, v, mask)
     if kernel == "cpu":
         bias = _bias(mask, q, k)
@@ -73,7 +74,8 @@ def block_gradients(
     `block_attention`.
     """
     aten: Any = torch.ops.aten
-    out, lse = whole
+    out, lse = _in_rows(whole[0]), whole[1]
+    grad, q, k, v = map(_in_rows, (grad, q, k, v))
     kernel = _kernel(q, k, v, mask)
     if kernel == "cpu":
         lse = lse.masked_fill(lse == -math.inf, 0.0) if mask is not None else lse
@@ -108,7 +110,7 @@ class WindowedKeys:
         """`block_attention` of q [B, H, L, E] over k [B, G, T, E] and v [B, G, T, F]: by one kernel that knows of
         windows, or by pieces, with out as lse is."""
         if self._has_kernel(q, k, v):
-            heads_last = (x.transpose(1, 2) for x in (q, k, v))
+            heads_last = (_in_rows(x).transpose(1, 2) for x in (q, k, v))
             aten: Any = torch.ops.aten
             found = aten._flash_attention_forward(
                 *heads_last, None, None, q.shape[-2], k.shape[-2], 0.0, False, False, scale=scale, **self._sides()
@@ -133,7 +135,7 @@ class WindowedKeys:
         """`block_gradients`; by pieces in the dtype of lse."""
         out, lse = whole
         if self._has_kernel(q, k, v):
-            g, *tensors, result = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+            g, *tensors, result = (_in_rows(x).transpose(1, 2) for x in (grad, q, k, v, out))
             unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
             aten: Any = torch.ops.aten
             found = aten._flash_attention_backward(
@@ -210,6 +212,12 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cp
     return "gpu" if is_fit and torch.cuda.get_device_capability(q.device) >= (8, 0) else ""
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """x with the elements of a row one after the other in memory, as flash kernels read them: that for a CPU whatever
+    the stride is, those for a GPU refuse any other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The mask as what is added to scores, in q's dtype: [B or 1, H or 1, L, T]."""
     if mask is None:
@@ -217,7 +225,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     shape = (*(1,) * (4 - mask.dim()), *mask.shape)
     whole = mask.view(shape).expand(*shape[:2], q.shape[-2], k.shape[-2])
     if mask.dtype != torch.bool:
-        return whole.to(q.dtype)
+        return _in_rows(whole.to(q.dtype))
     return torch.zeros(whole.shape, dtype=q.dtype, device=q.device).masked_fill_(~whole, -math.inf)
 
 

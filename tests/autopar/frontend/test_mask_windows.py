@@ -34,6 +34,7 @@ MASKS: Masks = {
     "shifted chunks": (lambda p: (p + 1)[:, None] // 4 == (p + 1)[None] // 4, None),
     "unlike chunks": (lambda p: p[:, None] // 4 == p[None] // 3, None),
     "quotient": (lambda p: p[:, None] / 4 == p[None] / 4, Window(0, 0)),
+    "bytes": (lambda p: p.to(torch.uint8)[:, None] - p.to(torch.uint8)[None] < 3, Window(2, 0)),  # 2 - 5 is 253
     "alibi": (lambda p: -(p[:, None] - p[None]).abs().float(), None),
 }
 

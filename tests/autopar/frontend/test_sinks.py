@@ -90,6 +90,10 @@ FOUND: dict[str, tuple[Parts, dict[str, Any]]] = {
         {"scores": lambda q, k: (q * 0.3) @ k.permute(0, 1, 3, 2)},
         CAUSAL | {"scale": 1.0, "enable_gqa": False},
     ),
+    "keys by columns": (
+        {"scores": lambda q, k: q @ k.reshape(*k.shape[:2], WIDTH, LENGTH)},
+        CAUSAL | {"scale": 1.0, "enable_gqa": False},
+    ),
     "interleaved": ({"repeat": lambda x: tuple(t.repeat_interleave(SHARED, 1) for t in x)}, CAUSAL),
     "other order": ({"repeat": lambda x: tuple(t.repeat(1, SHARED, 1, 1) for t in x)}, CAUSAL | {"enable_gqa": False}),
     "4-dim sinks": ({"shape": (1, HEADS, 1, 1)}, CAUSAL),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from codegen.runtime import windows
-from codegen.runtime.attention_blocks import block_attention, block_gradients, merge
+from codegen.runtime.attention_blocks import WindowedKeys, block_attention, block_gradients, merge
 from codegen.runtime.context_attention import context_attention
 from codegen.runtime.mesh import Axis, Mesh
 from tests.codegen.runtime.ranks import run_ranks
@@ -166,6 +166,29 @@ def test_blocks_joined_in_any_order() -> None:
         torch.testing.assert_close(sum(g[0] for g in gradients.values()), expected[1])
         for index in (1, 2):
             torch.testing.assert_close(torch.cat([gradients[a][index] for a, _, _ in cuts], 2), expected[index + 1])
+
+
+@pytest.mark.parametrize("window", [None, windows.Window(2, 0), windows.Window(2, None, 4)])
+def test_blocks_read_rows_that_lie_otherwise_in_memory(window: windows.Window | None) -> None:
+    """A flash kernel of torch reads the neighbour in memory instead of the next element of a row."""
+    plain = [*whole_inputs(1, {"is_causal": True}, torch.float64)[:3]]
+    plain = [x[:, :, :PER_RANK].contiguous() for x in plain]
+    plain.append(torch.randn_like(plain[0]))
+    mask = None if window is None else torch.randn(1, 1, PER_RANK, PER_RANK, dtype=torch.float64)
+    at = windows.Positions(0, PER_RANK)
+
+    def results(q, k, v, grad, mask):  # type: ignore[no-untyped-def]
+        found = [*block_attention(q, k, v, mask, mask is None, 0.3)]
+        found += block_gradients(grad, q, k, v, (found[0], found[1]), mask, mask is None, 0.3)
+        if window is None:
+            return found
+        keys = WindowedKeys(window, at, at, PER_RANK)
+        block = keys.attention(q, k, v, 0.3)
+        return [*found, *block, *keys.gradients(grad, q, k, v, block, 0.3)]
+
+    turned = [x if x is None else x.mT.contiguous().mT for x in (*plain, mask)]
+    for one, other in zip(results(*turned), results(*plain, mask), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_refusals() -> None:
