@@ -180,7 +180,7 @@ class Constraints:
             raise ConstraintError(
                 "cp shares out the positions of sequences" + (", and does not divide their number" if length else ""),
                 values=f"cp={cp}, " + (f"{length} positions" if length else "no input of the model is a sequence"),
-                alternatives=f"cp of {legal}" if length else "cp left out",
+                alternatives=f"cp of {legal}" if legal else "cp left out",
             )
         ep, experts = self.degrees.get("ep", 1), num_experts(graph)
         if ep > 1 and (not experts or experts % ep):
@@ -188,7 +188,7 @@ class Constraints:
             raise ConstraintError(
                 "ep shares out the experts of a mixture" + (", and does not divide their number" if experts else ""),
                 values=f"ep={ep}, {experts or 'no'} experts" + ("" if experts else " that autopar recognises"),
-                alternatives=f"ep of {legal}" if experts else "ep left out",
+                alternatives=f"ep of {legal}" if legal else "ep left out",
             )
         self._check_folding(graph)
         parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]

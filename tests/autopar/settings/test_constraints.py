@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.errors import ConstraintError
+from autopar.frontend.trace import trace
 from autopar.ir.placement import R, Rp, S
 from autopar.planning.planner import search_plans
 from autopar.settings.constraints import Constraints, parse_bytes
@@ -99,3 +102,10 @@ def test_impossible_pin_names_the_legal_ones() -> None:
     with pytest.raises(ConstraintError) as caught:
         chosen(parameters={"*.q_proj.weight": {"tp": "S(7)"}})
     assert "q_proj.weight" in str(caught.value) and "S(0)" in str(caught.value).partition("instead")[2]
+
+
+def test_one_position_is_cut_by_no_degree() -> None:
+    graph = trace(nn.Embedding(4, 2), {"input": torch.zeros(8, 1, dtype=torch.int64)}, lambda out: out.mean())
+    with pytest.raises(ConstraintError, match="cp=2, 1 positions") as error:
+        Constraints.parse({"cp": 2}).check(graph)
+    assert "cp left out" in str(error.value)
