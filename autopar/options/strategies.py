@@ -268,15 +268,16 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
 
 def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
     """Options of `cp`: positions of sequences are cut, where they cannot be, all that is no batch, and nothing of calls
-    that depend on none: a recurrence has its channels cut, or its heads. Attention exchanges keys, or has the heads cut
-    instead (S. A. Jacobs et al., "DeepSpeed Ulysses" (2023)). Experts are cut with their rows, or whole on every
-    rank."""
+    that depend on none: a recurrence has the channels that it makes cut, or its heads. Attention exchanges keys, or has
+    the heads cut instead (S. A. Jacobs et al., "DeepSpeed Ulysses" (2023)). Experts are cut with their rows, or whole
+    on every rank."""
     rule = operator.rule
     batch = operator.batch[0] if operator.batch else None
     if operator.positions is None:
         options = axis_options(rule, size, operator.inputs, operator.node.outputs, operator.sections)
         if operator.after_positions:
-            return [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] != batch]
+            cut = [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] != batch]
+            return [o for o in cut if o.label in ("R", "Rp") or all(p.is_shard for p in o.outputs)]
         return [option for option in options if option.label in (*UNCUT, operator.experts)]
     factor, count = operator.positions
     if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
