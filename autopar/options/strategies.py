@@ -277,7 +277,7 @@ def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
         options = axis_options(rule, size, operator.inputs, operator.node.outputs, operator.sections)
         if operator.after_positions:
             cut = [o for o in options if rule.joint(o.label) is None and o.label.split("/")[0] != batch]
-            return [o for o in cut if o.label in ("R", "Rp") or all(p.is_shard for p in o.outputs)]
+            return [o for o in cut if o.label == "R" or all(p.is_shard for p in o.outputs)]
         return [option for option in options if option.label in (*UNCUT, operator.experts)]
     factor, count = operator.positions
     if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
