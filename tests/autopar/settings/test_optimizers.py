@@ -16,6 +16,7 @@ from torch import nn
 import autopar
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
+from autopar.frontend.inputs import NamedBatch
 from autopar.launch import run_ranks
 from autopar.settings.optimizers import examine
 from autopar.verify import _compare, _rotated
@@ -60,7 +61,8 @@ def _compare_all(programs, batches):
 
 def run_all(programs):
     """The report of each program."""
-    batches = [_rotated(dict(zip(("tokens", "target"), inputs(), strict=True)), 4, shift) for shift in range(3)]
+    batch = NamedBatch(dict(zip(("tokens", "target"), inputs(), strict=True)), {})
+    batches = [_rotated(batch, 4, shift) for shift in range(3)]
     reports, *others = run_ranks(_compare_all, (programs, batches), 2, 600.0)
     assert all(report is None for other in others for report in other)
     return reports
