@@ -26,8 +26,7 @@ rank computes whole are named with their share of the forward's work. "-" says t
 axis, "?" that it was not run.
 
 Made by `python -m benchmarks.zoo_table` of `benchmarks/results/zoo.csv`, which `python -m benchmarks.zoo --csv` writes;
-the latest row of a model and plan counts. Rows that are dated before 2026-11-25 were run for two steps, and compare
-losses and parameters only.
+the latest row of a model and plan counts.
 """
 
 

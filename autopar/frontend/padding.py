@@ -21,7 +21,8 @@ from autopar.rules.loss import is_plain_cross_entropy
 
 LOWEST = -1e30
 """What is added to logits of padding; in fp16, which has no such number, half of the lowest."""
-_SAME = frozenset({"to", "contiguous", "clone", "alias"})
+SAME = frozenset({"to", "contiguous", "clone", "alias"})
+"""Calls of one tensor that leave every element where it is."""
 _VIEWS = frozenset({"view", "reshape", "unsafe_view"})
 
 
@@ -56,10 +57,11 @@ def _longer(parameter: Parameter, longer: dict[Ref, int], multiple: int) -> Para
     if Ref(parameter.name) not in longer:
         return parameter
     more = _more(parameter.meta.shape[0], multiple)
-    return replace(parameter, meta=_lengthened(parameter.meta, 0, more), padding=more)
+    return replace(parameter, meta=lengthened(parameter.meta, 0, more), padding=more)
 
 
-def _lengthened(meta: TensorMeta, dim: int, more: int) -> TensorMeta:
+def lengthened(meta: TensorMeta, dim: int, more: int) -> TensorMeta:
+    """The same with `more` entries behind those of a dim."""
     return replace(meta, shape=(*meta.shape[:dim], meta.shape[dim] + more, *meta.shape[dim + 1 :]))
 
 
@@ -109,7 +111,7 @@ class _Search:
             is_plain = is_plain_cross_entropy(node, metas, any_dims=True) and not arguments["label_smoothing"]
             return {} if is_plain and position == 0 and dim == min(1, len(metas[0].shape) - 1) else None
         shape, last = self.metas[ref].shape, len(self.metas[ref].shape) - 1
-        if name in _SAME and len(node.inputs) == 1 and node.meta.dtype.is_floating_point:
+        if name in SAME and len(node.inputs) == 1 and node.meta.dtype.is_floating_point:
             return {result: dim}
         if name in _VIEWS and dim == last and node.meta.shape[-1:] == shape[-1:]:
             return {result: len(node.meta.shape) - 1}
@@ -147,7 +149,7 @@ class _Rewriting:
             yield piece
             return
         size = piece.meta.shape[dim]
-        meta = _lengthened(piece.meta, dim, _more(size, self.multiple))
+        meta = lengthened(piece.meta, dim, _more(size, self.multiple))
         if base_name(piece.op) == "linear":
             (*before, added) = self._added(piece, size, meta)
             yield from (*before, added)

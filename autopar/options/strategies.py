@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import ATTENTION, Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
@@ -50,11 +50,12 @@ class Option:
 class Operator:
     """A call with its rule, in its scope ("" or a layer class' name).
 
-    batch, positions: the factor (and sections) that runs over the batch, over the sequence. after_positions: whether it
-    has none itself, and reads what was computed of some, as a step of a recurrence does. is_striped: whether `cp`
-    shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these. route: how
-    the rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in a scope
-    with such layers. runs: of the scope's calls, what one kernel may do.
+    batch, positions: the factor (and sections) that runs over the batch, over the sequence. position_size: of the
+    latter, the indices that are one position (k rows where tokens have k choices of an expert). after_positions:
+    whether it has none itself, and reads what was computed of some, as a step of a recurrence does. is_striped: whether
+    `cp` shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these.
+    route: how the rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in
+    a scope with such layers. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -65,6 +66,7 @@ class Operator:
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     positions: tuple[str, int] | None = None
+    position_size: int = 1
     after_positions: bool = False
     is_striped: bool = False
     experts: str | None = None
@@ -83,6 +85,8 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     scopes, rules = scopes_of(graph), rules_of(graph)
     batch = follow(graph, scopes, rules, {i.name: i.batch_dim for i in graph.inputs})
     positions = follow(graph, scopes, rules, sequence_dims(graph), is_sequence=True)
+    dims = sequence_dims(graph)
+    lengths = {each.meta.shape[dims[each.name]] for each in graph.inputs if each.name in dims}
     after_positions = {key for scope in scopes for key in _after(scope, positions)}
     is_striped = any(base_name(node.op) in ATTENTION and is_causal(node) for scope in scopes for node in scope.nodes)
     sections = follow_sections(graph, scopes, rules)
@@ -110,6 +114,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
                 positions=positions.get(key),
+                position_size=_position_size(rule, positions.get(key), lengths),
                 after_positions=key in after_positions,
                 is_striped=is_striped,
                 experts=experts.get(key),
@@ -118,6 +123,13 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 runs=runs,
             )
     return found
+
+
+def _position_size(rule: Rule, positions: tuple[str, int] | None, lengths: Collection[int]) -> int:
+    """How many indices of its factor are one position. lengths: of the sequences."""
+    per_row = 0 if positions is None else rule.sizes[positions[0]] // positions[1]
+    dividing = [length for length in lengths if per_row and per_row % length == 0]
+    return per_row // max(dividing) if dividing else 1
 
 
 def _after(scope: Scope, positions: Mapping[tuple[str, str], tuple[str, int]]) -> Iterator[tuple[str, str]]:
@@ -280,8 +292,9 @@ def _context_choices(operator: Operator, size: int) -> list[AxisOption]:
             return [o for o in cut if o.label == "R" or all(p.is_shard for p in o.outputs)]
         return [option for option in options if option.label in (*UNCUT, operator.experts)]
     factor, count = operator.positions
-    if operator.is_striped and rule.sizes[factor] % (count * size) == 0:
-        count = rule.sizes[factor] // size
+    stripe = size * operator.position_size
+    if operator.is_striped and rule.sizes[factor] % (count * stripe) == 0:
+        count = rule.sizes[factor] // stripe
     options = axis_options(rule, size, operator.inputs, operator.node.outputs, {factor: (count,)})
     wanted = label_of(factor, count)
     joint = [o for o in options if (own := rule.joint(o.label)) and own.is_striped == operator.is_striped]

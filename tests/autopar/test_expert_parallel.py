@@ -119,6 +119,15 @@ def test_experts_on_ranks_of_tp_take_tokens_that_these_cut() -> None:
     assert 'Param((4, 8, 16), ep="S(0)", tp="S(0)")' in text and 'Param((4, 16), ep="S(0)", tp="S(0)")' in text
 
 
+def test_stripes_of_cp_have_all_choices_of_a_token() -> None:
+    """So rows that are copies of tokens, and weights of choices, are made and summed where the tokens are."""
+    example = ZOO["qwen3_moe"].build()
+    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn}
+    source = autopar.compile(example.model, IDEAL, constraints={"cp": 2, "ep": 2}, **given).source
+    mixture = source[source.index("# mlp") : source.index("return residual + total")]
+    assert " Routes(" in mixture and "cp.all_gather(" not in mixture and "cp.all_to_all(" not in mixture
+
+
 def test_rows_in_the_order_of_experts_stay_where_they_are(tmp_path: Path) -> None:
     """An edited plan in which what is between two layers of experts is whole on tp would gather unlike rows."""
     torch.manual_seed(0)
