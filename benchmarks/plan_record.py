@@ -110,7 +110,7 @@ REQUESTS = (
     Recorded("llama-3-8b", "8x8 h100-sxm", 128, pins={"dp": 64, "zero": 3}),
     Recorded("llama-3-8b", "2x8 a100-80g", 64, pins={"pp": 4, "schedule": "zero-bubble"}),
     Recorded("llama-3-8b", "2x8 a100-80g", 64, pins={"pp": 4, "schedule": "interleaved", "chunks": 2}),
-    Recorded("llama-3-8b", "8x8 h100-sxm", 16, 32768, pins={"context": "auto"}),
+    Recorded("llama-3-8b", "8x8 h100-sxm", 16, 32768),
     Recorded("llama-3-8b", "4 a100-80g", 8, pins={"offload": "optimizer"}),
     Recorded("llama-3-8b", "2x8 a100-80g", 64, pins={"recompute": "full"}),
     Recorded("llama-3-8b", "2048x8 h100-sxm", 16384),
