@@ -26,6 +26,7 @@ from codegen.text import is_path, plain, quoted
 _BASE_HOME = {"Module": "parameters", "DropoutModule": "dropout_module", "MemorySaving": "recompute"}
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
+    "embedding_bag": "embedding",
     "cross_entropy": "cross_entropy",
     "count_valid": "cross_entropy",
     "context_attention": "context_attention",

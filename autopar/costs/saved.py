@@ -25,7 +25,7 @@ KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
     "clamp": (0,), "leaky_relu": (0,), "index": (1,), "var": (0,), "std": (0,), "rms_norm": (0, 1),
     "swiglu": (0, 1), "cross_entropy": (0, 1), "add_rms_norm": (0, 1), "add_layer_norm": (0, 1), "rotary": (1, 2),
     "window_attention": (0, 1, 2), "sink_attention": (0, 1, 2, 3), "expert_linear": (0, 1, 2), "geglu": (0, 1),
-    "bias_gelu": (0, 1), "dropout_add": (),
+    "bias_gelu": (0, 1), "dropout_add": (), "embedding_bag": (0,),
 }  # fmt: skip
 """Input positions kept; None keeps every input that another differentiable input needs. The last lines: fused kernels;
 of a sum and its norm, the sum is the norm's input."""

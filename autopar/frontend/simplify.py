@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.errors import TraceError
+from autopar.frontend.bags import write_bags
 from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import write_unsorted
 from autopar.frontend.functional import functionalise
@@ -61,6 +62,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     fold_iota_index(flat, constants)
     fold_causal_masks(flat, constants)
     write_sinks(flat, constants)
+    write_bags(flat, constants)
     share_keys(flat)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)

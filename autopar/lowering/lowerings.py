@@ -31,6 +31,7 @@ from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.localize import LocalCall, LoweringCall, local_call
+from autopar.rules.lookup import BAGS
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.expressions import given, literal
@@ -55,8 +56,8 @@ def lower_call(
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
-    if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION):
-        return _own_attention(call)
+    if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS):
+        return _own_operator(call)
     own_rows = scope.shared.graph.vocabularies.get(node.name) if not operator.scope else None
     if lowering is None and name == "embedding" and own_rows is not None:
         return _vocab_embedding(call, None, own_rows)
@@ -110,10 +111,10 @@ def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:
     return (Raw(f"self.mesh.joint({literal(names)})", joint=names),)
 
 
-def _own_attention(call: Call) -> Call:
-    """Attention of a whole sequence on one rank by a function of the run time."""
+def _own_operator(call: Call) -> Call:
+    """Attention of a whole sequence on one rank, or a look-up of bags, by a function of the run time."""
     arguments = given(call)
-    names = [name for name in ("query", "key", "value", "sinks") if name in arguments]
+    names = [name for name in ("query", "key", "value", "sinks", "indices", "weight") if name in arguments]
     tensors = tuple(arguments.pop(name) for name in names)
     return replace(call, target=f"runtime.{base_name(call.target)}", args=tensors, kwargs=tuple(arguments.items()))
 

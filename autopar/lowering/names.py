@@ -22,6 +22,7 @@ from autopar.ir.graph import (
     derived,
 )
 from autopar.options.scopes import scopes_of
+from autopar.rules.lookup import BAGS
 from codegen.names import is_plain_name
 from codegen.runtime.names import ARGUMENTS, argument
 
@@ -169,6 +170,8 @@ def _roles(
 def _plain(node: Node) -> str:
     if node.op in (WINDOW_ATTENTION, SINK_ATTENTION):  # in place of calls of other names
         return base_name(node.op)
+    if node.op == BAGS:
+        return "bags"
     return node.name.rstrip("0123456789").rstrip("_") or node.name
 
 

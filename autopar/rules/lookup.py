@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
+
 from autopar.rules.call import Call, Groups, Operand, make_rule, normal_dim
 from autopar.rules.rule import Lowering, Rule
+from codegen.runtime.embedding import embedding_bag as bags_of_one_size
 
 
 def embedding(call: Call) -> Rule:
@@ -20,6 +25,35 @@ def embedding(call: Call) -> Rule:
         sizes,
         linear=("weight",),
         lowerings={"v": Lowering("vocab_embedding", contiguous=True)},
+    )
+
+
+BAGS = "autopar.embedding_bag.default"
+"""`embedding_bag(indices [N, k], weight [V, h], mode, per_sample_weights [N, k], padding_idx) -> [N, h]`, torch's for
+bags of one size (frontend/bags.py)."""
+
+_LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
+_LIBRARY.define(
+    "embedding_bag(Tensor indices, Tensor weight, *, str mode, Tensor? per_sample_weights=None, int? padding_idx=None) "
+    "-> Tensor"
+)
+
+_LIBRARY.impl("embedding_bag", bags_of_one_size, "CompositeImplicitAutograd")
+
+
+def embedding_bag(call: Call) -> Rule:
+    """ids [n, k], weight [v, h], perhaps weights [n, k] -> [n, h]. Parts of bags give partial sums, where it is a sum."""
+    ids, weight, weighed = call.tensor("indices"), call.tensor("weight"), call.get("per_sample_weights")
+    sizes = dict(zip("nkvh", (*ids.shape, *weight.shape), strict=True))
+    tensors: dict[int, Groups] = {ids.index: [["n"], ["k"]], weight.index: [["v"], ["h"]]}
+    tensors |= {weighed.index: [["n"], ["k"]]} if weighed is not None else {}
+    return make_rule(
+        call,
+        [tensors[i] for i in range(len(tensors))],
+        [[["n"], ["h"]]],
+        sizes,
+        blocked={"v"} if call["mode"] == "sum" else {"v", "k"},
+        linear=() if call["mode"] == "max" else ("weight",) if weighed is None else ("weight", "per_sample_weights"),
     )
 
 
@@ -188,6 +222,7 @@ def buckets(call: Call) -> Rule | None:
 
 TABLE = {
     "aten.embedding": embedding,
+    "autopar.embedding_bag": embedding_bag,
     "aten.gather": gather,
     "aten.take_along_dim": gather,
     "aten.index_select": index_select,

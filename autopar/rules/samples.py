@@ -71,7 +71,7 @@ def _integers(call: Call, name: str, meta: TensorMeta, generator: torch.Generato
 
 def _index_limit(call: Call) -> int:
     """Exclusive upper bound of indices into the call's table."""
-    if call.packet == "embedding":
+    if call.packet in ("embedding", "embedding_bag"):
         return call.tensor("weight").shape[0]
     if call.packet in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
         shape = call.tensor("self").shape

@@ -1,4 +1,4 @@
-"""Embedding lookup in a table whose rows are sharded over an axis."""
+"""Embedding lookup, of bags and in a table whose rows are sharded over an axis."""
 
 from __future__ import annotations
 
@@ -44,3 +44,15 @@ def vocab_embedding(
     # The other ranks' ids read row 0 here; masked_fill's backward hands that row zeros for them.
     rows = F.embedding(local.masked_fill(elsewhere, 0), weight, local_padding)
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def embedding_bag(
+    indices: Tensor,
+    weight: Tensor,
+    *,
+    mode: str,
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`F.embedding_bag` of bags of one size: ids [N, k] of a table [V, h] -> [N, h]."""
+    return F.embedding_bag(indices, weight, mode=mode, per_sample_weights=per_sample_weights, padding_idx=padding_idx)

@@ -6,7 +6,16 @@ ARGUMENTS = frozenset(
     {
         *("self", "torch", "F", "nn", "ddp", "dp", "ttp", "tp", "cp", "ep", "pp", "layer", "mesh"),
         *("num_targets", "sums"),
-        *("dropout", "context_attention", "vocab_embedding", "cross_entropy", "count_valid", "arange", "expert_linear"),
+        *(
+            "dropout",
+            "context_attention",
+            "vocab_embedding",
+            "embedding_bag",
+            "cross_entropy",
+            "count_valid",
+            "arange",
+            "expert_linear",
+        ),
         *("window_attention", "sink_attention"),
         *("deferred", "overlapped", "async_tp", "fp8", "grouped", "token_losses", "Layout", "Module", "Param"),
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotary", "swiglu", "geglu", "bias_gelu"),

@@ -104,6 +104,9 @@ NORM = [
     c("aten.histc.default", T((4, 6), grad=False), 4, -2, 2),
 ]
 LOOKUP = [
+    c("autopar.embedding_bag.default", ints(4, 6), f(12, 6), mode="sum", per_sample_weights=f(4, 6)),
+    c("autopar.embedding_bag.default", ints(4, 6), f(12, 6), mode="mean", padding_idx=2),
+    c("autopar.embedding_bag.default", ints(4, 6), f(12, 6), mode="max"),
     c("aten.embedding.default", f(12, 6), ints(4, 6)),
     c("aten.embedding.default", f(12, 6), ints(4), 3),
     c("aten.gather.default", f(4, 6, 12), 2, ints(4, 6, 4)),
