@@ -42,7 +42,7 @@ _LIBRARY.impl("embedding_bag", bags_of_one_size, "CompositeImplicitAutograd")
 
 
 def embedding_bag(call: Call) -> Rule:
-    """ids [n, k], weight [v, h], perhaps weights [n, k] -> [n, h]. Parts of bags give partial sums, where it is a sum."""
+    """ids [n, k], weight [v, h], perhaps weights [n, k] -> [n, h]. Parts of bags give partial sums of a sum."""
     ids, weight, weighed = call.tensor("indices"), call.tensor("weight"), call.get("per_sample_weights")
     sizes = dict(zip("nkvh", (*ids.shape, *weight.shape), strict=True))
     tensors: dict[int, Groups] = {ids.index: [["n"], ["k"]], weight.index: [["v"], ["h"]]}
