@@ -27,6 +27,7 @@ _BASE_HOME = {"Module": "parameters", "DropoutModule": "dropout_module", "Memory
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "embedding_bag": "embedding",
+    "batch_norm": "batch_norm",
     "cross_entropy": "cross_entropy",
     "count_valid": "cross_entropy",
     "context_attention": "context_attention",

@@ -15,7 +15,7 @@ from codegen.program import Call, ModuleClass, Program, Raw, Statement, Var
 _FLAG: Final = 5
 STATISTICS: Final = (3, 4)
 NORMS: Final[Mapping[str, str]] = {
-    "aten.batch_norm.default": "training",
+    "runtime.batch_norm": "training",
     "aten.instance_norm.default": "use_input_stats",
 }
 """Operator -> its flag, argument _FLAG. If that is on, arguments STATISTICS are written to, where there are any."""

@@ -340,7 +340,7 @@ SPECIAL: Mapping[str, Special] = {
     "scaled_dot_product_attention": _attention, "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss,
     "index": _index, "cat": _cat, "stack": _cat, "view": _view, "reshape": _view, "expand": _view, "permute": _view,
     "mean": _reduce, "sum": _reduce, "amax": _reduce, "amin": _reduce, "neg": _neg,
-    "batch_norm": _norm, "instance_norm": _norm, "cross_entropy_loss": _loss,
+    "instance_norm": _norm, "cross_entropy_loss": _loss,
 }  # fmt: skip
 
 FUNCTION_OF_LOSS: Mapping[str, str] = {"cross_entropy_loss": "cross_entropy"}

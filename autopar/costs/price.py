@@ -6,6 +6,7 @@ reshards are priced in rates.py, matmuls and attention in contractions.py, param
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -29,6 +30,7 @@ from autopar.ir.graph import (
 )
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.norm import SYNCHRONISED
 from cost_models import compute
 
 JOINS = frozenset({"cat", "stack"})
@@ -65,7 +67,7 @@ class Pricer(Contractions, ParameterPrices):
             return self.contraction_seconds(operator, option, bytes_in + bytes_out)
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
-        inner = self._inner_seconds(operator, option)
+        inner, inner_backward = self._inner_seconds(operator, option)
         counts = specials(operator.node)
         if self.cluster.device.special_seconds and any(counts):
             largest = max((*metas_in, *outputs), key=lambda meta: meta.numel)
@@ -77,8 +79,9 @@ class Pricer(Contractions, ParameterPrices):
                 + launches * host.launch_seconds(self.cluster)
                 for size, count, launches in zip((forward, backward), counts, small, strict=True)
             )
-            return one + inner, two if num_grads else 0.0
-        return self.memory_seconds(forward) + inner, self.memory_seconds(backward) if num_grads else 0.0
+            return one + inner, two + inner_backward if num_grads else 0.0
+        behind = self.memory_seconds(backward) + inner_backward if num_grads else 0.0
+        return self.memory_seconds(forward) + inner, behind
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
         """The part of a linear layer's backward that makes its weight's gradient, which may be deferred.
@@ -95,16 +98,23 @@ class Pricer(Contractions, ParameterPrices):
         """What it takes beside that to defer them."""
         return host.DEFERRED * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
 
-    def _inner_seconds(self, operator: Operator, option: Option) -> float:
-        """Collectives inside a lowering: cross-entropy over a sharded vocabulary reduces three numbers a token."""
-        total = 0.0
+    def _inner_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """Collectives inside a lowering, (forward, backward): cross-entropy over a sharded vocabulary reduces three
+        numbers a token, batch norm one per channel twice and two in backward."""
+        total, backward = 0.0, 0.0
+        for axis, choice in enumerate(option.axes):
+            if choice.lowering == SYNCHRONISED:
+                x, cuts = operator.inputs[0], zip(option.inputs[0], self.mesh.sizes, strict=True)
+                size = 4.0 * x.shape[1] / math.prod([n for p, n in cuts if p.is_shard and p.dim == 1])
+                total += 2 * self.collective_seconds("all_reduce", axis, size)
+                backward += self.collective_seconds("all_reduce", axis, 2 * size)
         if base_name(operator.node.op) == "cross_entropy_loss":
             logits, placements = operator.inputs[0], option.inputs[0]
             for axis, (choice, placement) in enumerate(zip(option.axes, placements, strict=True)):
                 if choice.lowering and placement.is_shard and choice.outputs[0].is_replicated:
                     tokens = logits.numel // logits.shape[min(1, len(logits.shape) - 1)]
                     total += 3 * self.collective_seconds("all_reduce", axis, 4.0 * tokens)
-        return total
+        return total, backward
 
     def saved_bytes(self, operator: Operator, option: Option, kept: tuple[Ref, ...]) -> float:
         """Activations that this call is first to keep for one micro-batch's backward."""

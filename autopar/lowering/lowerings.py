@@ -56,6 +56,8 @@ def lower_call(
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
+    if name == "batch_norm":
+        return _batch_norm(scope.shared.mesh, lowering, call)
     if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS):
         return _own_operator(call)
     own_rows = scope.shared.graph.vocabularies.get(node.name) if not operator.scope else None
@@ -101,6 +103,13 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
     made = Var(scope.fresh_name("product"), replace(result.type, tensor=("", 0)))
     scope.pending.append(replace(product, results=(made,)))
     return replace(call, target="runtime.combine", args=(made, routes))
+
+
+def _batch_norm(mesh: Mesh, lowering: LoweringCall | None, call: Call) -> Call:
+    """A norm by the statistics of the rows of all ranks of the axes that follow its arguments."""
+    arguments = (value for name, value in given(call).items() if name != "cudnn_enabled")
+    axes = () if lowering is None else tuple(Raw(mesh.axes[number]) for number in lowering.axes)
+    return replace(call, target="runtime.batch_norm", args=(*arguments, *axes), kwargs=())
 
 
 def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:

@@ -17,8 +17,10 @@ from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand
 from autopar.rules.experts import ROUTED, routed_linear
 from autopar.rules.localize import LocalCall, LoweringCall
+from autopar.rules.norm import SYNCHRONISED
 from autopar.rules.simulate import SimulatedMesh, meshes
 from codegen.runtime.attention import attention
+from codegen.runtime.batch_norm import batch_norm
 from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout import dropout
@@ -27,7 +29,7 @@ from codegen.runtime.layout import Layout
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
-COMMUNICATING = frozenset({"cross_entropy", ROUTED, *EXCHANGES})
+COMMUNICATING = frozenset({"cross_entropy", ROUTED, SYNCHRONISED, *EXCHANGES})
 
 
 def call_op(
@@ -118,6 +120,8 @@ def _lowered(
         return (_attention(lowering, call, inputs, mesh),)
     if lowering.name in EXCHANGES:
         return (_context_attention(lowering, call, inputs, mesh),)
+    if lowering.name == SYNCHRONISED:
+        return (_batch_norm(lowering, call, inputs, mesh),)
     if lowering.name == ROUTED:
         bias = inputs[3] if len(inputs) > 3 else None
         axis = mesh.joint(tuple(mesh.axes[number].name for number in lowering.axes))
@@ -139,6 +143,15 @@ def _cross_entropy(
         vocab_axis=mesh.axes[lowering.axes[0]] if lowering.axes else None,
         label_smoothing=call["label_smoothing"],
     )
+
+
+def _batch_norm(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    given = [inputs[found.index] if isinstance(found := call.get(name), Operand) else None for name in names]
+    x, weight, bias, mean, var = (each if each is None or each.requires_grad else each.clone() for each in given)
+    assert x is not None
+    axes = (mesh.axes[number] for number in lowering.axes)
+    return batch_norm(x, weight, bias, mean, var, call["training"], call["momentum"], call["eps"], *axes)
 
 
 def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:

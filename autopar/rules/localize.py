@@ -35,6 +35,8 @@ class LoweringCall:
     arange          start + step * global position                               layout_shape, layout (of the result)
     all_gather,     attention whose keys are sharded over axes[0], by that        axes, is_striped
     ring            exchange (codegen/runtime/context_attention.py)
+    batch_norm      statistics summed over the ranks that share its rows          axes
+                    (codegen/runtime/batch_norm.py)
     routed          rows that travel to the rank of all axes with their expert    axes
                     (codegen/runtime/experts.py)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from autopar.rules.call import Call, Groups, Operand, make_rule, normal_dim
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Lowering, Rule
+
+SYNCHRONISED = "batch_norm"
+"""The lowering of norms whose statistics are of several ranks' rows (codegen/runtime/batch_norm.py)."""
 
 
 def trailing_norm(call: Call) -> Rule:
@@ -21,10 +24,10 @@ def trailing_norm(call: Call) -> Rule:
 
 
 def batch_norm(call: Call) -> Rule:
-    """Channels are free with their weights and statistics; while training, batch and space are blocked.
+    """Channels are free with their weights and statistics, and so are batch and space.
 
-    Statistics over a sharded batch would be each rank's own: equal to torch's DistributedDataParallel, not to the
-    model on one device.
+    While training, statistics of a batch or a space that is cut are summed over its ranks: each rank's own would equal
+    torch's DistributedDataParallel, not the model on one device.
     """
     x = call.tensor("input")
     names = ["b", "c", *(f"s{i}" for i in range(len(x.shape) - 2))]
@@ -35,8 +38,8 @@ def batch_norm(call: Call) -> Rule:
         if isinstance(value, Operand):
             groups[value.index] = [["c"]]
     uses_batch = call.get("training", call.get("use_input_stats", True)) or call.get("running_mean") is None
-    blocked = {f for f in names if f != "c"} if uses_batch else set()
-    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=blocked)
+    lowerings = {f: Lowering(SYNCHRONISED) for f in names if f != "c"} if uses_batch else {}
+    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, lowerings=lowerings)
 
 
 def group_norm(call: Call) -> Rule:

@@ -81,7 +81,7 @@ class ProfiledPricer(Pricer):
             return self._flash_attention_seconds(operator, option)
         if name == "cross_entropy_loss" and self.framework.loss_bytes:
             moved = self.framework.loss_bytes * num_local(operator.inputs[0], option.inputs[0], self.mesh) / 2
-            return self.memory_seconds(moved) + self._inner_seconds(operator, option), self.memory_seconds(moved)
+            return self.memory_seconds(moved) + self._inner_seconds(operator, option)[0], self.memory_seconds(moved)
         if name in MATMULS and self.matmul_dtype == "fp8":
             plain, casts = super().operator_seconds(operator, option), self._cast_seconds(operator, option)
             return plain[0] + casts[0], plain[1] + casts[1]

@@ -11,6 +11,7 @@ ARGUMENTS = frozenset(
             "context_attention",
             "vocab_embedding",
             "embedding_bag",
+            "batch_norm",
             "cross_entropy",
             "count_valid",
             "arange",
