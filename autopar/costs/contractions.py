@@ -11,7 +11,7 @@ from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
-from autopar.ir.graph import ATTENTION, SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
+from autopar.ir.graph import ATTENTION, CONVOLUTIONS, SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import Operator, Option, num_local, routed_axes
 from autopar.rules.experts import EXPERT_LINEAR
@@ -244,7 +244,9 @@ class Contractions(Rates):
     ) -> tuple[float, float, float]:
         """Forward, gradient with respect to the input, and to the weight."""
         output, placements = operator.node.outputs[0], option.outputs[0]
-        columns = num_local_dim(output, placements, self.mesh)
+        is_convolution = base_name(operator.node.op) in CONVOLUTIONS
+        of_columns = 1 - len(operator.inputs[1].shape) if is_convolution else -1
+        columns = num_local_dim(output, placements, self.mesh, of_columns)
         if base_name(operator.node.op) in BATCHED and min(len(meta.shape) for meta in operator.inputs) > 2:
             # A product per element of the leading dims, of which flops counts all.
             rows = num_local_dim(output, placements, self.mesh, -2)
@@ -285,6 +287,11 @@ def contraction_flops(operator: Operator) -> float:
         return 4.0 * operator.inputs[0].numel * seen_keys(operator) * causal
     if node.op == EXPERT_LINEAR:  # a row is multiplied by the matrix of one expert
         return 2.0 * operator.inputs[0].numel * operator.inputs[1].shape[-1]
+    if base_name(node.op) in CONVOLUTIONS:
+        # An element of the result is a sum over a window, and so is that of a transposed one's input.
+        (x, weight), output = operator.inputs[:2], node.outputs[0]
+        windows = x if "transpose" in node.op else output
+        return 2.0 * windows.numel * weight.numel / weight.shape[0]
     return 2.0 * math.prod(operator.rule.sizes[f] for f in _used_factors(operator))
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autopar.ir.graph import ATTENTION, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
+from autopar.ir.graph import ATTENTION, CONVOLUTIONS, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
 """Views of a part of their input. Each is counted by itself, and together they are the allocation (q, k, v of a fused
 projection); not where the whole is counted already."""
 
 KEEPS_INPUTS: Mapping[str, tuple[int, ...] | None] = {
-    "linear": (0, 1), "addmm": (1, 2), "mm": None, "bmm": None, "matmul": None, "baddbmm": (1, 2), "conv1d": (0, 1),
-    "conv2d": (0, 1), "einsum": None, "mul": None, "div": None, "pow": (0,), "layer_norm": (0, 1), "gelu": (0,),
-    "silu": (0,),
+    "linear": (0, 1), "addmm": (1, 2), "mm": None, "bmm": None, "matmul": None, "baddbmm": (1, 2),
+    **dict.fromkeys(CONVOLUTIONS, (0, 1)),
+    "einsum": None, "mul": None, "div": None, "pow": (0,), "layer_norm": (0, 1), "gelu": (0,), "silu": (0,),
     "scaled_dot_product_attention": (0, 1, 2, 3), "cross_entropy_loss": (0, 1), "embedding": (1,), "where": (0,),
     "masked_fill": (1,), "sin": (0,), "cos": (0,), "mse_loss": (0, 1), "abs": (0,), "log": (0,), "gather": (1,),
     "cumsum": (), "smooth_l1_loss": (0, 1), "l1_loss": (0, 1), "batch_norm": (0, 1), "max_pool2d": (0,),

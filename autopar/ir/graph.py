@@ -260,10 +260,11 @@ VIEWS = frozenset(
 """Operators whose output shares memory with their first input (reshape: when it can)."""
 
 
-MATMULS = frozenset(
-    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "conv1d", "conv2d", "convolution"]
-    + ["grouped_mm", "expert_linear"]
-)
+CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)) | {"convolution"}
+MATMULS = CONVOLUTIONS | {
+    *("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum"),
+    *("grouped_mm", "expert_linear"),
+}
 DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
 """Calls whose weight gradients can be deferred (codegen/runtime/deferred.py), and which input is the weight."""
 
