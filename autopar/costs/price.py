@@ -29,6 +29,7 @@ from autopar.ir.graph import (
     base_name,
 )
 from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.convolution import HALO
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.norm import SYNCHRONISED
 from cost_models import compute
@@ -64,7 +65,9 @@ class Pricer(Contractions, ParameterPrices):
         )
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
-            return self.contraction_seconds(operator, option, bytes_in + bytes_out)
+            forward, backward = self.contraction_seconds(operator, option, bytes_in + bytes_out)
+            rows = self._neighbours_seconds(operator, option)
+            return forward + rows, backward + rows if operator.inputs[0].requires_grad else backward
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
         inner, inner_backward = self._inner_seconds(operator, option)
@@ -98,6 +101,23 @@ class Pricer(Contractions, ParameterPrices):
         """What it takes beside that to defer them."""
         return host.DEFERRED * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
 
+    def halo_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
+        """(a rank's rows with those of its neighbours, the most of one neighbour) of a convolution whose space is cut;
+        zeros for other calls."""
+        axis = next((number for number, own in enumerate(option.axes) if own.lowering == HALO), None)
+        if axis is None:
+            return 0.0, 0.0
+        x, joint = operator.inputs[0], operator.rule.joints[option.axes[axis].label]
+        own = num_local(x, option.inputs[0], self.mesh) * x.dtype.itemsize
+        share = joint.least * self.mesh.sizes[axis] / x.shape[option.inputs[0][axis].dim]
+        return own * (1 + 2 * share), own * share
+
+    def _neighbours_seconds(self, operator: Operator, option: Option) -> float:
+        """What neighbours' rows of space take on their way, and to be joined; as long in backward."""
+        joined, sent = self.halo_bytes(operator, option)
+        axis = next((number for number, own in enumerate(option.axes) if own.lowering == HALO), 0)
+        return 2 * self.collective_seconds("p2p", axis, sent) + self.memory_seconds(2 * joined) if sent else 0.0
+
     def _inner_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Collectives inside a lowering, (forward, backward): cross-entropy over a sharded vocabulary reduces three
         numbers a token, batch norm one per channel twice and two in backward."""
@@ -129,7 +149,7 @@ class Pricer(Contractions, ParameterPrices):
         if any(meta.requires_grad for meta in operator.node.outputs):
             local = num_local(operator.node.outputs[0], option.outputs[0], self.mesh)
             total += self.extra_saved_bytes(operator.node, operator.inputs, local)
-            total += self.window_bytes(operator, option, local)
+            total += self.window_bytes(operator, option, local) + self.halo_bytes(operator, option)[0]
         return total * (1.0 + self.fragmentation)
 
     def window_bytes(self, operator: Operator, option: Option, num_local: int) -> float:

@@ -29,6 +29,8 @@ from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placement, R, S
 from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
+from autopar.rules.call import Call as RuleCall
+from autopar.rules.convolution import HALO, halo_dim
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.localize import LocalCall, LoweringCall, local_call
 from autopar.rules.lookup import BAGS
@@ -36,6 +38,7 @@ from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.expressions import given, literal
 from codegen.program import Call, Raw, Statement, TensorType, Var
+from codegen.schemas import schema_of
 
 if TYPE_CHECKING:
     from autopar.lowering.scope_lowering import Lowering
@@ -69,6 +72,8 @@ def lower_call(
         return replace(call, divisor=lowering.divisor)
     if lowering.name == "vocab_embedding":
         return _vocab_embedding(call, Raw(scope.shared.mesh.axes[lowering.axes[0]]), own_rows)
+    if lowering.name == HALO:
+        return _halo(operator, Raw(scope.shared.mesh.axes[lowering.axes[0]]), call)
     if lowering.name in EXCHANGES:
         return _context_attention(call, lowering, scope.shared.mesh.axes[lowering.axes[0]])
     layout = scope.layout(lowering.layout_shape, lowering.layout)
@@ -110,6 +115,19 @@ def _batch_norm(mesh: Mesh, lowering: LoweringCall | None, call: Call) -> Call:
     arguments = (value for name, value in given(call).items() if name != "cudnn_enabled")
     axes = () if lowering is None else tuple(Raw(mesh.axes[number]) for number in lowering.axes)
     return replace(call, target="runtime.batch_norm", args=(*arguments, *axes), kwargs=())
+
+
+def _halo(operator: Operator, axis: Raw, call: Call) -> Call:
+    """A convolution of a rank's rows of space and some of its neighbours'."""
+    found = halo_dim(RuleCall.of(operator.node, operator.inputs))
+    assert found is not None
+    names = [argument.name for argument in schema_of(call.target) or ()]
+    arguments = arguments_of(operator.node) | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    tensors = (arguments[name] for name in ("input", "weight", "bias"))
+    sizes = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
+    usual = {name: 1 if name == "groups" else (int(name != "padding"),) * len(sizes["stride"]) for name in sizes}
+    kwargs = (("dim", found[0]), *((name, size) for name, size in sizes.items() if size != usual[name]))
+    return replace(call, target="runtime.halo_convolution", args=(*tensors, axis), kwargs=kwargs)
 
 
 def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:

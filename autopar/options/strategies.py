@@ -24,6 +24,7 @@ from autopar.options.fused import Fusion, Fusions
 from autopar.options.routes import Route, routes_of
 from autopar.options.scopes import Scope, scopes_of
 from autopar.rules.attention import EXCHANGES, HEADS
+from autopar.rules.convolution import HALO
 from autopar.rules.experts import EXPERT_LINEAR, ROUTED, ROWS_AND_EXPERTS
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
@@ -271,7 +272,8 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     if axis not in DATA_AXES:
         name = ROWS_AND_EXPERTS if operator.node.op == EXPERT_LINEAR else positions[0] if positions else ""
         tokens = label_of(name, positions[1]) if positions else None
-        barred = [b or operator.rule.joint(o.label) is not None for o, b in zip(options, is_batch, strict=True)]
+        joint = [o.lowering != HALO and operator.rule.joint(o.label) is not None for o in options]
+        barred = [in_batch or is_joint for in_batch, is_joint in zip(is_batch, joint, strict=True)]
         return [o for o, is_barred in zip(options, barred, strict=True) if not is_barred or o.label == tokens]
     if any(option.label == batch_label for option in options):
         return [option for option in options if option.label == batch_label]

@@ -1,11 +1,16 @@
-"""Convolutions and pooling: batch and channels are free, space only where windows do not overlap."""
+"""Convolutions and pooling: batch and channels are free, and space where windows do not overlap. Where those of a
+convolution do, one dim of space may be cut with rows of the neighbours (codegen/runtime/halo.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from autopar.rules.call import Call, Groups, Operand, make_rule
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Joint, Rule
+from codegen.runtime.halo import halo
+
+HALO = "halo"
+"""The lowering of convolutions whose ranks have rows of space each, and read some of their neighbours'."""
 
 
 def window_factors(
@@ -82,7 +87,33 @@ def convolution(call: Call) -> Rule:
         blocked=(*blocked, *window),
         additive={bias.index} if isinstance(bias, Operand) else (),
         linear=("input bias", "weight bias"),
+        joints=_halos(call, blocked),
     )
+
+
+def halo_dim(call: Call) -> tuple[int, int] | None:
+    """(the dim of space that ranks may cut with rows of their neighbours, the most that a rank reads of one of them);
+    None where there is none. Rows of input and result must go together, `stride` to one."""
+    (x, weight), out = (call.tensor(name) for name in ("input", "weight")), call.outputs[0].shape
+    for dim, kernel in enumerate(weight.shape[2:]):
+        stride, dilation = (_of_dim(call.get(name), dim, 1) for name in ("stride", "dilation"))
+        padding = _of_dim(call.get("padding"), dim, 0)
+        at = dim + 2 - len(weight.shape)
+        if stride and dilation and padding is not None and x.shape[at] == out[at] * stride:
+            reads = max(halo(kernel, stride, padding, dilation))
+            if reads > 0:
+                return dim, reads
+    return None
+
+
+def _halos(call: Call, blocked: Sequence[str]) -> dict[str, Joint]:
+    """The option that cuts a dim of space with the neighbours' rows, of convolutions of batches."""
+    found, x = halo_dim(call), call.tensor("input")
+    if found is None or len(x.shape) != len(call.tensor("weight").shape) or f"s{found[0]}" not in blocked:
+        return {}
+    rows, results = f"s{found[0]}", f"r{found[0]}"
+    inputs = tuple(rows if index == x.index else None for index in range(len(call.inputs)))
+    return {f"{rows}+{results}": Joint(inputs, results, HALO, least=found[1])}
 
 
 def pool(call: Call) -> Rule:

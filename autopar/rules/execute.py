@@ -6,15 +6,17 @@ Lowerings run the runtime's own functions, so a proof covers them too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.ir.graph import Node, map_refs
-from autopar.ir.operators import find_op
+from autopar.ir.operators import arguments_of, find_op
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand
+from autopar.rules.convolution import HALO, halo_dim
 from autopar.rules.experts import ROUTED, routed_linear
 from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.norm import SYNCHRONISED
@@ -25,11 +27,12 @@ from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout import dropout
 from codegen.runtime.embedding import vocab_embedding
+from codegen.runtime.halo import halo_convolution
 from codegen.runtime.layout import Layout
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
-COMMUNICATING = frozenset({"cross_entropy", ROUTED, SYNCHRONISED, *EXCHANGES})
+COMMUNICATING = frozenset({"cross_entropy", ROUTED, SYNCHRONISED, HALO, *EXCHANGES})
 
 
 def call_op(
@@ -122,6 +125,8 @@ def _lowered(
         return (_context_attention(lowering, call, inputs, mesh),)
     if lowering.name == SYNCHRONISED:
         return (_batch_norm(lowering, call, inputs, mesh),)
+    if lowering.name == HALO:
+        return (_halo(local, lowering, call, inputs, mesh),)
     if lowering.name == ROUTED:
         bias = inputs[3] if len(inputs) > 3 else None
         axis = mesh.joint(tuple(mesh.axes[number].name for number in lowering.axes))
@@ -143,6 +148,17 @@ def _cross_entropy(
         vocab_axis=mesh.axes[lowering.axes[0]] if lowering.axes else None,
         label_smoothing=call["label_smoothing"],
     )
+
+
+def _halo(
+    local: LocalCall, lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh
+) -> Tensor:
+    found, given = halo_dim(call), arguments_of(replace(call.node, args=local.args, kwargs=local.kwargs))
+    assert found is not None
+    x, weight = (inputs[call.tensor(name).index] for name in ("input", "weight"))
+    bias = inputs[2] if len(inputs) > 2 else None
+    sizes = {name: given[name] for name in ("stride", "padding", "dilation", "groups")}
+    return halo_convolution(x, weight, bias, mesh.axes[lowering.axes[0]], dim=found[0], **sizes)
 
 
 def _batch_norm(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:

@@ -37,6 +37,8 @@ class LoweringCall:
     ring            exchange (codegen/runtime/context_attention.py)
     batch_norm      statistics summed over the ranks that share its rows          axes
                     (codegen/runtime/batch_norm.py)
+    halo            a convolution of rows of space cut over axes[0], with some     axes
+                    of the neighbours' (codegen/runtime/halo.py)
     routed          rows that travel to the rank of all axes with their expert    axes
                     (codegen/runtime/experts.py)
 

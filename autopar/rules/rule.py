@@ -65,7 +65,8 @@ class Joint:
     inputs: the factor by which each input is sharded; None: it is whole on every rank. The outputs are sharded by
     `output`. free: factors that other axes may shard too. is_striped: of n ranks each has every n-th index of the
     factors; else consecutive ones. in_sections: whether the factor of the outputs may be cut in sections, as it can be
-    alone; then its option has their count behind the label ("n+e/8").
+    alone; then its option has their count behind the label ("n+e/8"). least: of the inputs' factors that a rank must
+    have.
     """
 
     inputs: tuple[str | None, ...]
@@ -74,6 +75,7 @@ class Joint:
     free: frozenset[str] = frozenset()
     is_striped: bool = False
     in_sections: bool = False
+    least: int = 1
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -204,7 +206,8 @@ def axis_options(
         more = (sections or {}).get(joint.output, ()) if joint.in_sections else ()
         for count in dict.fromkeys((1, *more)):
             ways = {factor: axis_size * (count if factor == joint.output else 1) for factor in joint.factors}
-            if all(rule.sizes[factor] % number == 0 for factor, number in ways.items()):
+            shares = [divmod(rule.sizes[factor], number) for factor, number in ways.items()]
+            if all(not rest and share >= joint.least for share, rest in shares):
                 options.append(joint_option(rule, label_of(name, count), axis_size))
     return tuple(dict.fromkeys(canonical(option, inputs, outputs) for option in options))
 

@@ -34,8 +34,8 @@ def batch_norm(
     eps: float,
     *axes: AxisLike,
 ) -> Tensor:
-    """`F.batch_norm` of a tensor [B, C, ...] whose B, or whose dims behind C, are cut into equal parts over `axes`; of a
-    whole one without axes.
+    """`F.batch_norm` of a tensor [B, C, ...] whose B, or whose dims behind C, are cut into equal parts over `axes`, or
+    of a whole one.
 
     Args:
         input: this rank's part, of any floating dtype; statistics are of float32 at least.
