@@ -2,10 +2,10 @@
 
 A node belongs to the layer named by the first `<list>.<index>` of its module path. Consecutive layers of one list
 are folded when their subgraphs are isomorphic: same operators, constants, shapes, dtypes, gradient flow, parameter
-names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only. A layer that
-is like none of its neighbours (layers that alternate, stages of a convolutional network) is a run of its own if it is
-made of several modules with parameters, of which nothing else reads any, and if others are like it or nothing of its
-list is folded.
+names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only, is called
+once, and alone reads its parameters. A layer that is like none of its neighbours (layers that alternate, stages of a
+convolutional network) is a run of its own if it is made of several modules with parameters, and if others are like it
+or nothing of its list is folded.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _fold(
     body: list[Node | LayerRun] = []
     renamed: dict[Ref, Ref] = {}
     classes: dict[Any, LayerClass] = {}
-    groups = list(_groups(pieces, users))
+    groups = list(_groups(pieces, users, _shared(pieces, flat, users)))
     alone = _alone([group for group in groups if isinstance(group, list)], flat, users)
     taken = {node.name for node in flat.nodes} | flat.inputs.keys() | flat.parameters.keys()
     runs = [group for group in groups if isinstance(group, list) and len(group) > 1]
@@ -201,8 +201,19 @@ def _fold(
     return body, renamed
 
 
-def _groups(pieces: list[Node | _Segment], users: dict[Ref, set[str]]) -> Iterator[Node | list[_Segment]]:
-    """Plain nodes, and the longest runs of equal layers."""
+def _shared(pieces: list[Node | _Segment], flat: FlatGraph, users: dict[Ref, set[str]]) -> set[str]:
+    """Paths of layers that are called several times, or whose parameters something else reads: a program's layers have
+    parameters of their own, which are there while they run. Tied ones are no layer's own."""
+    times = Counter(piece.path for piece in pieces if isinstance(piece, _Segment))
+    own = {name: layer_path(name) for name, parameter in flat.parameters.items() if not parameter.aliases}
+    lent = {path for name, path in own.items() if path and users.get(Ref(name), set()) - {path}}
+    return lent | {path for path, count in times.items() if count > 1}
+
+
+def _groups(
+    pieces: list[Node | _Segment], users: dict[Ref, set[str]], shared: set[str]
+) -> Iterator[Node | list[_Segment]]:
+    """Plain nodes, and the longest runs of equal layers; those of the paths `shared` are each by itself."""
     position = 0
     while position < len(pieces):
         first = pieces[position]
@@ -211,9 +222,11 @@ def _groups(pieces: list[Node | _Segment], users: dict[Ref, set[str]]) -> Iterat
             yield first
             continue
         run = [first]
-        while position < len(pieces):
+        while first.path not in shared and position < len(pieces):
             following = pieces[position]
-            if not isinstance(following, _Segment) or not _continues(run, following, users):
+            if not isinstance(following, _Segment) or following.path in shared:
+                break
+            if not _continues(run, following, users):
                 break
             run.append(following)
             position += 1
