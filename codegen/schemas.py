@@ -54,6 +54,15 @@ def schema_of(target: str) -> Schema | None:
 
 
 @cache
+def makes_list(target: str) -> bool:
+    """Whether an overload's result is a list of tensors, of however many."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part, None)
+    return isinstance(found, torch._ops.OpOverload) and str(found._schema.returns[0].type).startswith("List")
+
+
+@cache
 def schemas_named(name: str) -> tuple[Schema, ...]:
     """The schemas of aten's operator `name`, without overloads that write to `out`; () if there is none."""
     found = [_arguments(schema) for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import UNREAD, Call, LayerLoop, Program, Raw, Reshard, Statement, Var, assigns, reads
 from codegen.reshard_words import Dims, in_words
+from codegen.schemas import makes_list
 from codegen.text import plain
 
 CHAIN_WIDTH = 104
@@ -75,6 +76,8 @@ def source_lines(
             here = _section(statement.section, depth)
             text = expression(statement)
             target = ", ".join(_name(result) for result in statement.results)
+            if len(statement.results) == 1 and makes_list(statement.target):
+                target = f"({target},)"
             longer = _chain(statement, target, text, chain) if chain is not None else None
             if chain is not None and longer is not None:
                 lines.pop()
