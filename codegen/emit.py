@@ -28,6 +28,7 @@ _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "embedding_bag": "embedding",
     "batch_norm": "batch_norm",
+    "group_norm": "batch_norm",
     "halo_convolution": "halo",
     "cross_entropy": "cross_entropy",
     "count_valid": "cross_entropy",

@@ -28,6 +28,7 @@ from autopar.ir.graph import (
     TensorMeta,
     base_name,
 )
+from autopar.ir.operators import arguments_of
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.convolution import HALO
 from autopar.rules.experts import EXPERT_LINEAR
@@ -120,12 +121,15 @@ class Pricer(Contractions, ParameterPrices):
 
     def _inner_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Collectives inside a lowering, (forward, backward): cross-entropy over a sharded vocabulary reduces three
-        numbers a token, batch norm one per channel twice and two in backward."""
+        numbers a token, batch norm one per channel twice and two in backward, group norm one per group of a row."""
         total, backward = 0.0, 0.0
         for axis, choice in enumerate(option.axes):
-            if choice.lowering == SYNCHRONISED:
+            if choice.lowering in SYNCHRONISED:
                 x, cuts = operator.inputs[0], zip(option.inputs[0], self.mesh.sizes, strict=True)
-                size = 4.0 * x.shape[1] / math.prod([n for p, n in cuts if p.is_shard and p.dim == 1])
+                is_of_batch = choice.lowering == "batch_norm"
+                whole = x.shape[1] if is_of_batch else x.shape[0] * arguments_of(operator.node)["num_groups"]
+                kept = (1,) if is_of_batch else (0, 1)
+                size = 4.0 * whole / math.prod([n for p, n in cuts if p.is_shard and p.dim in kept])
                 total += 2 * self.collective_seconds("all_reduce", axis, size)
                 backward += self.collective_seconds("all_reduce", axis, 2 * size)
         if base_name(operator.node.op) == "cross_entropy_loss":

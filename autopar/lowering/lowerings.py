@@ -72,6 +72,8 @@ def lower_call(
         return replace(call, divisor=lowering.divisor)
     if lowering.name == "vocab_embedding":
         return _vocab_embedding(call, Raw(scope.shared.mesh.axes[lowering.axes[0]]), own_rows)
+    if lowering.name == "group_norm":
+        return _group_norm(scope.shared.mesh, operator, lowering, call)
     if lowering.name == HALO:
         return _halo(operator, Raw(scope.shared.mesh.axes[lowering.axes[0]]), call)
     if lowering.name in EXCHANGES:
@@ -117,12 +119,25 @@ def _batch_norm(mesh: Mesh, lowering: LoweringCall | None, call: Call) -> Call:
     return replace(call, target="runtime.batch_norm", args=(*arguments, *axes), kwargs=())
 
 
+def _group_norm(mesh: Mesh, operator: Operator, lowering: LoweringCall, call: Call) -> Call:
+    """A norm by the statistics of groups of rows whose space all ranks of the axes have a part of."""
+    arguments = _whole_arguments(operator, call)
+    first = (arguments[name] for name in ("input", "num_groups", "weight", "bias", "eps"))
+    axes = (Raw(mesh.axes[number]) for number in lowering.axes)
+    return replace(call, target="runtime.group_norm", args=(*first, *axes), kwargs=())
+
+
+def _whole_arguments(operator: Operator, call: Call) -> dict[str, Any]:
+    """The arguments of a rank's call by name, defaults among them."""
+    names = [argument.name for argument in schema_of(call.target) or ()]
+    return arguments_of(operator.node) | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+
+
 def _halo(operator: Operator, axis: Raw, call: Call) -> Call:
     """A convolution of a rank's rows of space and some of its neighbours'."""
     found = halo_dim(RuleCall.of(operator.node, operator.inputs))
     assert found is not None
-    names = [argument.name for argument in schema_of(call.target) or ()]
-    arguments = arguments_of(operator.node) | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    arguments = _whole_arguments(operator, call)
     tensors = (arguments[name] for name in ("input", "weight", "bias"))
     sizes = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
     usual = {name: 1 if name == "groups" else (int(name != "padding"),) * len(sizes["stride"]) for name in sizes}

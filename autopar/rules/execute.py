@@ -22,7 +22,7 @@ from autopar.rules.localize import LocalCall, LoweringCall
 from autopar.rules.norm import SYNCHRONISED
 from autopar.rules.simulate import SimulatedMesh, meshes
 from codegen.runtime.attention import attention
-from codegen.runtime.batch_norm import batch_norm
+from codegen.runtime.batch_norm import batch_norm, group_norm
 from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout import dropout
@@ -32,7 +32,7 @@ from codegen.runtime.layout import Layout
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
-COMMUNICATING = frozenset({"cross_entropy", ROUTED, SYNCHRONISED, HALO, *EXCHANGES})
+COMMUNICATING = frozenset({"cross_entropy", ROUTED, HALO, *SYNCHRONISED, *EXCHANGES})
 
 
 def call_op(
@@ -123,8 +123,10 @@ def _lowered(
         return (_attention(lowering, call, inputs, mesh),)
     if lowering.name in EXCHANGES:
         return (_context_attention(lowering, call, inputs, mesh),)
-    if lowering.name == SYNCHRONISED:
+    if lowering.name == "batch_norm":
         return (_batch_norm(lowering, call, inputs, mesh),)
+    if lowering.name == "group_norm":
+        return (_group_norm(local, lowering, call, inputs, mesh),)
     if lowering.name == HALO:
         return (_halo(local, lowering, call, inputs, mesh),)
     if lowering.name == ROUTED:
@@ -168,6 +170,15 @@ def _batch_norm(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], me
     assert x is not None
     axes = (mesh.axes[number] for number in lowering.axes)
     return batch_norm(x, weight, bias, mean, var, call["training"], call["momentum"], call["eps"], *axes)
+
+
+def _group_norm(
+    local: LocalCall, lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh
+) -> Tensor:
+    num_groups = arguments_of(replace(call.node, args=local.args, kwargs=local.kwargs))["num_groups"]
+    weight, bias = (inputs[v.index] if isinstance(v := call.get(n), Operand) else None for n in ("weight", "bias"))
+    own_axes = (mesh.axes[number] for number in lowering.axes)
+    return group_norm(inputs[0], num_groups, weight, bias, call["eps"], *own_axes)
 
 
 def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:

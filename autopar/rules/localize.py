@@ -35,8 +35,8 @@ class LoweringCall:
     arange          start + step * global position                               layout_shape, layout (of the result)
     all_gather,     attention whose keys are sharded over axes[0], by that        axes, is_striped
     ring            exchange (codegen/runtime/context_attention.py)
-    batch_norm      statistics summed over the ranks that share its rows          axes
-                    (codegen/runtime/batch_norm.py)
+    batch_norm,     statistics summed over the ranks that share its rows, or       axes
+    group_norm      its space (codegen/runtime/batch_norm.py)
     halo            a convolution of rows of space cut over axes[0], with some     axes
                     of the neighbours' (codegen/runtime/halo.py)
     routed          rows that travel to the rank of all axes with their expert    axes
@@ -253,6 +253,11 @@ def _group_norm(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -
     return call.node.op, {"num_groups": call["num_groups"] * out[0][1] // call.outputs[0].shape[1]}
 
 
+def _resampled(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
+    given = call.get("output_size")
+    return call.node.op, {} if given is None else {"output_size": out[0][len(out[0]) - len(given) :]}
+
+
 def _squeeze(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
     """A dim of local size 1 must stay if its global size is not 1: name the dims."""
     return "aten.squeeze.dims", {"dim": squeezed_dims(call)}
@@ -279,5 +284,6 @@ REWRITES: Mapping[str, Rewrite] = {
     "conv2d": _convolution,
     "conv3d": _convolution,
     "group_norm": _group_norm,
+    **{f"{kind}{n}d": _resampled for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
     "squeeze": _squeeze,
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopar.rules.call import Call, Groups, Operand, make_rule, normal_dim
 from autopar.rules.rule import Lowering, Rule
 
-SYNCHRONISED = "batch_norm"
-"""The lowering of norms whose statistics are of several ranks' rows (codegen/runtime/batch_norm.py)."""
+SYNCHRONISED = ("batch_norm", "group_norm")
+"""The lowerings of norms whose statistics are of several ranks' elements (codegen/runtime/batch_norm.py)."""
 
 
 def trailing_norm(call: Call) -> Rule:
@@ -38,12 +38,12 @@ def batch_norm(call: Call) -> Rule:
         if isinstance(value, Operand):
             groups[value.index] = [["c"]]
     uses_batch = call.get("training", call.get("use_input_stats", True)) or call.get("running_mean") is None
-    lowerings = {f: Lowering(SYNCHRONISED) for f in names if f != "c"} if uses_batch else {}
+    lowerings = {f: Lowering("batch_norm") for f in names if f != "c"} if uses_batch else {}
     return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, lowerings=lowerings)
 
 
 def group_norm(call: Call) -> Rule:
-    """Batch and groups are free; channels within a group and space are blocked."""
+    """Batch and groups are free, and space, whose ranks share statistics; channels within a group are blocked."""
     x = call.tensor("input")
     sizes = {"b": x.shape[0], "g": call["num_groups"], "c": x.shape[1] // call["num_groups"]}
     space = [f"s{i}" for i in range(len(x.shape) - 2)]
@@ -53,7 +53,9 @@ def group_norm(call: Call) -> Rule:
         value = call.get(name)
         if isinstance(value, Operand):
             groups[value.index] = [["g", "c"]]
-    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked={"c", *space})
+    lowerings = {factor: Lowering("group_norm") for factor in space}
+    tensors = [groups[i] for i in range(len(groups))]
+    return make_rule(call, tensors, [groups[x.index]], sizes, blocked={"c"}, lowerings=lowerings)
 
 
 def instance_norm(call: Call) -> Rule | None:

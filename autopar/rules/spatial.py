@@ -25,7 +25,10 @@ PADS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n i
 
 
 def resample(call: Call) -> Rule:
-    """Interpolation and padding: space, as many trailing dims as the name says, is blocked; leading dims are free."""
+    """Interpolation and padding: space, as many trailing dims as the name says, is blocked; leading dims are free.
+
+    The nearest of whole multiples is each element so many times: dim i of the result is the composite (s{i}, times).
+    """
     (x,) = call.inputs
     num_space = int(call.packet[call.packet.rindex("d") - 1])
     lead = [[f"b{i}"] for i in range(len(x.shape) - num_space)]
@@ -33,7 +36,12 @@ def resample(call: Call) -> Rule:
     target = [[f"r{i}"] for i in range(num_space)]
     sizes = {group[0]: size for group, size in zip([*lead, *source], x.shape, strict=True)}
     sizes |= {group[0]: size for group, size in zip(target, call.outputs[0].shape[len(lead) :], strict=True)}
-    blocked = [group[0] for group in (*source, *target)]
+    for i, (own, made) in enumerate(zip(source, list(target), strict=True)):
+        times, rest = divmod(sizes[made[0]], sizes[own[0]])
+        if "nearest" in call.packet and not rest and times > 0:
+            sizes[made[0]], target[i] = times, [own[0], made[0]]
+    free = {group[0] for group in target if len(group) > 1}
+    blocked = {factor for group in (*source, *target) for factor in group} - free
     return make_rule(call, [[*lead, *source]], [[*lead, *target]], sizes, blocked=blocked, linear=("self", "input"))
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of rows, or of space, that several ranks share.
+"""Batch and group normalisation by the statistics of rows, or of space, that several ranks share.
 
 With the n values x of a channel on all ranks, their gradients dy and s = 1 / sqrt(var + eps):
 
@@ -52,6 +52,25 @@ def batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     running = (running_mean, running_var, momentum)
     normed: Tensor = _BatchNorm.apply(input, weight, bias, running, eps, axes)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *axes: AxisLike
+) -> Tensor:
+    """`F.group_norm` of a tensor [B, C, ...] whose dims behind C are cut into equal parts over `axes`.
+
+    Args:
+        input: this rank's part. num_groups: of its channels.
+        weight, bias: [C], equal on all ranks of `axes`, or None. eps: as of torch.nn.GroupNorm.
+
+    A group of a row is what a channel is to `batch_norm`, of which see the rest.
+    """
+    rows, channels, *space = input.shape
+    grouped = input.reshape(1, rows * num_groups, channels // num_groups, *space)
+    normed = batch_norm(grouped, None, None, None, None, True, 0.0, eps, *axes).view(input.shape)
+    for parameter, combine in ((weight, torch.mul), (bias, torch.add)):
+        normed = normed if parameter is None else combine(normed, _by_channel(parameter, input))
     return normed
 
 

@@ -12,6 +12,7 @@ ARGUMENTS = frozenset(
             "vocab_embedding",
             "embedding_bag",
             "batch_norm",
+            "group_norm",
             "halo_convolution",
             "cross_entropy",
             "count_valid",

@@ -100,6 +100,8 @@ NORM = [
     c("aten.batch_norm.default", f(4, 6, 4, 3), f(6), f(6), STATS, STATS, False, 0.1, 1e-5, False),
     c("aten.batch_norm.default", f(4, 6, 4, 3), f(6), f(6), STATS, STATS, True, 0.1, 1e-5, False),
     c("aten.group_norm.default", f(4, 12, 3), 6, f(12), f(12)),
+    c("aten.group_norm.default", f(2, 4, 12, 4), 2, f(4), f(4)),
+    c("aten.group_norm.default", f(2, 6, 12), 2, f(6), f(6)),
     c("aten.softmax.int", f(4, 6, 12), -1),
     c("aten.log_softmax.int", f(4, 6, 12), 1),
     c("aten.cumsum.default", f(4, 6), 1),
@@ -274,6 +276,8 @@ RANDOM = [
 ]
 SPATIAL = [
     c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), None, [2.0, 2.0]),
+    c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), [12, 6], None),
+    c("aten._upsample_nearest_exact1d.vec", f(4, 6, 4), [8], None),
     c("aten.upsample_bilinear2d.vec", f(4, 6, 4, 4), [6, 6], False, None),
     c("aten.upsample_bicubic2d.vec", f(4, 6, 4, 4), [6, 6], True, None),
     c("aten.upsample_linear1d.vec", f(4, 6, 4), [6], False, None),
