@@ -23,7 +23,12 @@ from codegen.sizes import needed, with_sizes
 from codegen.statements import axes, indented, joint_axes, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
-_BASE_HOME = {"Module": "parameters", "DropoutModule": "dropout_module", "MemorySaving": "recompute", "SummingModule": "whole_sums"}
+_BASE_HOME = {
+    "Module": "parameters",
+    "DropoutModule": "dropout_module",
+    "MemorySaving": "recompute",
+    "SummingModule": "whole_sums",
+}
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "cross_entropy": "cross_entropy",

@@ -19,6 +19,9 @@ from torch import Tensor
 from .mesh import Mesh
 from .parameters import Module, RngState
 
+SUMMING_ATTRIBUTES = ("_sums", "_is_first_pass")
+"""What a `SummingModule` holds beside what any module does."""
+
 
 class SummingModule(Module):
     """Base of generated classes whose forward reads sums over all micro-batches."""
@@ -26,6 +29,8 @@ class SummingModule(Module):
     needs_first_pass: ClassVar[bool] = True
 
     def __init__(self, mesh: Mesh, rng: RngState | None = None, path: str = "", layer_index: int = 0) -> None:
+        # Not by __setattr__, which wants modules for what a user calls alike.
+        self.__dict__.update(dict.fromkeys(SUMMING_ATTRIBUTES))
         super().__init__(mesh, rng, path, layer_index)
         self._sums: dict[int, tuple[Tensor, int]] = {}
         self._is_first_pass = False
