@@ -22,6 +22,7 @@ ACCUMULATION = "gradient accumulation"
 QUANTISING = "quantising for compressed collectives"
 ROUNDING = "masters rounded for gathers"
 RECOMPUTATION = "recomputation"
+FIRST_PASS = "first pass for sums over the batch"
 FETCHING = "activations to and from the host"
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 MODES = ("none", "offload", "selective", "full")

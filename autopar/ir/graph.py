@@ -208,6 +208,11 @@ class Graph:
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    @property
+    def has_first_pass(self) -> bool:
+        """Whether a step runs the forwards of all its micro-batches twice, first for sums over them."""
+        return self.accumulation is not None and bool(self.accumulation.summed)
+
 
 Result = TypeVar("Result")
 Further = ParamSpec("Further")

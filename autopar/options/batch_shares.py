@@ -38,8 +38,9 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 class Share:
     """How the whole batch's value follows from the micro-batches', see `micro_batches.py`.
 
-    is_late: it depends on a sum that the first pass of a step finds, and is right in the second alone. has_own_gradient:
-    its value is the same for all micro-batches, and its gradient is not: their mean is that of the whole batch.
+    is_late: it depends on a sum that the first pass of a step finds, and is right in the second alone.
+    has_own_gradient: its value is the same for all micro-batches, and its gradient is not: their mean is that of the
+    whole batch.
     """
 
     placement: Placement

@@ -49,8 +49,9 @@ class KnownSums:
         found: dict[tuple[str, str], tuple[int, ...]] = {}
         for number, piece in enumerate(self.graph.body):
             found["", piece.name] = (number,)
-            for inner, node in enumerate(piece.layer.nodes if isinstance(piece, LayerRun) else ()):
-                found.setdefault((piece.layer.name, node.name), (number, inner))
+            if isinstance(piece, LayerRun):
+                for inner, node in enumerate(piece.layer.nodes):
+                    found.setdefault((piece.layer.name, node.name), (number, inner))
         return {key: (*found[key[0], key[1].node], key[1].index) for key in self.refs}
 
     @property
@@ -75,7 +76,9 @@ class KnownSums:
         for ref in targets:
             inner = ancestors(self.graph, ref) & self._names
             if inner:
-                raise WholeBatchError(f"{ref.node}, whose targets are counted, depends on a sum over the batch, {min(inner)}")
+                raise WholeBatchError(
+                    f"{ref.node}, whose targets are counted, depends on a sum over the batch, {min(inner)}"
+                )
 
     def key(self, scope: Scope, ref: Ref) -> Key | None:
         """The key of a tensor that is made in this scope; None for one that a layer is given."""
@@ -86,7 +89,9 @@ class KnownSums:
         """The error that has these inputs of a call known, too. Raises WholeBatchError where a layer is given one."""
         keys = [self.key(site.scope, site.node.inputs[i]) for i in indices]
         if None in keys:
-            raise site.error("is not linear in a sum over the batch that its layer is given, which is not complete then")
+            raise site.error(
+                "is not linear in a sum over the batch that its layer is given, which is not complete then"
+            )
         return OthersKnownError(self.refs | {key for key in keys if key is not None})
 
     def after(self, key: Key, share: Share, has_gradient: bool, parts: Sequence[Key | None] = ()) -> Share:

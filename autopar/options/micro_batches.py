@@ -160,9 +160,7 @@ class _Proof:
         """The shares of a call's results."""
         site = self.site(scope, node, twin, shares)
         if site.with_own_gradients and site.has_rows:
-            raise site.error(
-                "is not linear in a sum over the batch whose gradient comes from all rows, and reads single rows beside it"
-            )
+            raise site.error("is not linear in a sum over the batch, whose gradient is not known for single rows")
         if site.sums:
             found = self.of_sums(site)
         elif any(share.placement.is_shard for share in site.inputs):

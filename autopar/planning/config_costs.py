@@ -92,7 +92,10 @@ class ConfigCosts:
         """The parameters of every unit on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         # Gradients that are summed over micro-batches take room of their own, however many there are.
-        key = stage_mesh, solved_layer.storage, config.zero, config.offload, config.num_micro_batches > 1
+        # So does what a first pass gathers.
+        count = config.num_micro_batches
+        has_first_pass = self.request.trace.has_first_pass(count)
+        key = stage_mesh, solved_layer.storage, config.zero, config.offload, count > 1, has_first_pass
         if key not in self._stored:
             parameters = self._parameters(solved_layer, config.zero)
             self._stored[key] = stored_costs(self.graph, self._pricer(config, stage_mesh), parameters)
@@ -113,11 +116,12 @@ class ConfigCosts:
     def chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
         """Every unit on a stage mesh, with its parameters and what crosses the boundary before it."""
         solved_layer = self.solved_layer(config, stage_mesh)
+        pricer = self._pricer(config, stage_mesh)
         return ChainCosts(
             graph=self.graph,
-            pricer=self._pricer(config, stage_mesh),
+            pricer=pricer,
             parameters=solved_layer.parameters(config.zero),
-            costs=combined(solved_layer.costs, self.stored(config, stage_mesh)),
+            costs=combined(solved_layer.costs, self.stored(config, stage_mesh), pricer.num_forwards),
             boundary_bytes=solved_layer.call_costs.boundary_bytes,
             group=stage_mesh.group,
         )
@@ -125,4 +129,5 @@ class ConfigCosts:
     def _pricer(self, config: ParallelConfig, stage_mesh: StageMesh) -> Pricer:
         """Prices of what is stored on a stage mesh."""
         group = self.groups[stage_mesh.group]
-        return pricer_for(group, stage_mesh.mesh, config.num_micro_batches, config.offload)
+        has_first_pass = self.request.trace.has_first_pass(config.num_micro_batches)
+        return pricer_for(group, stage_mesh.mesh, config.num_micro_batches, config.offload, has_first_pass)
