@@ -134,11 +134,13 @@ class Part:
         for module in summing:
             module.begin_first_pass()
         with torch.no_grad():
-            yield
-            for value, kept in zip(written, before, strict=True):
-                value.copy_(kept)
-        for module in summing:
-            module.end_first_pass()
+            try:
+                yield
+            finally:
+                for value, kept in zip(written, before, strict=True):
+                    value.copy_(kept)
+                for module in summing:
+                    module.end_first_pass()
 
     def count_forward(self) -> None:
         """Buffers that count forwards go on by one: a step is one forward of the whole batch."""
