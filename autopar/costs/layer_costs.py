@@ -23,6 +23,7 @@ QUANTISING = "quantising for compressed collectives"
 ROUNDING = "masters rounded for gathers"
 RECOMPUTATION = "recomputation"
 FIRST_PASS = "first pass for sums over the batch"
+SUMS = "sums over the batch"
 FETCHING = "activations to and from the host"
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 MODES = ("none", "offload", "selective", "full")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import autopar
-from autopar.costs.layer_costs import FIRST_PASS
+from autopar.costs.layer_costs import FIRST_PASS, SUMS
 from autopar.launch import run_ranks
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
@@ -163,6 +163,10 @@ def test_a_forward_more_of_every_micro_batch_is_priced(pins: dict[str, Any]) -> 
     assert seconds["forward compute"] <= seconds[FIRST_PASS] <= sum(seconds.get(kind, 0.0) for kind in kinds)
     alone = autopar.compile(model, IDEAL, example_inputs=batch, constraints={**pins, "micro_batches": 1, "zero": 0})
     assert FIRST_PASS not in alone.plan.prediction.seconds
+    # A load and a share of every layer, two means of the heads and one of the first stage.
+    of_stages = compiled.plan.prediction.pipeline_ranks or (compiled.plan.prediction.num_bytes,)
+    whole_bytes = 4 * (4 * 2 * EXPERTS + 2 * 3 + WIDTH)
+    assert whole_bytes / pins.get("tp", 1) <= sum(kinds[SUMS] for kinds in of_stages) <= whole_bytes
     assert "forwards run twice" in compiled.report() and "forwards run twice" not in alone.report()
     solution = compiled.best.solution
     if solution is not None:  # what several readers share is paid for once
