@@ -202,6 +202,11 @@ def _perplexity(logits: Tensor, labels: Tensor) -> Tensor:
     return _cross_entropy()(logits, labels).exp()
 
 
+def _centred(logits: Tensor, labels: Tensor) -> Tensor:
+    """Every row's gradient depends on all rows through the mean."""
+    return _cross_entropy()(logits - logits.mean((0, 1)), labels)
+
+
 WEIGHTS = tuple(0.5 + 0.25 * i for i in range(CLASSES))
 
 
@@ -239,8 +244,9 @@ KINDS: Mapping[str, Callable[[], Kind]] = {
     "dropout": lambda: Kind(Tokens(0.25), _ragged(), _cross_entropy()),
     "CLIP": lambda: Kind(Towers(), {"images": _tokens()["tokens"], "texts": _tokens(1)["tokens"]}, None, "rows"),
     "batch norm": lambda: Kind(Normalised(), _images(), F.cross_entropy, "batch_norm"),
-    "load balancing": lambda: Kind(Balanced(), _tokens(), None, "not linear in a sum over the batch"),
-    "exp of the mean": lambda: Kind(Tokens(), _ragged(), _perplexity, "not linear in a sum over the batch"),
+    "load balancing": lambda: Kind(Balanced(), _tokens(), None),
+    "exp of the mean": lambda: Kind(Tokens(), _ragged(), _perplexity),
+    "centred on the batch": lambda: Kind(Tokens(), _tokens(), _centred, "not linear in a sum over the batch"),
 }
 
 

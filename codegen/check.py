@@ -24,6 +24,7 @@ import torch.nn.functional
 
 from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.mesh import Axis, Mesh
+from codegen.runtime.whole_sums import SummingModule
 from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, signature_of
 
 _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
@@ -124,7 +125,8 @@ class _File:
         elif path.startswith("self.mesh."):
             self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
-            self.signature(node, getattr(DropoutModule, rest, None), [None, *node.args], keywords)
+            method = getattr(DropoutModule, rest, None) or getattr(SummingModule, rest, None)
+            self.signature(node, method, [None, *node.args], keywords)
         elif root in self.imported:
             found = self.imported[root]
             for name in filter(None, rest.split(".")):

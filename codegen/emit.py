@@ -23,7 +23,12 @@ from codegen.sizes import needed, with_sizes
 from codegen.statements import axes, indented, joint_axes, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
-_BASE_HOME = {"Module": "parameters", "DropoutModule": "dropout_module", "MemorySaving": "recompute"}
+_BASE_HOME = {
+    "Module": "parameters",
+    "DropoutModule": "dropout_module",
+    "MemorySaving": "recompute",
+    "SummingModule": "whole_sums",
+}
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
     "embedding_bag": "embedding",
@@ -175,7 +180,11 @@ def _layout(layout: Layout) -> str:
 def _bases(cls: ModuleClass, saving: frozenset[str]) -> tuple[str, ...]:
     """The base classes of a generated class: what its forward and its activations need of the run time."""
     targets = {statement.target for statement in cls.body if isinstance(statement, Call)}
-    needed = {"DropoutModule": bool(targets & _DRAW_MASKS), "MemorySaving": cls.name in saving}
+    needed = {
+        "DropoutModule": bool(targets & _DRAW_MASKS),
+        "MemorySaving": cls.name in saving,
+        "SummingModule": "self.whole_sum" in targets,
+    }
     return tuple(name for name, is_needed in needed.items() if is_needed) or ("Module",)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costs.evaluate import layer_costs
-from autopar.costs.layer_costs import LayerCost
+from autopar.costs.layer_costs import FIRST_PASS, SUMS, LayerCost
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
-from autopar.ir.chain import homes_of
+from autopar.ir.chain import chain, homes_of, segments
 from autopar.ir.graph import Graph
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator
+from autopar.options.strategies import Operator, num_local
 
 
 def unit_costs(
@@ -23,20 +23,43 @@ def unit_costs(
     """The cost of every unit, by name."""
     calls = layer_costs(graph, operators, pricer, assignment)
     parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph))
-    return combined(calls, stored_costs(graph, pricer, parameters))
+    found = combined(calls, stored_costs(graph, pricer, parameters), pricer.num_forwards)
+    for name, num_bytes in _summed_bytes(graph, pricer, assignment).items():
+        found[name].fixed[SUMS] += num_bytes
+    return found
 
 
-def combined(costs: Mapping[str, LayerCost], stored: Mapping[str, StoredCost]) -> dict[str, LayerCost]:
-    """The cost of every unit with its parameters."""
+def _summed_bytes(graph: Graph, pricer: Pricer, assignment: Assignment) -> dict[str, float]:
+    """By unit, bytes of the sums over the batch that a first pass finds, in fp32 at least, which stay until the next
+    one."""
+    metas, homes, last = {scope.name: scope.metas for scope in scopes_of(graph)}, segments(graph), chain(graph)[-1]
+    found: dict[str, float] = defaultdict(float)
+    for scope, ref in graph.accumulation.summed if graph.accumulation is not None else ():
+        meta, option = metas[scope][ref], assignment.operators.get((scope, ref.node))
+        # What a run of layers returns has no option of its own.
+        part = meta.numel if option is None else num_local(meta, option.outputs[ref.index], pricer.mesh)
+        found[scope or homes.get(ref.node, last)] += part * max(meta.dtype.itemsize, 4)
+    return found
+
+
+def combined(
+    costs: Mapping[str, LayerCost], stored: Mapping[str, StoredCost], num_forwards: int = 1
+) -> dict[str, LayerCost]:
+    """The cost of every unit with its parameters. num_forwards: of a micro-batch in a step; what the first of two
+    takes is a kind of its own, and it keeps nothing."""
     found = {}
     for name, cost in costs.items():
         own = stored.get(name, StoredCost())
+        forward = cost.forward
+        if num_forwards > 1:
+            forward = defaultdict(float, forward) | {FIRST_PASS: (num_forwards - 1) * cost.forward_seconds}
         backward = defaultdict(float, cost.backward)
         for kind, value in own.per_micro.items():
             backward[kind] += value
         modes = {n: replace(m, transient_bytes=m.transient_bytes + own.gathered_bytes) for n, m in cost.modes.items()}
         found[name] = replace(
             cost,
+            forward=forward,
             backward=backward,
             step=own.per_step,
             fixed=own.fixed,

@@ -52,7 +52,12 @@ def layer_seconds(
     made = emitted(graph, operators, pricer, assignment, {} if known is None else known, decisions)
     costs = _Evaluation(made, graph, operators, pricer, assignment).costs(with_bytes=False)
     return {
-        name: ComputeSeconds(cost.forward_seconds + cost.backward_seconds, cost.weight_seconds, cost.overlapped_seconds)
+        name: ComputeSeconds(
+            forward=cost.forward_seconds,
+            backward=cost.backward_seconds,
+            weight=cost.weight_seconds,
+            overlapped=cost.overlapped_seconds,
+        )
         for name, cost in costs.items()
     }
 

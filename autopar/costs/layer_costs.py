@@ -22,6 +22,8 @@ ACCUMULATION = "gradient accumulation"
 QUANTISING = "quantising for compressed collectives"
 ROUNDING = "masters rounded for gathers"
 RECOMPUTATION = "recomputation"
+FIRST_PASS = "first pass for sums over the batch"
+SUMS = "sums over the batch"
 FETCHING = "activations to and from the host"
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 MODES = ("none", "offload", "selective", "full")
@@ -42,16 +44,19 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class ComputeSeconds:
-    """Seconds of a unit per micro-batch. together: forward and backward. weight: of these, weight gradients of linear
-    layers. overlapped: of sums beside weight gradients, which are not in `together` unless these are deferred."""
+    """Seconds of a unit per micro-batch. forward, backward: of one each. weight: of backward, weight gradients of
+    linear layers. overlapped: of sums beside weight gradients, which are not in `backward` unless these are deferred.
+    """
 
-    together: float
+    forward: float
+    backward: float
     weight: float
     overlapped: float = 0.0
 
-    def under(self, schedule: str) -> float:
-        """Seconds of forward and backward under a schedule."""
-        return self.together + (self.overlapped if defers_weights(schedule) else 0.0)
+    def under(self, schedule: str, num_forwards: int) -> float:
+        """Seconds of all forwards of a micro-batch and its backward under a schedule."""
+        deferred = self.overlapped if defers_weights(schedule) else 0.0
+        return num_forwards * self.forward + self.backward + deferred
 
 
 @dataclass(slots=True)

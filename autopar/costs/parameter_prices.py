@@ -54,14 +54,17 @@ class ParameterPrices(Rates):
             return self.joint_seconds(kind, axes, num_bytes * share) / share
 
         size, over = self.zero_size(stored), zero_axes(self.mesh.axes, stored.placements)
+        num_gathers = self.num_forwards + 1
         if stored.zero:
             sent = self.sent(meta, stored)
             reduces = shared("all_to_all" if sent.reduce_code else "reduce_scatter", over, local * sent.reduce)
             gathers = shared("all_gather", over, local * sent.gather)
-            per_micro += (reduces if stored.zero >= 2 else 0.0) + (2 * gathers if stored.zero == 3 else 0.0)
+            per_micro += (reduces if stored.zero >= 2 else 0.0) + (num_gathers * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
-                per_micro += 2 * local * training.compute_bytes / size / self.cluster.device.host_link_bytes_per_second
+                per_micro += (
+                    num_gathers * local * training.compute_bytes / size / self.cluster.device.host_link_bytes_per_second
+                )
         for axes in summed_axes(self.mesh.axes, stored):
             per_step += shared("all_reduce", axes, local * training.gradient_bytes / size)
         exposed = 1.0 - self.hidden_fraction
@@ -86,7 +89,7 @@ class ParameterPrices(Rates):
             for moved in quantising_bytes(self.sent(meta, stored), size, *widths, self.cluster.device)
         )
         if stored.zero == 3:
-            return reduces + 2 * gathers, 0.0
+            return reduces + (self.num_forwards + 1) * gathers, 0.0
         return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
 
     def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
@@ -153,13 +156,13 @@ class ParameterPrices(Rates):
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """Seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in forward and in backward, if it
-        computes in low precision. With an optimiser elsewhere, what is sent lies ready."""
+        """Seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in every forward and in backward,
+        if it computes in low precision. With an optimiser elsewhere, what is sent lies ready."""
         training, device, size = self.training, self.cluster.device, self.zero_size(stored)
         if not (meta.requires_grad and training.master_bytes and stored.zero == 3 and size > 1) or training.offload:
             return 0.0
         shard = num_local(meta, stored.placements, self.mesh) / size
-        moved = 2 * (training.master_bytes + training.compute_bytes) * shard
+        moved = (self.num_forwards + 1) * (training.master_bytes + training.compute_bytes) * shard
         return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:

@@ -35,7 +35,8 @@ class Training:
     master_bytes: of a weight as computed with, and of a separate fp32 copy (0 if the weight itself is fp32).
     gradient_bytes: as accumulated and reduced. offload: "optimizer": state and separate masters live in host memory,
     and the host updates them; "parameters": under ZeRO-3 the shards of the parameters too. compression: of ZeRO's
-    collectives (quantised_collectives.py).
+    collectives (quantised_collectives.py). has_first_pass: whether the forwards of all micro-batches run twice, first
+    without gradients.
     """
 
     num_micro_batches: int = 1
@@ -49,6 +50,7 @@ class Training:
     update_traffic: float = ADAM_BYTES
     writes_copies: bool = False
     compression: Compression = Compression()
+    has_first_pass: bool = False
 
 
 def is_cpu(cluster: Cluster) -> bool:
@@ -116,14 +118,21 @@ class Rates:
         return forward + copies, backward + (copies if meta.requires_grad else 0.0)
 
     def reshard_seconds(self, source: Placements, target: Placements, meta: TensorMeta) -> float:
-        """Forward and conjugate backward of a reshard, once. inf if there is no way."""
+        """Forward (of the first pass, too) and conjugate backward of a reshard, once. inf if there is no way."""
         if source == target:
             return 0.0
         key = (source, target, meta.num_bytes, meta.requires_grad)
         if key not in self._reshards:
             path = steps(source, target, self.mesh.sizes)
-            self._reshards[key] = math.inf if path is None else sum(sum(self.step_seconds(s, meta)) for s in path)
+            both = [self.step_seconds(step, meta) for step in path or ()]
+            seconds = sum(self.num_forwards * forward + backward for forward, backward in both)
+            self._reshards[key] = math.inf if path is None else seconds
         return self._reshards[key]
+
+    @property
+    def num_forwards(self) -> int:
+        """How often the forward of a micro-batch runs in a step, without recomputation."""
+        return 2 if self.training.has_first_pass else 1
 
     def reshard_matrix(
         self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta

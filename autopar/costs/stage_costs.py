@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autopar.costs.host import OWN_CORES, Host
-from autopar.costs.layer_costs import FETCHING, HIDDEN, RECOMPUTATION, LayerCost
+from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, RECOMPUTATION, LayerCost
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
@@ -148,7 +148,8 @@ def simulated(
     pipeline ranks share.
 
     Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
-    done once per step is that of the slowest pipeline rank.
+    done once per step is that of the slowest pipeline rank. A first pass (`FIRST_PASS`) is simulated as the first half
+    of every forward: as long as forwards that are all run ahead, whose fill is that of the schedule, but for messages.
     """
     schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = make_schedule(schedule, pp, num_micro_batches, chunks)
@@ -214,11 +215,16 @@ def _apart(stage: StageCost) -> StageCost:
 def _in_actions(stage: StageCost, seconds: float, defers: bool) -> StageCost:
     """The stage with what its actions take beside it; half of what it takes to defer gradients is done in W."""
     late = stage.deferring / 2 if defers else 0.0
-    more = {ACTIONS: (3 if defers else 2) * seconds} | ({DEFERRING: 2 * late} if late else {})
+    forwards = 2 if FIRST_PASS in stage.micro else 1
+    more = {ACTIONS: (forwards + (2 if defers else 1)) * seconds} | ({DEFERRING: 2 * late} if late else {})
     weight = stage.weight + (late + seconds if defers else 0.0)
     backward = stage.backward + seconds + (2 * late + seconds if defers else 0.0)
     return replace(
-        stage, micro={**stage.micro, **more}, forward=stage.forward + seconds, backward=backward, weight=weight
+        stage,
+        micro={**stage.micro, **more},
+        forward=stage.forward + forwards * seconds,
+        backward=backward,
+        weight=weight,
     )
 
 

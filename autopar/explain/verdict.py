@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.costs.layer_costs import HIDDEN, RECOMPUTATION, SYNCHRONISATION
+from autopar.costs.layer_costs import FIRST_PASS, HIDDEN, RECOMPUTATION, SYNCHRONISATION
 from autopar.costs.stage_costs import BUBBLE
 from autopar.explain.explanation import WhatIf
 from autopar.plan import Plan
@@ -105,7 +105,9 @@ def time_words(plan: Plan) -> Iterator[str]:
     yield f"computing takes {part(compute)} of {seconds_text(total)}: {split}"
     if seconds.get(RECOMPUTATION):
         yield f"recomputing what did not fit takes {part(seconds[RECOMPUTATION])}"
-    others = (*COMPUTE, RECOMPUTATION, HIDDEN, BUBBLE, SYNCHRONISATION, "optimizer", "local resharding")
+    if seconds.get(FIRST_PASS):
+        yield f"running all forwards once ahead, for sums over the batch, takes {part(seconds[FIRST_PASS])}"
+    others = (*COMPUTE, RECOMPUTATION, FIRST_PASS, HIDDEN, BUBBLE, SYNCHRONISATION, "optimizer", "local resharding")
     sent = {kind: value for kind, value in seconds.items() if kind not in others and value > 0}
     if sent:
         kinds = sorted(sent.items(), key=lambda pair: -pair[1])

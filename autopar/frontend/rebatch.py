@@ -54,6 +54,10 @@ class BatchedTrace:
         """Why the batch cannot be cut into `count` micro-batches; None where it can, or where nobody has looked."""
         return None
 
+    def has_first_pass(self, count: int) -> bool:
+        """Whether `count` micro-batches are run forward twice (`Graph.has_first_pass`), where they are proven."""
+        return False
+
     def estimate(self, rows: int) -> Graph:
         """The graph at any number of rows as if it were affine; where nothing but one row was ever asked for, traced.
 

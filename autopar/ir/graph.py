@@ -169,16 +169,19 @@ class LayerRun:
 class Accumulation:
     """How several micro-batches make the whole batch's loss, as `options/micro_batches.py` has proven it.
 
-    whole: tensors whose value, wherever it is read, is the sum of those of all micro-batches. scales: what an input of
-    a call is multiplied by before the call, by (scope, call, number of the input). loss: what the loss is multiplied
-    by; the step takes the mean over the micro-batches after that. repeated: calls (scope, name) of dropout whose mask
-    is the same in all micro-batches; the others' goes on from one to the next.
+    whole: tensors whose value, wherever it is read, is the sum of those of all micro-batches, computed ahead of the
+    step. scales: what an input of a call is multiplied by before the call, by (scope, call, number of the input). loss:
+    what the loss is multiplied by; the step takes the mean over the micro-batches after that. repeated: calls (scope,
+    name) of dropout whose mask is the same in all micro-batches; the others' goes on from one to the next. summed:
+    further tensors like `whole`, by (scope, tensor), whose sum a first pass of the step finds; their gradient is the
+    micro-batch's own, times the number of micro-batches.
     """
 
     whole: tuple[Ref, ...] = ()
     scales: Mapping[tuple[str, str, int], Fraction] = field(default_factory=dict)
     loss: Fraction = Fraction(1)
     repeated: frozenset[tuple[str, str]] = frozenset()
+    summed: tuple[tuple[str, Ref], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,11 @@ class Graph:
     experts_padded_to: int = 1
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def has_first_pass(self) -> bool:
+        """Whether a step runs the forwards of all its micro-batches twice, first for sums over them."""
+        return self.accumulation is not None and bool(self.accumulation.summed)
 
 
 Result = TypeVar("Result")

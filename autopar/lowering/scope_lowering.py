@@ -139,10 +139,20 @@ class Lowering:
         call = Call(local.op, args, kwargs, results, section=node.module)
         self.pending.append(lower_call(self, node, operator, option, local, call))
         for ref, placements in made:
+            self._complete(ref, node.module)
             kept = self.shared.assignment.tensors.get((self.scope.name, ref))
             if kept is not None and kept != placements and ref in self.uses:
                 self.use(ref, kept, rename=False)
                 self.lies[ref] = kept
+
+    def _complete(self, ref: Ref, section: str) -> None:
+        """What follows reads the sum over all micro-batches of what was made, where the accumulation says so."""
+        found = self.shared.graph.accumulation
+        summed = [ref for scope, ref in found.summed if scope == self.scope.name] if found is not None else []
+        if ref in summed and ref in self.uses:
+            variable = self.at_hand[ref, self.lies[ref]]
+            args = variable, summed.index(ref)
+            self.pending.append(Call("self.whole_sum", args, (), (variable,), section=section))
 
     def _scaled(self, node: Node, index: int, variable: Var) -> Var:
         """What a call reads, multiplied as the micro-batches' accumulation says."""
@@ -185,6 +195,8 @@ class Lowering:
                 results=tuple(results),
             )
         )
+        for index in range(len(results)):
+            self._complete(Ref(run.name, index), "")
 
     def _layer_output(self, layer: Scope, run: LayerRun, inner: Ref, position: int | None) -> Placements:
         assignment = self.shared.assignment

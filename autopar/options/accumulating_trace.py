@@ -36,6 +36,13 @@ class AccumulatingTrace(BatchedTrace):
         found = self._proof(self._batch_size // count)
         return found if isinstance(found, str) else None
 
+    def has_first_pass(self, count: int) -> bool:
+        """Whether a step of `count` equal micro-batches runs their forwards twice; False without a proof."""
+        if count == 1 or self._batch_size % count:
+            return False
+        found = self._proof(self._batch_size // count)
+        return isinstance(found, Graph) and found.has_first_pass
+
     def _graph(self, rows: int) -> Graph:
         """What the whole batch's program does with `rows` of its rows.
 

@@ -36,10 +36,17 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How the whole batch's value follows from the micro-batches', see `micro_batches.py`."""
+    """How the whole batch's value follows from the micro-batches', see `micro_batches.py`.
+
+    is_late: it depends on a sum that the first pass of a step finds, and is right in the second alone.
+    has_own_gradient: its value is the same for all micro-batches, and its gradient is not: their mean is that of the
+    whole batch.
+    """
 
     placement: Placement
     scale: Fraction = ONE
+    is_late: bool = False
+    has_own_gradient: bool = False
 
     @property
     def is_sum(self) -> bool:
@@ -72,6 +79,22 @@ class Site:
     @property
     def grows(self) -> bool:
         return any(a.shape != b.shape for a, b in zip(self.node.outputs, self.twin.outputs, strict=True))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether an input or a result has rows of the batch."""
+        return self.grows or any(share.placement.is_shard for share in self.inputs)
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """The inputs that are sums over the batch, complete after the last micro-batch."""
+        return tuple(i for i, share in enumerate(self.inputs) if share.is_sum)
+
+    @property
+    def with_own_gradients(self) -> tuple[int, ...]:
+        """The inputs that have a gradient of their own in every micro-batch, which the call's results hand on."""
+        has_gradient = any(meta.requires_grad for meta in self.node.outputs)
+        return tuple(i for i, share in enumerate(self.inputs) if share.has_own_gradient and has_gradient)
 
     @property
     def adds_number(self) -> bool:

@@ -18,15 +18,16 @@ micro-batch, and a factor or divisor that differs goes into c. A call is
     not so                      inputs of S and R are multiplied by their c first (`Accumulation.scales`)
     linear in a P               the result is P. What is added to it and is R has to be 1/m of it in every micro-batch,
                                 hence c = 1/m asks for nothing: a mean loss plus a penalty on parameters stays as it is
-    not linear in a P           exp(P), P * P, x / P: its sum must be known before. Where it depends on the batch and on
-                                buffers alone (numbers of valid targets, sums of masks), it is computed first over all
-                                micro-batches and is R from then on (`Accumulation.whole`); otherwise
-                                the model needs its whole batch at once
+    not linear in a P           exp(P), P * P, x / P: its sum must be known before, and is R from then on
+                                (`known_sums.py`): of a P * P one where that needs no gradient, else both
 
 Likewise the whole batch is needed by calls that look across rows (a blocked factor), that have no rule, that number
 rows (arange), and by dropout whose mask would start anew in every micro-batch. A loss that is P is multiplied by m * c,
 since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-batches of what is
-differentiated is the whole batch's loss, as a function of the parameters, and what is known before depends on none.
+differentiated is the whole batch's loss, as a function of the parameters; of a sum that is known and has a gradient,
+the micro-batches' gradients have the whole batch's as their mean (`Share.has_own_gradient`). What is computed of such
+sums and of parameters has so too, and m-th parts of it may be added to a P. Rows and P's are multiplied by none: every
+row's gradient would be that of the micro-batch where the whole batch's is meant.
 
 The proof holds for the two graphs that it was given. It is linear in their calls; layers of one class are walked once
 for each way in which their inputs lie.
@@ -40,7 +41,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopar.frontend.effects import is_random
-from autopar.ir.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta, ancestors, repeated_calls
+from autopar.ir.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta
 from autopar.ir.placement import P, R, S
 from autopar.options.batch_shares import (
     ONE,
@@ -53,6 +54,7 @@ from autopar.options.batch_shares import (
     numbers_of,
 )
 from autopar.options.followed import factor_of
+from autopar.options.known_sums import Key, KnownSums, OthersKnownError
 from autopar.options.scopes import Scope, scopes_of
 from autopar.rules.call import Call
 from autopar.rules.loss import is_plain_cross_entropy
@@ -64,31 +66,24 @@ DRAWING = ("dropout", "scaled_dot_product_attention")
 """Random operators whose masks the run time draws by global position."""
 
 
-class _KnownBeforeError(Exception):
-    """Raised where the sums `refs` have to be known before the step."""
-
-    def __init__(self, refs: Sequence[Ref]) -> None:
-        self.refs = tuple(refs)
-
-
 def accumulation(whole: Graph, micro: Graph) -> Accumulation:
     """What micro-batches as `micro` must do to make the batch of `whole`. Raises WholeBatchError where they cannot."""
-    known: frozenset[Ref] = frozenset()
-    while True:
-        proof = _Proof(whole, micro, known)
+    refs, tried = frozenset[Key](), set[frozenset[Key]]()
+    while refs not in tried:
+        tried.add(refs)
         try:
-            return proof.run()
-        except _KnownBeforeError as found:
-            known |= frozenset(found.refs)
+            return _Proof(whole, micro, KnownSums(whole, refs)).run()
+        except OthersKnownError as found:
+            refs = found.refs
+    raise WholeBatchError("sums over the batch depend on one another")
 
 
 class _Proof:
-    """One walk over both graphs. known: sums that are complete before the step."""
+    """One walk over both graphs. known: sums that are complete before they are read."""
 
-    def __init__(self, whole: Graph, micro: Graph, known: frozenset[Ref]) -> None:
+    def __init__(self, whole: Graph, micro: Graph, known: KnownSums) -> None:
         self.whole, self.micro, self.known = whole, micro, known
         self.count = whole.batch_size // micro.batch_size
-        self.before = repeated_calls(whole) | {i.name for i in whole.inputs}
         self.scales: dict[tuple[str, str, int], Fraction] = {}
         self.counted: list[Ref] = []
         self.scopes = {scope.name: scope for scope in scopes_of(whole)}
@@ -110,25 +105,21 @@ class _Proof:
                 shares |= self.call(self.scopes[""], piece, twin, shares)
             else:
                 raise WholeBatchError("the model has other layers for a micro-batch than for the whole batch")
-        self.check_order()
-        order = {piece.name: number for number, piece in enumerate(body)}
-        known = tuple(sorted(self.known, key=lambda ref: (order[ref.node], ref.index)))
+        self.known.check_counted(self.counted)
         used = {key: scale for key, scale in self.scales.items() if scale != 1}
         repeated = frozenset(key for key, goes_on in self.draws.items() if not goes_on)
-        return Accumulation(known, used, self.loss_scale(shares[self.whole.loss]), repeated)
+        return Accumulation(
+            whole=self.known.before,
+            scales=used,
+            loss=self.loss_scale(shares[self.whole.loss]),
+            repeated=repeated,
+            summed=self.known.summed,
+        )
 
     def loss_scale(self, loss: Share) -> Fraction:
         if loss.placement.is_shard:
             raise WholeBatchError("the loss has one value per row of the batch")
         return loss.scale * self.count if loss.is_sum else loss.scale
-
-    def check_order(self) -> None:
-        """What is known before a step must not need something else that is."""
-        names = {ref.node for ref in self.known}
-        for ref in (*self.known, *self.counted):
-            inner = (ancestors(self.whole, ref) & names) - {ref.node}
-            if inner:
-                raise WholeBatchError(f"{ref.node}, a sum over the batch, depends on another one, {min(inner)}")
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +135,11 @@ class _Proof:
                 entering[position] = leaving[output]
             if before == tuple(entering):
                 break
-        return {Ref(run.name, index): share for index, share in enumerate(leaving)}
+        found = {Ref(run.name, index): share for index, share in enumerate(leaving)}
+        return {
+            ref: self.known.after(("", ref), share, meta.requires_grad)
+            for (ref, share), meta in zip(found.items(), run.outputs, strict=True)
+        }
 
     def layer(self, name: str, entering: tuple[Share, ...]) -> tuple[Share, ...]:
         if (name, entering) not in self.walked:
@@ -164,7 +159,9 @@ class _Proof:
     def call(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> dict[Ref, Share]:
         """The shares of a call's results."""
         site = self.site(scope, node, twin, shares)
-        if any(share.is_sum for share in site.inputs):
+        if site.with_own_gradients and site.has_rows:
+            raise site.error("is not linear in a sum over the batch, whose gradient is not known for single rows")
+        if site.sums:
             found = self.of_sums(site)
         elif any(share.placement.is_shard for share in site.inputs):
             found = self.of_rows(site)
@@ -203,9 +200,11 @@ class _Proof:
             shape[share.placement.dim] //= self.count
         if tuple(shape) != micro.shape or whole.dtype != micro.dtype:
             raise site.error(f"makes {_text(micro)} of a micro-batch and {_text(whole)} of the whole batch")
-        if share.is_sum and site.scope.layer is None and Ref(site.node.name, index) in self.known:
-            return Share(R, share.scale)
-        return share
+        is_own = bool(site.with_own_gradients) and whole.requires_grad and share.placement == R
+        is_late = any(each.is_late for each in site.inputs)
+        share = replace(share, is_late=is_late, has_own_gradient=is_own)
+        parts = [self.known.key(site.scope, site.node.inputs[i]) for i in site.sums]
+        return self.known.after((site.scope.name, Ref(site.node.name, index)), share, whole.requires_grad, parts)
 
     def of_nothing(self, site: Site) -> tuple[Share, ...]:
         """The shares of rows that are made of what has none: filled or expanded."""
@@ -266,7 +265,7 @@ class _Proof:
     def check_counted(self, site: Site) -> None:
         """A mean over targets that are not ignored: the program counts them before the step, or cannot."""
         target = site.node.inputs[1]
-        is_before = site.scope.layer is None and target.node in self.before
+        is_before = site.scope.layer is None and self.known.needs_batch_only(target)
         if not is_plain_cross_entropy(site.node, site.call.inputs) or not is_before:
             raise site.error("divides by a number of targets that is known only after the forward")
         self.counted.append(target)
@@ -322,22 +321,20 @@ class _Proof:
 
     def of_sums(self, site: Site) -> tuple[Share, ...]:
         """The shares of a call's results where some inputs are P."""
-        sums = [i for i, share in enumerate(site.inputs) if share.is_sum]
-        has_rows = site.grows or any(share.placement.is_shard for share in site.inputs)
-        sets = () if has_rows else linear_sets(site)
-        for members, adds_number in sorted(sets, key=lambda pair: len(set(sums) - pair[0])):
-            rest = [i for i in sums if i not in members]
-            if rest and self.are_before(site, rest):
-                raise _KnownBeforeError([site.node.inputs[i] for i in rest])
-            if not rest:
+        sums, own = site.sums, site.with_own_gradients
+        sets = [] if site.has_rows else linear_sets(site)
+        rests = []
+        for members, adds_number in sets:
+            rests.append([i for i in sums if i not in members])
+            if not rests[-1] and members.issuperset(own):
                 return self.linear_in(site, members, adds_number)
-        if not self.are_before(site, sums):
-            raise site.error("is not linear in a sum over the batch, which is complete only after the last micro-batch")
-        raise _KnownBeforeError([site.node.inputs[i] for i in sums])
-
-    def are_before(self, site: Site, indices: Sequence[int]) -> bool:
-        """Whether these inputs depend on the batch and on buffers alone."""
-        return site.scope.layer is None and all(site.node.inputs[i].node in self.before for i in indices)
+        # It is linear in the others once these are known.
+        partly = sorted(filter(None, rests), key=len)
+        for indices in (*partly, sums):
+            if all(self.known.needs_batch_only(site.node.inputs[i]) for i in indices) and site.scope.layer is None:
+                raise self.known.and_inputs(site, indices)
+        without = [rest for rest in partly if not any(site.call.inputs[i].requires_grad for i in rest)]
+        raise self.known.and_inputs(site, without[0] if without else sums)
 
     def linear_in(self, site: Site, members: frozenset[int], adds_number: bool) -> tuple[Share, ...]:
         """The sums are among `members`, in which the call is linear; what is beside them there is R."""

@@ -48,7 +48,7 @@ def bound_without_parameters(costs: ConfigCosts, config: ParallelConfig) -> floa
 def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedLayer, rows: int) -> float:
     """The same from what `rows` rows of a data-parallel rank take: one takes no less where there are fewer of them."""
     (own,) = config.stage_meshes
-    share, busy = config.rows_on(own) / rows, costs.busy(many, config.schedule)
+    share, busy = config.rows_on(own) / rows, costs.busy(many, config)
     micro, weight = ([share * seconds for seconds in kind] for kind in (busy.micro, busy.weight))
     return _bound(costs, config, [ClassSeconds(micro, weight, busy.step)], 0.0)
 

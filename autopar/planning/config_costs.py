@@ -71,18 +71,23 @@ class ConfigCosts:
             own = [stored.get(name, StoredCost()) for name in self.counts]
             self._synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
         per_micro, per_step = self._synchronised[key]
-        busy = self.busy(solved_layer, config.schedule)
+        busy = self.busy(solved_layer, config)
         return ClassSeconds(list(map(add, busy.micro, per_micro)), busy.weight, per_step)
 
     def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """On a stage mesh, whatever becomes of the parameters."""
-        return self.busy(self.solved_layer(config, stage_mesh), config.schedule)
+        return self.busy(self.solved_layer(config, stage_mesh), config)
 
-    def busy(self, solved_layer: SolvedLayer, schedule: str) -> ClassSeconds:
-        """Of a solved layer, whatever becomes of the parameters."""
+    def busy(self, solved_layer: SolvedLayer, config: ParallelConfig) -> ClassSeconds:
+        """Of a solved layer under a config, whatever becomes of the parameters."""
         own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
-        return ClassSeconds([each.under(schedule) for each in busy], [each.weight for each in busy], self._none)
+        num_forwards = 2 if self._has_first_pass(config) else 1
+        micro = [each.under(config.schedule, num_forwards) for each in busy]
+        return ClassSeconds(micro, [each.weight for each in busy], self._none)
+
+    def _has_first_pass(self, config: ParallelConfig) -> bool:
+        return self.request.trace.has_first_pass(config.num_micro_batches)
 
     def modes(self, cost: LayerCost) -> Mapping[str, Mode]:
         """The modes of a unit that the constraints and the device leave."""
@@ -92,7 +97,9 @@ class ConfigCosts:
         """The parameters of every unit on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         # Gradients that are summed over micro-batches take room of their own, however many there are.
-        key = stage_mesh, solved_layer.storage, config.zero, config.offload, config.num_micro_batches > 1
+        # A first pass gathers parameters once more.
+        kind = config.num_micro_batches > 1, self._has_first_pass(config)
+        key = stage_mesh, solved_layer.storage, config.zero, config.offload, kind
         if key not in self._stored:
             parameters = self._parameters(solved_layer, config.zero)
             self._stored[key] = stored_costs(self.graph, self._pricer(config, stage_mesh), parameters)
@@ -113,11 +120,12 @@ class ConfigCosts:
     def chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
         """Every unit on a stage mesh, with its parameters and what crosses the boundary before it."""
         solved_layer = self.solved_layer(config, stage_mesh)
+        pricer = self._pricer(config, stage_mesh)
         return ChainCosts(
             graph=self.graph,
-            pricer=self._pricer(config, stage_mesh),
+            pricer=pricer,
             parameters=solved_layer.parameters(config.zero),
-            costs=combined(solved_layer.costs, self.stored(config, stage_mesh)),
+            costs=combined(solved_layer.costs, self.stored(config, stage_mesh), pricer.num_forwards),
             boundary_bytes=solved_layer.call_costs.boundary_bytes,
             group=stage_mesh.group,
         )
@@ -125,4 +133,5 @@ class ConfigCosts:
     def _pricer(self, config: ParallelConfig, stage_mesh: StageMesh) -> Pricer:
         """Prices of what is stored on a stage mesh."""
         group = self.groups[stage_mesh.group]
-        return pricer_for(group, stage_mesh.mesh, config.num_micro_batches, config.offload)
+        count, has_first_pass = config.num_micro_batches, self._has_first_pass(config)
+        return pricer_for(group, stage_mesh.mesh, count, config.offload, has_first_pass)

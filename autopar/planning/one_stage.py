@@ -81,7 +81,8 @@ def lower_bound(mesh: Mesh, request: Request) -> float:
 def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
     """Step time on `mesh` with `count` micro-batches if memory were free; it does not fall as the count grows."""
     graph = request.trace(request.global_batch_size // count)
-    search_space = build_search_space(graph, operators_of(graph), pricer_for(request, mesh, count), request.constraints)
+    pricer = pricer_for(request, mesh, count, has_first_pass=graph.has_first_pass)
+    search_space = build_search_space(graph, operators_of(graph), pricer, request.constraints)
     return solve(search_space.problem).objective
 
 
@@ -155,7 +156,7 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_second
 def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
     """Solve; where the transients of the solution do not fit beside it, solve again with less."""
     graph, operators = operators_at(request, request.global_batch_size // count)
-    pricer = pricer_for(request, mesh, count)
+    pricer = pricer_for(request, mesh, count, has_first_pass=graph.has_first_pass)
     room, transient = _room_bytes(graph, request), 0.0
     for _ in range(MAX_TRANSIENT_ROUNDS):
         search_space = build_search_space(graph, operators, pricer, request.constraints, room - transient)

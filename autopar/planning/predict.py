@@ -41,7 +41,7 @@ def simulate_plan(request: Request, candidate: Candidate) -> Simulated:
     chains: dict[StageMesh, ChainCosts] = {}
     for stage_mesh in dict.fromkeys(plan.stage_meshes):
         group, mesh = request.of_group(stage_mesh.group), stage_mesh.mesh.compact
-        pricer = pricer_for(group, mesh, plan.num_micro_batches, plan.pipeline.offload)
+        pricer = pricer_for(group, mesh, plan.num_micro_batches, plan.pipeline.offload, graph.has_first_pass)
         assignment = on_axes(candidate.assignment, plan.mesh.axes, mesh.axes)
         chains[stage_mesh] = _chain_costs(graph, operators, pricer, assignment, stage_mesh.group)
     capacities = [float(request.capacity_bytes(stage_mesh.group)) for stage_mesh in plan.stage_meshes]

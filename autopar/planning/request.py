@@ -95,12 +95,16 @@ class Request:
         return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
 
 
-def pricer_for(request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "") -> Pricer:
+def pricer_for(
+    request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "", has_first_pass: bool = False
+) -> Pricer:
     """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Sums over
     tensor-parallel ranks run beside weight gradients where programs do that. Devices are as slow as the slowest of all
     that wait for one another."""
     on_cpu = is_cpu(request.cluster)
-    training = replace(request.training, num_micro_batches=num_micro_batches, offload=offload)
+    training = replace(
+        request.training, num_micro_batches=num_micro_batches, has_first_pass=has_first_pass, offload=offload
+    )
     kind = _PRICERS[request.kernels, request.fp8]
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
     hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION

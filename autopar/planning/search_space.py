@@ -140,8 +140,9 @@ class _Builder:
                 scope, operator, self.options[scope.name, node.name], self.pricer.mesh
             )
             seconds = [
-                sum(self.pricer.operator_seconds(operator, o)) + self._loss_seconds(scope, node.name, o)
+                forward * self.pricer.num_forwards + backward + self._loss_seconds(scope, node.name, o)
                 for o in options
+                for forward, backward in (self.pricer.operator_seconds(operator, o),)
             ]
             usage = [self.pricer.saved_bytes(operator, o, kept.get(node.name, ())) for o in options]
             variable = SearchVariable(

@@ -106,7 +106,10 @@ def _batch_text(compiled: GeneratedProgram) -> str:
     whole, count = plan.global_batch_size // plan.num_micro_batches, plan.num_micro_batches
     rows = sorted({whole // stage_mesh.mesh.num_data_ranks for stage_mesh in plan.stage_meshes})
     noun = "micro-batch" if count == 1 else "micro-batches"
-    return f"{plan.global_batch_size} rows a step: {count} {noun} of {' or '.join(map(str, rows))} rows per dp rank"
+    twice = ", whose forwards run twice, first for sums over the batch" if compiled.best.graph.has_first_pass else ""
+    return (
+        f"{plan.global_batch_size} rows a step: {count} {noun} of {' or '.join(map(str, rows))} rows per dp rank{twice}"
+    )
 
 
 def _prediction_text(compiled: GeneratedProgram) -> str:

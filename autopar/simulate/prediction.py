@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.costs.layer_costs import ACCUMULATION, HIDDEN, RECOMPUTATION
+from autopar.costs.layer_costs import ACCUMULATION, FIRST_PASS, HIDDEN, RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE, Simulated
 from autopar.ir.plan_data import Prediction
 from autopar.simulate.scenario import Scenario
@@ -20,7 +20,7 @@ from cost_models.hardware import Device, Link
 from cost_models.mixed import AnyCluster
 
 GROUPS = ("compute", "exposed communication", "hidden communication", "idle", "optimizer", "memory")
-COMPUTE = frozenset({RECOMPUTATION, ACCUMULATION, "local resharding"})
+COMPUTE = frozenset({RECOMPUTATION, FIRST_PASS, ACCUMULATION, "local resharding"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from .mesh import Mesh
-from .parameters import Module, RngState
-from .part import Part, PartOptions, mean_loss
+from .parameters import Module, RngState, needs_first_pass
+from .part import Batches, Part, PartOptions, mean_loss
 
 What = Literal["gradients", "state"]
 
@@ -49,7 +49,7 @@ class Accumulation:
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """Trains as `Executor.train` says."""
         (part,) = self.parts
-        batches, targets = part.prepare(local_batch)
+        batches, targets = self._prepare(local_batch)
         losses = []
         for index, inputs in enumerate(batches):
             self.rng.micro_batch = index
@@ -63,8 +63,21 @@ class Accumulation:
 
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """Evaluates as `Executor.evaluate` says."""
+        return mean_loss(self._forwards(self._prepare(local_batch)))
+
+    def _prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
+        """What each forward takes, with the sums over all micro-batches found where there are such."""
         (part,) = self.parts
-        batches, targets = part.prepare(local_batch)
+        prepared = part.prepare(local_batch)
+        if needs_first_pass(self.programs[0]):
+            with part.first_pass():
+                self._forwards(prepared)
+        return prepared
+
+    def _forwards(self, prepared: Batches) -> list[Tensor]:
+        """The losses of all micro-batches; gradients must be off."""
+        (part,) = self.parts
+        batches, targets = prepared
         losses = []
         for index, inputs in enumerate(batches):
             self.rng.micro_batch = index
@@ -72,7 +85,7 @@ class Accumulation:
             losses.append(part.model(**inputs, **targets))
             part.zero.end(has_backward=False)
         self.mesh.finish()
-        return mean_loss(losses)
+        return losses
 
     def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Reads as `Executor.read` says; all ranks get everything anyway."""

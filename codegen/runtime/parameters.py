@@ -135,6 +135,11 @@ def declared(root: type[Module]) -> Iterator[tuple[str, Param, tuple[str, ...]]]
             yield f"{path}.{name}", spec, tuple(f"{path}.{alias}" for alias in spec.aliases)
 
 
+def needs_first_pass(root: type[Module]) -> bool:
+    """Whether a class of the program reads sums over all micro-batches, which a first pass has to find."""
+    return any(cls.needs_first_pass for cls in (root, *root.LAYERS))
+
+
 def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
     """This rank's part of a whole tensor, contiguous (a view where that is one), with its share of the padding."""
     if isinstance(spec, Param) and spec.padding:
@@ -222,7 +227,8 @@ class Module(nn.Module):
     attribute `recompute` ("none", "selective", "full") and `offload_activations`; none where a class is absent.
     RECEIVES, SENDS (root of a pipeline's stage only): tensors of earlier stages that `forward` takes, and the ones for
     later stages that it returns, in order; as INPUTS, placed on this stage's mesh (R and S only). FIRST_LAYER: class ->
-    how many instances earlier stages have. JOINTS: what `Mesh.joint` is asked for.
+    how many instances earlier stages have. JOINTS: what `Mesh.joint` is asked for. needs_first_pass: whether it is a
+    `whole_sums.SummingModule`.
     """
 
     PARAMETERS: ClassVar[Mapping[str, Param]] = {}
@@ -239,6 +245,7 @@ class Module(nn.Module):
     FIRST_LAYER: ClassVar[Mapping[type[Module], int]] = {}
     RECOMPUTE: ClassVar[Mapping[type[Module], tuple[Mode, ...]]] = {}
     OFFLOAD: ClassVar[Mapping[type[Module], tuple[bool, ...]]] = {}
+    needs_first_pass: ClassVar[bool] = False
 
     def __init__(self, mesh: Mesh, rng: RngState | None = None, path: str = "", layer_index: int = 0) -> None:
         super().__init__()

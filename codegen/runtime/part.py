@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,6 +124,23 @@ class Part:
         rng = self.model.rng
         rng.micro_batch_rows = max(rng.micro_batch_rows, spec.shape[0])
         return torch.chunk(value, count)
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """The context of forwards of all micro-batches that only find the sums over these (`whole_sums.py`)."""
+        summing: list[Any] = [module for module in self.model.units() if module.needs_first_pass]
+        written = self.written_buffers()
+        before = [value.clone() for value in written]
+        for module in summing:
+            module.begin_first_pass()
+        with torch.no_grad():
+            try:
+                yield
+            finally:
+                for value, kept in zip(written, before, strict=True):
+                    value.copy_(kept)
+                for module in summing:
+                    module.end_first_pass()
 
     def count_forward(self) -> None:
         """Buffers that count forwards go on by one: a step is one forward of the whole batch."""

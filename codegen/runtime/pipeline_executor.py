@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .mesh import Mesh
-from .parameters import Module, RngState
+from .parameters import Module, RngState, needs_first_pass
 from .part import Batches, Part, PartOptions, mean_loss
 from .pipeline import Pipeline
 from .tied_gradients import TiedGradients
@@ -202,12 +203,21 @@ class PipelineExecutor:
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """The global mean loss of the forwards alone; gradients must be off."""
         self._prepare(local_batch)
-        return self._share(self._run(self._evaluation[self._pipeline_rank], self._incoming_evaluation))
+        return self._share(self._forwards())
 
     def _prepare(self, local_batch: Mapping[str, Tensor]) -> None:
         for stage in self._stages.values():
             stage.held.clear()
             stage.batches = stage.part.prepare(local_batch)
+        if any(map(needs_first_pass, self.programs)):
+            with ExitStack() as stack:
+                for part in self.parts:
+                    stack.enter_context(part.first_pass())
+                self._forwards()
+
+    def _forwards(self) -> dict[int, Tensor]:
+        """The losses by micro-batch of the forwards alone, on the ranks of the last stage; gradients must be off."""
+        return self._run(self._evaluation[self._pipeline_rank], self._incoming_evaluation)
 
     def _run(self, line: Sequence[Action], incoming: Mapping[int, Sequence[Transfer]]) -> dict[int, Tensor]:
         """The losses by micro-batch, on the ranks of the last stage."""

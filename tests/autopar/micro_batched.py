@@ -28,12 +28,15 @@ def loss_in_micro_batches(graph: Graph, model: nn.Module, batch: Mapping[str, Te
     assert found is not None
     parts = [_part(graph, batch, index, count) for index in range(count)]
     tensors = tensors_of(model)
-    known: dict[Ref, Tensor] = {}
+    known: dict[Ref, Tensor | _Summed] = {}
     for part in parts:
         for ref in found.whole:
             value = _run(graph, tensors, part, {}, ancestors(graph, ref))[ref]
             known[ref] = known[ref] + value if ref in known else value
     known |= _counts(graph, tensors, parts)
+    assert not any(scope for scope, _ in found.summed), "sums inside layers are for real programs"
+    first = [_run(graph, tensors, part, known, None) for part in parts]
+    known |= {ref: _Summed([values[ref].detach() for values in first]) for _, ref in found.summed}
     losses = [_run(graph, tensors, part, known, None)[graph.loss] for part in parts]
     return torch.stack([_scaled(loss, found.loss) for loss in losses]).mean()
 
@@ -66,7 +69,7 @@ def _run(
     graph: Graph,
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
-    known: Mapping[Ref, Tensor],
+    known: Mapping[Ref, Tensor | _Summed],
     only: set[str] | None,
 ) -> dict[Ref, Tensor]:
     """All values; of `only` these pieces where that is given. known: what is complete already."""
@@ -80,11 +83,25 @@ def _run(
             values |= {Ref(piece.name, index): value for index, value in enumerate(outputs)}
         else:
             _run_scaled(graph, piece, values, known.get(Ref("count", hash(piece.name))))
-            values |= {ref: value for ref, value in known.items() if ref.node == piece.name}
+        for ref, value in known.items():
+            if ref.node == piece.name:
+                values[ref] = value.with_gradient_of(values[ref]) if isinstance(value, _Summed) else value
     return values
 
 
-def _run_scaled(graph: Graph, node: Node, values: dict[Ref, Tensor], count: Tensor | None) -> None:
+class _Summed:
+    """A sum that a first pass found. parts: of the micro-batches."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+
+    def with_gradient_of(self, own: Tensor) -> Tensor:
+        """The sum, with the gradient of one part times their number."""
+        whole = torch.stack(self.parts).sum(0).to(own.dtype)
+        return whole + len(self.parts) * (own - own.detach()) if own.requires_grad else whole
+
+
+def _run_scaled(graph: Graph, node: Node, values: dict[Ref, Tensor], count: Any) -> None:
     assert graph.accumulation is not None
     scales = [graph.accumulation.scales.get(("", node.name, i)) for i in range(len(node.inputs))]
     read = {Ref(f"input {i}"): _scaled(values[ref], scales[i]) for i, ref in enumerate(node.inputs)}
