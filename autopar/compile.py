@@ -23,6 +23,7 @@ from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.frontend.evaluation import check_norms, why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
+from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.trace import find_cuts, trace
@@ -142,11 +143,13 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     limits, given = Constraints.parse(options.constraints), options.given_plan
     multiple = limits.degrees.get("tp", 1) if given is None else given.padded_to
     shares = limits.expert_ranks if given is None else given.experts_padded_to
-    multiple, shares = (1, 1) if needs.problem else (multiple, shares)  # an update that sees tensors whole sees padding
+    heads = limits.degrees.get("tp", 1) if given is None else given.heads_padded_to
+    if needs.problem:  # an update that sees tensors whole sees padding
+        multiple, shares, heads = 1, 1, 1
 
     def trace_at(micro_rows: int) -> Graph:
         graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
-        return with_whole_shares(padded(graph, multiple), shares)
+        return with_whole_heads(with_whole_shares(padded(graph, multiple), shares), heads)
 
     traced = AccumulatingTrace(trace_at, rows)
     limits.check(traced(rows))
