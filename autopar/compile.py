@@ -84,6 +84,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         result = planned_together(request, functools.partial(reprice, request, given))
     else:
         result = planned_together(request, functools.partial(advised_search, request))
+        request = request.of(result.best.graph)
     best, traits = result.best, traits_of(model)
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
@@ -147,11 +148,13 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     if needs.problem:  # an update that sees tensors whole sees padding
         multiple, shares, heads = 1, 1, 1
 
+    @functools.cache
     def trace_at(micro_rows: int) -> Graph:
         graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
-        return with_whole_heads(with_whole_shares(padded(graph, multiple), shares), heads)
+        return with_whole_shares(padded(graph, multiple), shares)
 
-    traced = AccumulatingTrace(trace_at, rows)
+    traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows)
+    has_choice = given is None and traced(rows).heads_padded_to > 1
     limits.check(traced(rows))
     reason = traced.whole_batch_reason(limits.micro_batches or 1)
     if reason is not None:
@@ -178,15 +181,23 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
         needs=needs,
         no_evaluation=no_evaluation,
         backend=options.backend,
+        unpadded=AccumulatingTrace(trace_at, rows) if has_choice else None,
     )
 
 
 def advised_search(request: Request) -> SearchResult:
-    """search_plans, whose error says what else would do where nothing fits."""
-    try:
-        return search_plans(request)
-    except InfeasibleError as error:
-        raise advised(request, error) from None
+    """search_plans, whose error says what else would do where nothing fits; with heads of padding or without, as is
+    faster."""
+    found: list[SearchResult] = []
+    failures: list[InfeasibleError | ConstraintError] = []
+    for each in (request, *([replace(request, trace=request.unpadded)] if request.unpadded is not None else [])):
+        try:
+            found.append(search_plans(each))
+        except (InfeasibleError, ConstraintError) as error:
+            failures.append(error)
+    if not found:
+        raise advised(request, failures[0]) if isinstance(failures[0], InfeasibleError) else failures[0]
+    return min(found, key=lambda result: result.best.plan.prediction.step_seconds)
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:

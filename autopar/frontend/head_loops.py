@@ -102,10 +102,11 @@ class Scope:
         if rule is None or not is_known:
             return None
         taken, made = [*zip(node.inputs, rule.inputs, strict=True)], [*zip(_results(node), rule.outputs, strict=True)]
-        loops = [_loop(rule, dims[longer.dim], longer) for each, dims in (*taken, *made) if each == ref]
-        if None in loops or len(set(loops)) != 1 or loops[0] is None:
+        loops = {_loop(rule, dims[longer.dim], longer) for each, dims in (*taken, *made) if each == ref}
+        loop = loops.pop()
+        if loop is None or loops:
             return None
-        factor, inside = loops[0]
+        factor, inside = loop
         with_it = [(each, _placed(rule, dims, factor, inside)) for each, dims in (*taken, *made)]
         longer_ones = [(each, other) for each, other in with_it if other is not None]
         is_taken = any(other for _, other in with_it[: len(taken)])

@@ -39,18 +39,19 @@ def with_whole_heads(graph: Graph, multiple: int) -> Graph:
     if multiple == 1:
         return graph
     runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
-    nodes = [piece for piece in graph.body if isinstance(piece, Node)]
+    nodes = [piece for piece in graph.body if not isinstance(piece, LayerRun)]
     classes = {run.layer.name: run.layer for run in runs}
     paths = {name: [path for run in runs if run.layer.name == name for path in run.instances] for name in classes}
-    own, layers, longer = _read_once(graph, runs, nodes), dict(classes), dict[str, Longer]()
+    own, layers, longer = _read_once(graph, runs), dict(classes), dict[str, Longer]()
     for name, layer in classes.items():
         metas = dict(layer.inputs) | {p.name: p.meta for p in layer.parameters}
         alone = {p.name for p in layer.parameters if all(f"{path}.{p.name}" in own for path in paths[name])}
         work = _Padding.of(layer.nodes, metas, alone, frozenset(layer.outputs), multiple)
         longer |= {f"{path}.{ref.node}": each for path in paths[name] for ref, each in work.found.items()}
         parameters = tuple(_padded(p, work.found.get(Ref(p.name))) for p in layer.parameters)
-        layers[name] = replace(layer, parameters=parameters, nodes=tuple(work.nodes()))
-    metas = {each.name: each.meta for each in (*graph.inputs, *graph.parameters)}
+        nodes_of_layer = (new for node in layer.nodes for new in work.rewritten(node))
+        layers[name] = replace(layer, parameters=parameters, nodes=tuple(nodes_of_layer))
+    metas = {i.name: i.meta for i in graph.inputs} | {p.name: p.meta for p in graph.parameters}
     leaving = frozenset({graph.loss, *(ref for run in runs for ref in run.args)})
     outer = _Padding.of(nodes, metas, own, leaving, multiple, runs)
     longer |= {ref.node: each for ref, each in outer.found.items()}
@@ -59,12 +60,14 @@ def with_whole_heads(graph: Graph, multiple: int) -> Graph:
         return graph
     body: list[Node | LayerRun] = []
     for piece in graph.body:
-        is_run = isinstance(piece, LayerRun)
-        body += [replace(piece, layer=layers[piece.layer.name])] if is_run else outer.rewritten(piece)
+        if isinstance(piece, LayerRun):
+            body.append(replace(piece, layer=layers[piece.layer.name]))
+        else:
+            body += outer.rewritten(piece)
     return replace(graph, parameters=parameters, body=tuple(body), heads_padded_to=multiple)
 
 
-def _read_once(graph: Graph, runs: Sequence[LayerRun], nodes: Sequence[Node]) -> set[str]:
+def _read_once(graph: Graph, runs: Sequence[LayerRun]) -> set[str]:
     """Names of parameters that one scope reads, under their first names."""
     first = {name: p.name for p in graph.parameters for name in (p.name, *p.aliases)}
     readers: dict[str, set[tuple[str, str]]] = {}
@@ -73,7 +76,7 @@ def _read_once(graph: Graph, runs: Sequence[LayerRun], nodes: Sequence[Node]) ->
             for p in run.layer.parameters:
                 name = f"{path}.{p.name}"
                 readers.setdefault(first.get(name, name), set()).add((path, name))
-    for ref in (ref for piece in (*nodes, *runs) for ref in piece.inputs):
+    for ref in (ref for piece in graph.body for ref in piece.inputs):
         readers.setdefault(first.get(ref.node, ref.node), set()).add(("", ref.node))
     stored = {p.name for p in graph.parameters if not p.is_buffer and not p.padding}
     return {name for name in stored if [each for _, each in readers.get(name, ())] == [name]}
@@ -107,7 +110,8 @@ class _Padding:
     ) -> _Padding:
         """What is padded of a scope. parameters: names of those that are read there alone."""
         known = {Ref(name): meta for name, meta in metas.items()}
-        known |= {Ref(each.name, i): meta for each in (*nodes, *runs) for i, meta in enumerate(each.outputs)}
+        pieces: list[Node | LayerRun] = [*nodes, *runs]
+        known |= {Ref(each.name, i): meta for each in pieces for i, meta in enumerate(each.outputs)}
         scope = Scope(nodes, frozenset(map(Ref, parameters)), known, leaving)
         found: dict[Ref, Longer] = {}
         masked: set[tuple[str, Ref]] = set()
@@ -123,11 +127,6 @@ class _Padding:
                     masked |= summed
                     break
         return cls(scope, found, frozenset(masked), {ref.node for ref in known})
-
-    def nodes(self) -> Iterator[Node]:
-        """All calls."""
-        for node in self.scope.nodes:
-            yield from self.rewritten(node)
 
     def rewritten(self, node: Node) -> Iterator[Node]:
         """A call, and those that zero what it sums over."""
@@ -147,14 +146,11 @@ class _Padding:
             (*_, new) = self.rewritten(node)
             if new == node or base_name(node.op) in ATTENTION:
                 continue
-            op, metas = find_op(new.op), [self._meta(ref, self.scope.metas.get(ref)) for ref in node.inputs]
-            tensors = iter([torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas])
-            args, kwargs = map_refs((new.args, tuple(new.kwargs)), lambda _, given=tensors: next(given))
+            metas = [self._meta(ref, self.scope.metas[ref]) for ref in node.inputs]
             try:
-                made = op(*_listed(args), **dict(kwargs)) if op else ()
+                shapes = _shapes(new, metas)
             except (RuntimeError, ValueError):
                 return False
-            shapes = [tuple(each.shape) for each in (made if isinstance(made, tuple | list) else (made,))]
             if shapes != [meta.shape for meta in new.outputs]:
                 return False
         return True
@@ -210,7 +206,8 @@ class _Padding:
         steps += [("aten.lt.Scalar", own), ("aten.to.dtype", meta.dtype)]
         steps += [("aten.unsqueeze.default", -1)] * (len(meta.shape) - 1 - longer.dim)
         made: list[Node] = []
-        shape, dtype = (size,), torch.int64
+        shape: tuple[int, ...] = (size,)
+        dtype = torch.int64
         for op, argument in steps:
             dtype = torch.bool if op == "aten.lt.Scalar" else meta.dtype if op == "aten.to.dtype" else dtype
             shape = (*shape, 1) if op == "aten.unsqueeze.default" else shape
@@ -233,35 +230,35 @@ def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> l
     name = base_name(node.op)
     if (name not in ATTENTION and name != "softmax") or len(node.meta.shape) != 4:
         return []
-    heads, groups = node.meta.shape[1], node.meta.shape[1]
-    if name in ATTENTION:
-        given = metas[arguments_of(node)["key"]].shape
-        groups = given[1] if len(given) == 4 and given[1] > 1 else heads
+    heads = node.meta.shape[1]
+    keys = metas[arguments_of(node)["key"]].shape if name in ATTENTION else ()
+    groups = keys[1] if len(keys) == 4 and keys[1] > 1 else heads
 
-    def is_shared(heads: int, groups: int, own_groups: int) -> bool:
+    def is_shared(total: int, total_groups: int) -> bool:
         """Whether one loop of the attention is divided: that of groups, or that of the heads of one."""
-        return groups % multiple == 0 or (own_groups != own_heads and heads // groups % multiple == 0)
+        return total_groups % multiple == 0 or (groups < heads and total // total_groups % multiple == 0)
 
-    own_heads, own_groups = heads, groups
-    if is_shared(heads, groups, own_groups):
-        return []
     found = []
     for outer in (n for n in range(1, heads) if heads % n == 0):
         for units in (n for n in range(2, heads // outer + 1) if heads // outer % n == 0):
             inner = heads // outer // units
+            grows = inner % (heads // groups) == 0
             for more in range(1, units):
-                longer = Longer(1, outer, units, inner, more)
-                total = outer * longer.section
-                are_groups = inner % (own_heads // own_groups) == 0
-                if is_shared(total, own_groups * (units + more) // units if are_groups else own_groups, own_groups):
-                    found.append(longer)
+                total = heads + outer * more * inner
+                if is_shared(total, groups * total // heads if grows else groups):
+                    found.append(Longer(1, outer, units, inner, more))
                     break
-    return sorted(found, key=lambda each: (each.outer * each.section, each.outer, each.inner))
+    found.sort(key=lambda each: (each.outer * each.section, each.outer, each.inner))
+    return [] if is_shared(heads, groups) else found
 
 
-def _listed(value: Any) -> Any:
-    """Tuples inside arguments as the lists that torch takes."""
-    return [list(each) if isinstance(each, tuple) else each for each in value]
+def _shapes(node: Node, metas: Sequence[TensorMeta]) -> list[tuple[int, ...]]:
+    """What torch makes of tensors without memory."""
+    tensors = iter([torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in metas])
+    args, kwargs = map_refs((node.args, node.kwargs), lambda _: next(tensors))
+    op = find_op(node.op)
+    made = op(*[list(each) if isinstance(each, tuple) else each for each in args], **dict(kwargs)) if op else ()
+    return [tuple(each.shape) for each in (made if isinstance(made, tuple | list) else (made,))]
 
 
 def _with_arguments(node: Node, changed: Mapping[str, Any]) -> Node:

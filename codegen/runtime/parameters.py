@@ -151,9 +151,8 @@ def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor
     """This rank's part of a whole tensor, contiguous (a view where that is one), with its share of the padding."""
     if isinstance(spec, Param) and spec.padding:
         _, dim, sections = parse_placement(spec.padded)
-        parts = tensor.unflatten(dim, (sections, -1))
-        zeros = parts.new_zeros(*parts.shape[: dim + 1], spec.padding, *parts.shape[dim + 2 :])
-        tensor = torch.cat([parts, zeros], dim=dim + 1).flatten(dim, dim + 1)
+        zeros = tensor.new_zeros(*tensor.shape[:dim], spec.padding, *tensor.shape[dim + 1 :])
+        tensor = torch.cat([part for own in tensor.chunk(sections, dim) for part in (own, zeros)], dim)
     for axis, dim, sections in shards(_placements(spec), mesh):
         tensor = reshard.own_part(tensor, dim, sections, mesh.axis(axis))
     return tensor.contiguous()
@@ -169,7 +168,8 @@ def unshard(local: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tenso
     if isinstance(spec, Param) and spec.padding:
         _, dim, sections = parse_placement(spec.padded)
         own = spec.shape[dim] // sections
-        return local.unflatten(dim, (sections, -1)).narrow(dim + 1, 0, own).flatten(dim, dim + 1)
+        parts = [local.narrow(dim, section * (own + spec.padding), own) for section in range(sections)]
+        return parts[0] if sections == 1 else torch.cat(parts, dim)
     return local
 
 
