@@ -25,6 +25,7 @@ INFIX: Mapping[str, str] = {
     "ge.Tensor": ">=", "ge.Scalar": ">=", "__and__.Tensor": "&", "__or__.Tensor": "|", "bitwise_and.Tensor": "&",
     "bitwise_or.Tensor": "|", "logical_and.default": "&", "matmul.default": "@", "mm.default": "@", "bmm.default": "@",
     "floor_divide.default": "//", "pow.Tensor_Scalar": "**", "pow.Tensor_Tensor": "**",
+    "remainder.Tensor": "%", "remainder.Scalar": "%",
 }  # fmt: skip
 
 METHODS = frozenset(

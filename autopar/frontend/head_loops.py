@@ -215,4 +215,4 @@ def _at(node: Node, numbers: Sequence[float]) -> float:
     slopes = torch.autograd.grad(value, tensors, allow_unused=True) if value.requires_grad else ()
     if not all(each.isfinite() for each in (value, *slopes) if each is not None):
         raise Unproven
-    return float(value)
+    return float(value.detach())
