@@ -33,6 +33,7 @@ from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.options.assignment import Candidate
+from autopar.plan import Plan
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
 from autopar.planning.request import Request, pricer_for
@@ -47,6 +48,7 @@ from autopar.settings.optimizers import check_plan, examine, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.once_per_node import Neighbours
+from codegen.runtime.optimizer_probe import Needs
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
 
@@ -142,16 +144,12 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
-    multiple = limits.degrees.get("tp", 1) if given is None else given.padded_to
-    shares = limits.expert_ranks if given is None else given.experts_padded_to
-    heads = limits.degrees.get("tp", 1) if given is None else given.heads_padded_to
-    if needs.problem:  # an update that sees tensors whole sees padding
-        multiple, shares, heads = 1, 1, 1
+    rows_of_tables, experts, heads = paddings_of(limits, given, needs)
 
     @functools.cache
     def trace_at(micro_rows: int) -> Graph:
         graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
-        return with_whole_shares(padded(graph, multiple), shares)
+        return with_whole_shares(padded(graph, rows_of_tables), experts)
 
     traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows)
     has_choice = given is None and traced(rows).heads_padded_to > 1
@@ -183,6 +181,16 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows) if has_choice else None,
     )
+
+
+def paddings_of(limits: Constraints, given: Plan | None, needs: Needs) -> tuple[int, int, int]:
+    """What numbers of rows of vocabularies, of experts and of heads are brought to a multiple of."""
+    if needs.problem:  # an update that sees tensors whole sees padding
+        return 1, 1, 1
+    if given is not None:
+        return given.padded_to, given.experts_padded_to, given.heads_padded_to
+    tp = limits.degrees.get("tp", 1)
+    return tp, limits.expert_ranks, tp
 
 
 def advised_search(request: Request) -> SearchResult:

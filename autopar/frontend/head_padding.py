@@ -246,7 +246,7 @@ def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> l
             for more in range(1, units):
                 total = heads + outer * more * inner
                 if is_shared(total, groups * total // heads if grows else groups):
-                    found.append(Longer(1, outer, units, inner, more))
+                    found.append(Longer(dim=1, outer=outer, units=units, inner=inner, more=more))
                     break
     found.sort(key=lambda each: (each.outer * each.section, each.outer, each.inner))
     return [] if is_shared(heads, groups) else found

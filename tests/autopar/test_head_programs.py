@@ -27,6 +27,7 @@ def llama_like(name: str, heads: int, groups: int, **sizes: Any) -> Example:
     return EXAMPLES[name](width=8 * heads, num_heads=heads, head_dim=8, num_key_value_heads=groups, layers=1, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "is_padded"),
     [
