@@ -29,6 +29,7 @@ from autopar.frontend.padding import padded
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
+from autopar.ir.plan_file import PADDINGS
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.options.accumulating_trace import AccumulatingTrace
@@ -44,11 +45,10 @@ from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile,
 from autopar.settings.compile_options import CompileOptions, with_options
 from autopar.settings.constraints import Constraints
 from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.settings.optimizers import check_plan, examine, limited
+from autopar.settings.optimizers import check_plan, examine, keeps_zeros, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.once_per_node import Neighbours
-from codegen.runtime.optimizer_probe import Needs
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
 
@@ -144,7 +144,9 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
-    rows_of_tables, experts, heads = paddings_of(limits, given, needs)
+    rows_of_tables, experts, heads = paddings_of(
+        limits, given, lambda: not needs.problem and keeps_zeros(optimizer, model)
+    )
 
     @functools.cache
     def trace_at(micro_rows: int) -> Graph:
@@ -154,13 +156,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows)
     has_choice = given is None and traced(rows).heads_padded_to > 1
     limits.check(traced(rows))
-    reason = traced.whole_batch_reason(limits.micro_batches or 1)
-    if reason is not None:
-        raise ConstraintError(
-            "the model needs its whole batch at once, in one micro-batch",
-            values=f"micro_batches={limits.micro_batches}, but {reason}",
-            alternatives="micro_batches=1",
-        )
+    check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
     training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model))
@@ -183,14 +179,36 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     )
 
 
-def paddings_of(limits: Constraints, given: Plan | None, needs: Needs) -> tuple[int, int, int]:
-    """What numbers of rows of vocabularies, of experts and of heads are brought to a multiple of."""
-    if needs.problem:  # an update that sees tensors whole sees padding
-        return 1, 1, 1
-    if given is not None:
-        return given.padded_to, given.experts_padded_to, given.heads_padded_to
+def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
+    """Raises ConstraintError for a pinned number of micro-batches that do not make the batch."""
+    reason = traced.whole_batch_reason(limits.micro_batches or 1)
+    if reason is not None:
+        raise ConstraintError(
+            "the model needs its whole batch at once, in one micro-batch",
+            values=f"micro_batches={limits.micro_batches}, but {reason}",
+            alternatives="micro_batches=1",
+        )
+
+
+def paddings_of(limits: Constraints, given: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:
+    """What numbers of rows of vocabularies, of experts and of heads are brought to a multiple of.
+
+    are_exact: whether updates leave padding zeros and none sees it, without which there is none.
+    Raises PlanError for a plan with padding where there can be none.
+    """
     tp = limits.degrees.get("tp", 1)
-    return tp, limits.expert_ranks, tp
+    found = (tp, limits.expert_ranks, tp)
+    if given is not None:
+        found = (given.padded_to, given.experts_padded_to, given.heads_padded_to)
+    if max(found) == 1 or are_exact():
+        return found
+    if given is not None:
+        raise PlanError(
+            "the plan has padding, which must stay zeros, and this optimiser's update sees or moves it",
+            values=", ".join(f"{name}: {n}" for name, n in zip(PADDINGS, found, strict=True) if n > 1),
+            alternatives="a new plan for this optimiser",
+        )
+    return 1, 1, 1
 
 
 def advised_search(request: Request) -> SearchResult:
