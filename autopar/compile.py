@@ -23,15 +23,18 @@ from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.frontend.evaluation import check_norms, why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
+from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
+from autopar.ir.plan_file import PADDINGS
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.options.assignment import Candidate
+from autopar.plan import Plan
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
 from autopar.planning.request import Request, pricer_for
@@ -42,7 +45,7 @@ from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile,
 from autopar.settings.compile_options import CompileOptions, with_options
 from autopar.settings.constraints import Constraints
 from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.settings.optimizers import check_plan, examine, limited
+from autopar.settings.optimizers import check_plan, examine, keeps_zeros, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.once_per_node import Neighbours
@@ -83,6 +86,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         result = planned_together(request, functools.partial(reprice, request, given))
     else:
         result = planned_together(request, functools.partial(advised_search, request))
+        request = request.of(result.best.graph)
     best, traits = result.best, traits_of(model)
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
@@ -140,23 +144,19 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
-    multiple = limits.degrees.get("tp", 1) if given is None else given.padded_to
-    shares = limits.expert_ranks if given is None else given.experts_padded_to
-    multiple, shares = (1, 1) if needs.problem else (multiple, shares)  # an update that sees tensors whole sees padding
+    rows_of_tables, experts, heads = paddings_of(
+        limits, given, lambda: not needs.problem and keeps_zeros(optimizer, model)
+    )
 
+    @functools.cache
     def trace_at(micro_rows: int) -> Graph:
         graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
-        return with_whole_shares(padded(graph, multiple), shares)
+        return with_whole_shares(padded(graph, rows_of_tables), experts)
 
-    traced = AccumulatingTrace(trace_at, rows)
+    traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows)
+    has_choice = given is None and traced(rows).heads_padded_to > 1
     limits.check(traced(rows))
-    reason = traced.whole_batch_reason(limits.micro_batches or 1)
-    if reason is not None:
-        raise ConstraintError(
-            "the model needs its whole batch at once, in one micro-batch",
-            values=f"micro_batches={limits.micro_batches}, but {reason}",
-            alternatives="micro_batches=1",
-        )
+    check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
     training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model))
@@ -175,15 +175,55 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
         needs=needs,
         no_evaluation=no_evaluation,
         backend=options.backend,
+        unpadded=AccumulatingTrace(trace_at, rows) if has_choice else None,
     )
 
 
+def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
+    """Raises ConstraintError for a pinned number of micro-batches that do not make the batch."""
+    reason = traced.whole_batch_reason(limits.micro_batches or 1)
+    if reason is not None:
+        raise ConstraintError(
+            "the model needs its whole batch at once, in one micro-batch",
+            values=f"micro_batches={limits.micro_batches}, but {reason}",
+            alternatives="micro_batches=1",
+        )
+
+
+def paddings_of(limits: Constraints, given: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:
+    """What numbers of rows of vocabularies, of experts and of heads are brought to a multiple of.
+
+    are_exact: whether updates leave padding zeros and none sees it, without which there is none.
+    Raises PlanError for a plan with padding where there can be none.
+    """
+    tp = limits.degrees.get("tp", 1)
+    found = (tp, limits.expert_ranks, tp)
+    if given is not None:
+        found = (given.padded_to, given.experts_padded_to, given.heads_padded_to)
+    if max(found) == 1 or are_exact():
+        return found
+    if given is not None:
+        raise PlanError(
+            "the plan has padding, which must stay zeros, and this optimiser's update sees or moves it",
+            values=", ".join(f"{name}: {n}" for name, n in zip(PADDINGS, found, strict=True) if n > 1),
+            alternatives="a new plan for this optimiser",
+        )
+    return 1, 1, 1
+
+
 def advised_search(request: Request) -> SearchResult:
-    """search_plans, whose error says what else would do where nothing fits."""
-    try:
-        return search_plans(request)
-    except InfeasibleError as error:
-        raise advised(request, error) from None
+    """search_plans, whose error says what else would do where nothing fits; with heads of padding or without, as is
+    faster."""
+    found: list[SearchResult] = []
+    failures: list[InfeasibleError | ConstraintError] = []
+    for each in (request, *([replace(request, trace=request.unpadded)] if request.unpadded is not None else [])):
+        try:
+            found.append(search_plans(each))
+        except (InfeasibleError, ConstraintError) as error:
+            failures.append(error)
+    if not found:
+        raise advised(request, failures[0]) if isinstance(failures[0], InfeasibleError) else failures[0]
+    return min(found, key=lambda result: result.best.plan.prediction.step_seconds)
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:

@@ -305,6 +305,7 @@ def _spec(spec: Spec) -> str:
     parts += [f"aliases={literal(spec.aliases)}"] if spec.aliases else []
     parts += [f'dtype="{spec.dtype}"'] if spec.dtype != "float32" else []
     parts += [f"padding={spec.padding}"] if spec.padding else []
+    parts += [f'padded="{spec.padded}"'] if spec.padding and spec.padded != "S(0)" else []
     parts += ["persistent=False"] if not spec.persistent else []
     parts += [f"increment={literal(spec.increment)}"] if spec.increment else []
     parts += ["requires_grad=False"] if not spec.requires_grad and spec.dtype.startswith(("float", "bfloat")) else []

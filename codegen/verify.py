@@ -214,5 +214,8 @@ def _described(variable: Var) -> str:
 
 
 def _padded(spec: Spec) -> tuple[int, ...]:
-    """The shape of the program's own tensor, of which the user's is the beginning."""
-    return (spec.shape[0] + spec.padding, *spec.shape[1:]) if spec.padding else spec.shape
+    """The shape of the program's own tensor, of which the user's is the beginning of each section."""
+    if not spec.padding:
+        return spec.shape
+    _, dim, sections = parse_placement(spec.padded)
+    return (*spec.shape[:dim], spec.shape[dim] + sections * spec.padding, *spec.shape[dim + 1 :])

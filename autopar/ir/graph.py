@@ -103,8 +103,8 @@ class Parameter:
     """A parameter or buffer of the user's model under its first name; `aliases` are tied names.
 
     A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
-    a buffer that counts. padding: rows of the meta's first dim, the last ones, that the user's own tensor lacks
-    (frontend/padding.py).
+    a buffer that counts. padding: entries at the end of each of padded_sections equal sections of the meta's dim
+    padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py).
     """
 
     name: str
@@ -114,6 +114,8 @@ class Parameter:
     persistent: bool = True
     increment: int | float = 0
     padding: int = 0
+    padded_dim: int = 0
+    padded_sections: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +191,10 @@ class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
     accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
-    values and raise or warn, which are left out. padded_to, experts_padded_to: what numbers of rows of vocabularies,
-    and of experts, were brought to a multiple of (frontend/padding.py, frontend/expert_padding.py). vocabularies: of
-    calls that read what became longer so, the rows or classes that are the user's, by the call's name. known: what
-    functions marked `derived` have found out of it.
+    values and raise or warn, which are left out. padded_to, experts_padded_to, heads_padded_to: what numbers of rows of
+    vocabularies, of experts and of heads were brought to a multiple of (frontend/padding.py, expert_padding.py,
+    head_padding.py). vocabularies: of calls that read longer tables, the rows or classes that are the user's, by the
+    call's name. known: what functions marked `derived` have found out of it.
     """
 
     name: str
@@ -205,6 +207,7 @@ class Graph:
     unchecked: tuple[str, ...] = field(default=(), compare=False)
     padded_to: int = 1
     experts_padded_to: int = 1
+    heads_padded_to: int = 1
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 

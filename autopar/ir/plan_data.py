@@ -102,7 +102,8 @@ class PlanData:
     """All decisions of one plan; `Plan` adds its file.
 
     mesh: of one pipeline rank; where they differ, the envelope of all (stage_mesh.py). scopes: "" and layer class names
-    with their decisions, which hold for every stage. padded_to, experts_padded_to: as the graph's.
+    with their decisions, which hold for every stage. padded_to, experts_padded_to, heads_padded_to: as the
+    graph's.
     """
 
     model: str
@@ -119,6 +120,7 @@ class PlanData:
     fp8: bool = False
     padded_to: int = 1
     experts_padded_to: int = 1
+    heads_padded_to: int = 1
     source: str = field(default="", compare=False, repr=False)
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict, compare=False, repr=False)
 

@@ -40,7 +40,7 @@ FORMAT = 1
 LONGEST = 500
 """Characters that a text may have at most."""
 REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
-PADDINGS = ("padded_to", "experts_padded_to")
+PADDINGS = ("padded_to", "experts_padded_to", "heads_padded_to")
 OPTIONAL = (
     *("compression", "fp8", *PADDINGS, "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
     *("predicted_bytes_by_position", "runner_ups"),

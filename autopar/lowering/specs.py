@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Graph, Parameter, Ref, TensorMeta, unread
-from autopar.ir.placement import Placements, R, Stored
+from autopar.ir.placement import Placements, R, S, Stored
 from autopar.lowering.scope_lowering import Shared, dtype_name, placement_pairs
 from autopar.options.strategies import num_local
 from codegen.program import BoundaryTensor, Spec
@@ -22,6 +22,7 @@ def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
         persistent=parameter.persistent,
         increment=parameter.increment,
         padding=parameter.padding,
+        padded=str(S(parameter.padded_dim, parameter.padded_sections)),
     )
 
 
@@ -37,8 +38,11 @@ def unread_specs(graph: Graph) -> dict[str, Spec]:
 
 def _own_shape(parameter: Parameter) -> tuple[int, ...]:
     """That of the user's tensor."""
-    first, *rest = parameter.meta.shape or (0,)
-    return (first - parameter.padding, *rest) if parameter.padding else parameter.meta.shape
+    if not parameter.padding:
+        return parameter.meta.shape
+    own = list(parameter.meta.shape)
+    own[parameter.padded_dim] -= parameter.padding * parameter.padded_sections
+    return tuple(own)
 
 
 def _stored_dtype(parameter: Parameter) -> str:

@@ -46,6 +46,7 @@ def candidate_of(found: Found, request: Request) -> Candidate:
         fp8=request.fp8,
         padded_to=graph.padded_to,
         experts_padded_to=graph.experts_padded_to,
+        heads_padded_to=graph.heads_padded_to,
     )
     return predicted(
         request, Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=None)

@@ -229,6 +229,7 @@ def _candidate(
         fp8=request.fp8,
         padded_to=graph.padded_to,
         experts_padded_to=graph.experts_padded_to,
+        heads_padded_to=graph.heads_padded_to,
     )
     return Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=solution)
 

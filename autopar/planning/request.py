@@ -45,7 +45,8 @@ class Request:
     of them, the first. kernels: whether the program will have fused kernels, which then are what is priced. fp8:
     whether its linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step,
     0 for all of `whole`. needs: what the optimiser's update must see whole; `constraints` have it. no_evaluation: why a
-    program of the model cannot evaluate, if it cannot.
+    program of the model cannot evaluate, if it cannot. unpadded: the trace without heads of padding, where `trace` has
+    some and plans without them are to be compared.
     """
 
     trace: BatchedTrace
@@ -61,6 +62,7 @@ class Request:
     needs: Needs = Needs()
     no_evaluation: str = ""
     backend: str = "eager"
+    unpadded: BatchedTrace | None = None
 
     @property
     def whole(self) -> AnyCluster:
@@ -76,6 +78,12 @@ class Request:
         apart.
         """
         return not is_cpu(self.whole.groups[0]) and self.backend != "inductor"
+
+    def of(self, graph: Graph) -> Request:
+        """The same request with the trace that a plan's graph is of."""
+        if self.unpadded is None or graph.heads_padded_to > 1:
+            return self
+        return replace(self, trace=self.unpadded, unpadded=None)
 
     def splits(self, count: int) -> bool:
         """Whether the batch may be cut into `count` micro-batches (options/micro_batches.py)."""

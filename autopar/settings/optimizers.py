@@ -28,6 +28,7 @@ from autopar.plan import Plan
 from autopar.settings.constraints import Constraints, Pattern
 from codegen.main import MainOptimizer
 from codegen.runtime.optimizer_probe import Needs, needs_of
+from codegen.runtime.optimizer_probe import keeps_zeros as zeros_stay
 from codegen.runtime.optimizers import (
     Factory,
     OptimizerError,
@@ -60,6 +61,12 @@ def examine(factory: Factory, model: nn.Module) -> Needs:
         made = whole_optimizer(factory, parameters)
         _check_groups(factory, model, made)
         return needs_of(factory, parameters)
+
+
+@fakes.probing()
+def keeps_zeros(factory: Factory, model: nn.Module) -> bool:
+    """Whether the update of an optimiser that `examine` found fit leaves padding zeros, whose gradients are zeros."""
+    return isinstance(factory, DefaultAdamW) or zeros_stay(factory, parameters_of(model))
 
 
 @contextlib.contextmanager

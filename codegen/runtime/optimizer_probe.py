@@ -14,6 +14,7 @@ A kind is the settings of a group and a number of dims; the tensors have real sh
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ def forgotten(factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
         return _forgotten(factory, parameters, torch.float64)
     except _StepError:
         return _forgotten(factory, parameters, torch.float32)
+
+
+def keeps_zeros(factory: Factory, parameters: Sequence[GlobalParameter]) -> bool:
+    """Whether zeros whose gradients are zeros stay zeros, as padding must. False for an optimiser that cannot step."""
+    for dtype in TOLERANCE:
+        names, firsts, _ = _drawn(tuple(_kinds(factory, parameters)), dtype)
+        still = [each.part(torch.zeros_like) for each in firsts]
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), contextlib.suppress(_StepError):
+            changes = _Trial(factory, parameters, names).run([[each] for each in still])
+            return not any(change.any() for (change,) in changes)
+    return False
 
 
 def _forgotten(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch.dtype) -> str:
@@ -357,11 +369,24 @@ class OptimizerTrial:
     is_tried: bool = False
 
     def check(
-        self, factory: Factory, parameters: Sequence[GlobalParameter], is_whole: Mapping[str, bool], is_staged: bool
+        self,
+        factory: Factory,
+        parameters: Sequence[GlobalParameter],
+        is_whole: Mapping[str, bool],
+        *,
+        is_staged: bool,
+        is_padded: bool,
     ) -> None:
-        """As `check_stored`, of what a trial finds."""
-        if not self.is_tried:
-            check_stored(needs_of(factory, parameters), is_whole, is_staged)
+        """As `check_stored`, of what a trial finds; is_padded: whether there are zeros that must stay zeros."""
+        if self.is_tried:
+            return
+        check_stored(needs_of(factory, parameters), is_whole, is_staged)
+        if is_padded and not keeps_zeros(factory, parameters):
+            raise OptimizerError(
+                "the update of this optimiser moves zeros whose gradients are zeros",
+                "the program's padding, which must stay zeros",
+                "a program that is compiled with this optimiser",
+            )
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
         """As the function of that name."""

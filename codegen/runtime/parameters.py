@@ -36,8 +36,9 @@ class Param:
     zero: 0 stores it whole; 1 shards the optimiser state over the axes of `ZERO_AXES` on which it is Rp; 2 the
     accumulated gradients too; 3 the parameter itself too, gathered for use. aliases: further names of the same tensor
     (tied weights). persistent: whether a buffer belongs to the state dict. increment: what every step adds to a buffer
-    that counts forwards. padding: so many rows of zeros follow the tensor's own, so that the ranks that share it have
+    that counts forwards. padding: so many zeros follow each section of a dim, so that the ranks that share it have
     equally many; they stay zeros, since no gradient reaches them, and leave the program with no value that it gives.
+    padded: the dim and its sections, as of a placement: "S(0)" is the end of all rows, "S(1/3)" of each third of a row.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Param:
     persistent: bool
     increment: float
     padding: int
+    padded: str
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Param:
         persistent: bool = True,
         increment: float = 0,
         padding: int = 0,
+        padded: str = "S(0)",
         **placements: str,
     ) -> None:
         kept = {axis: text for axis, text in placements.items() if text != "R"}
@@ -70,7 +73,7 @@ class Param:
         if zero and requires_grad and not any(kept.get(axis) == "Rp" for axis in ZERO_AXES):
             lies = ", ".join(f"{axis} has {kept.get(axis, 'R')}" for axis in ZERO_AXES)
             raise ValueError(f"ZeRO shards over an Rp axis only, {lies}")
-        about = (getattr(torch, dtype), requires_grad, persistent, increment, padding)
+        about = (getattr(torch, dtype), requires_grad, persistent, increment, padding, padded)
         values = (tuple(shape), kept, zero, tuple(aliases), *about)
         for name, value in zip(Param.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
@@ -78,7 +81,10 @@ class Param:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape with its padding."""
-        return (self.shape[0] + self.padding, *self.shape[1:]) if self.padding else self.shape
+        if not self.padding:
+            return self.shape
+        _, dim, sections = parse_placement(self.padded)
+        return (*self.shape[:dim], self.shape[dim] + sections * self.padding, *self.shape[dim + 1 :])
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one rank's part as the program uses it (gathered, under ZeRO-3).
@@ -121,10 +127,16 @@ def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     for axis, sharded, sections in shards(spec.placements, mesh):
         if sharded == dim:
             index = reshard.own_part(index, 0, sections, mesh.axis(axis))
-    index = index[index < spec.shape[dim]]  # padding is the end of it
-    starts = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist()] if len(index) else []
+    local = torch.arange(len(index), device="cpu")
+    _, padded, count = parse_placement(spec.padded)
+    if spec.padding and padded == dim:
+        own = spec.shape[dim] // count
+        section, place = index // (own + spec.padding), index % (own + spec.padding)
+        local, index = local[place < own], (section * own + place)[place < own]
+    is_apart = (index.diff() != 1) | (local.diff() != 1)
+    starts = [0, *(torch.nonzero(is_apart).flatten() + 1).tolist()] if len(index) else []
     stops = [*starts[1:], len(index)] if starts else []
-    return [(lo, int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
+    return [(int(local[lo]), int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
 
 
 def declared(root: type[Module]) -> Iterator[tuple[str, Param, tuple[str, ...]]]:
@@ -143,7 +155,9 @@ def needs_first_pass(root: type[Module]) -> bool:
 def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
     """This rank's part of a whole tensor, contiguous (a view where that is one), with its share of the padding."""
     if isinstance(spec, Param) and spec.padding:
-        tensor = torch.cat([tensor, tensor.new_zeros(spec.padding, *tensor.shape[1:])])
+        _, dim, sections = parse_placement(spec.padded)
+        zeros = tensor.new_zeros(*tensor.shape[:dim], spec.padding, *tensor.shape[dim + 1 :])
+        tensor = torch.cat([part for own in tensor.chunk(sections, dim) for part in (own, zeros)], dim)
     for axis, dim, sections in shards(_placements(spec), mesh):
         tensor = reshard.own_part(tensor, dim, sections, mesh.axis(axis))
     return tensor.contiguous()
@@ -156,7 +170,12 @@ def unshard(local: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tenso
     for name, text in _placements(spec).items():
         if text == "P":
             local = mesh.axis(name).sum_over(local)
-    return local.narrow(0, 0, spec.shape[0]) if isinstance(spec, Param) and spec.padding else local
+    if isinstance(spec, Param) and spec.padding:
+        _, dim, sections = parse_placement(spec.padded)
+        own = spec.shape[dim] // sections
+        parts = [local.narrow(dim, section * (own + spec.padding), own) for section in range(sections)]
+        return parts[0] if sections == 1 else torch.cat(parts, dim)
+    return local
 
 
 def _placements(spec: Param | Mapping[str, str]) -> Mapping[str, str]:

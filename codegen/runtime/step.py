@@ -37,9 +37,15 @@ class Trial(Protocol):
     """What is found out about an optimiser that is not known (`optimizer_probe.OptimizerTrial`)."""
 
     def check(
-        self, factory: Factory, parameters: Sequence[GlobalParameter], is_whole: Mapping[str, bool], is_staged: bool
+        self,
+        factory: Factory,
+        parameters: Sequence[GlobalParameter],
+        is_whole: Mapping[str, bool],
+        *,
+        is_staged: bool,
+        is_padded: bool,
     ) -> None:
-        """Raises OptimizerError where this rank stores a part of what must be whole."""
+        """Raises OptimizerError where this rank stores a part of what must be whole, or zeros that would not stay."""
         ...
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
@@ -141,7 +147,8 @@ class Step:
         """Raises where the optimiser cannot update what this rank stores by itself, or may be unable to."""
         if self._trial is not None:
             is_staged = len(self._executor.programs) > 1
-            self._trial.check(*self._made_with, stored_whole(self.parts), is_staged=is_staged)
+            is_padded = any(entry.slot.spec.padding for part in self.parts for _, entry in part.entries())
+            self._trial.check(*self._made_with, stored_whole(self.parts), is_staged=is_staged, is_padded=is_padded)
         elif not is_elementwise(self.optimizer):
             raise ValueError(_untried(self.optimizer))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -18,9 +19,10 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import NamedBatch
 from autopar.launch import run_ranks
-from autopar.settings.optimizers import examine
+from autopar.settings.optimizers import examine, keeps_zeros
 from autopar.verify import _compare, _rotated
-from codegen.runtime.optimizers import parameters_of, read_parameters, whole_optimizer
+from codegen.runtime.optimizer_probe import OptimizerTrial
+from codegen.runtime.optimizers import OptimizerError, parameters_of, read_parameters, whole_optimizer
 from tests.autopar.optimizer_factories import (
     COUPLED,
     HONOURED,
@@ -162,6 +164,32 @@ def test_elementwise_updates_are_found(name):
 def test_updates_of_whole_tensors_are_found(name):
     needs = examine(WHOLE[name], model())
     assert not needs.is_coupled and {"embed.weight", "layers.1.up.weight"} <= needs.whole
+
+
+class Drifting(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad + 0.1, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("factory", "is_kept"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), True),
+        (torch.optim.AdamW, True),
+        (torch.optim.Rprop, True),
+        (partial(torch.optim.Adam, eps=0.0), False),  # 0 / 0
+        (partial(Drifting, lr=0.1), False),
+    ],
+)
+def test_updates_that_leave_padding_zeros_are_found(factory, is_kept):
+    net = model()
+    assert not examine(factory, net).problem and keeps_zeros(factory, net) == is_kept
+    trial, asked = OptimizerTrial(), partial(OptimizerTrial.check, is_whole={}, is_staged=False, is_padded=True)
+    with contextlib.nullcontext() if is_kept else pytest.raises(OptimizerError, match="moves zeros"):
+        asked(trial, factory, parameters_of(net))
 
 
 def test_only_the_groups_that_need_it_are_held_whole():

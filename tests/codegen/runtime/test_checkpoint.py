@@ -125,9 +125,14 @@ def test_pieces_cover_each_element_once(data: st.DataObject) -> None:
     size, coarse, fine = data.draw(st.sampled_from([(2, 1, 3), (3, 1, 1), (2, 2, 2), (4, 1, 2)]))
     rest = tuple(data.draw(st.lists(st.integers(1, 4), max_size=2)))
     unit = 2 * size * 6
-    padding = data.draw(st.integers(0, 5))  # which is no piece of anything
-    shape = (unit * data.draw(st.integers(1, 2)) - padding, *rest)
-    spec = Param(shape, dp=f"S(0/{coarse})", tp=f"S(0/{fine})", padding=padding)
+    shape, sections = [unit * data.draw(st.integers(1, 2)), *rest], 1
+    padding, dim = data.draw(st.integers(0, 5)), data.draw(st.integers(0, len(rest)))  # which is no piece of anything
+    if dim == 0:
+        sections = data.draw(st.sampled_from([1, 2, 3]))
+        padding = min(padding, shape[0] // sections - 1)
+        shape[0] -= padding * sections
+    padded = f"S({dim}/{sections})"
+    spec = Param(tuple(shape), dp=f"S(0/{coarse})", tp=f"S(0/{fine})", padding=padding, padded=padded)
     whole = torch.arange(math.prod(shape)).view(shape)
     found = torch.full(shape, -1)
     num_slices = data.draw(st.integers(1, 5))
