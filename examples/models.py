@@ -386,7 +386,8 @@ def mlp(
 
 
 def causal_lm(family: str, seed: int, batch_size: int, seq_len: int, settings: Mapping[str, Any]) -> Example:
-    class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
+    stem = family if family == "HrmText" else family.removesuffix("Text")
+    class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{stem}ForCausalLM"
     model = transformers_model(class_name, f"{family}Config", seed, {**settings, "use_cache": False})
     model.loss_type = "ForCausalLM"  # transformers reads it off the class name, and warns of GPT-2's
     tokens, labels = tokens_and_labels(seed, batch_size, seq_len, settings["vocab_size"])

@@ -263,6 +263,7 @@ STATE_SPACE: Table = {
         "RecurrentGemma",
         {"lru_width": WIDTH, "block_types": ["recurrent", "attention"], "attention_window_size": 8},
     ),
+    "hrm_text": ("HrmText", {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "L_bp_cycles": [1]}),
 }
 """Recurrent decoders, some with attention in between."""
 
