@@ -200,8 +200,12 @@ class _Functionaliser:
             value = self.add(write, "aten.unsqueeze.default", (value, dim), row)
             return self.joined(write, value, source, meta, dim, index, index + 1)
         defaults: tuple[Any, ...] = (0, None, None, 1)
-        if name == "slice" and (*arguments, *defaults[len(arguments) :])[3] == 1:
-            dim, start, end = (*arguments, *defaults[len(arguments) :])[:3]
+        if name == "slice":
+            dim, start, end, step = (*arguments, *defaults[len(arguments) :])
+            if step != 1:
+                return self.add(
+                    write, "aten.slice_scatter.default", (self.now(source), value, dim, start, end, step), meta
+                )
             start, end, _ = slice(start, end).indices(meta.shape[dim])
             return self.joined(write, value, source, meta, dim % len(meta.shape), start, end)
         raise TraceError(

@@ -164,6 +164,18 @@ def scatter(call: Call) -> Rule | None:
     return make_rule(call, tensors, [own], sizes, blocked={names[dim], "j"}, linear=(linear,))
 
 
+def slice_scatter(call: Call) -> Rule:
+    """self [..., x, ...] with a slice of dim x replaced by src [..., j, ...]: x and j are blocked."""
+    x, src = call.tensor("self"), call.tensor("src")
+    dim = normal_dim(call["dim"], len(x.shape))
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"j": src.shape[dim]}
+    own = [[f] for f in names]
+    tensors: dict[int, Groups] = {x.index: own, src.index: [["j"] if i == dim else [f] for i, f in enumerate(names)]}
+    blocked = {names[dim], "j"}
+    return make_rule(call, [tensors[0], tensors[1]], [own], sizes, blocked=blocked, linear=("self src",))
+
+
 def scatter_sum(call: Call) -> Rule | None:
     """self [..., x, ...] + sum over j of src [..., j, ...] at index: parts of j give partial sums; self is one.
 
@@ -229,6 +241,7 @@ TABLE = {
     "aten.index": index_tensor,
     "aten.one_hot": one_hot,
     "aten.scatter": scatter,
+    "aten.slice_scatter": slice_scatter,
     "aten.scatter_add": scatter_sum,
     "aten.scatter_reduce": scatter_reduce,
     "aten.bucketize": buckets,
