@@ -1,0 +1,126 @@
+"""Mixtures that have the rows of each expert together, on ranks that share the experts out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+
+IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
+ROWS, LENGTH, EXPERTS, WIDTH, INNER = 8, 4, 4, 8, 12
+
+
+class Mixture(nn.Module):
+    """Tokens, a mixture beside them, and a loss. sharpness: of the router; where it is large, one expert has all."""
+
+    def __init__(self, num_experts: int = EXPERTS, sharpness: float = 1.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_experts, self.dropout = num_experts, dropout
+        self.embed = nn.Embedding(16, WIDTH)
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.up = nn.Parameter(torch.randn(num_experts, WIDTH, INNER) / 4)
+        self.bias = nn.Parameter(torch.randn(num_experts, INNER))
+        self.down = nn.Parameter(torch.randn(num_experts, INNER, WIDTH) / 4)
+        self.head = nn.Linear(WIDTH, 16)
+        with torch.no_grad():
+            self.router.bias.copy_(sharpness * torch.arange(num_experts))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return F.cross_entropy(self.head(x + self.mixed(x)).view(-1, 16), labels.view(-1))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class AllForAll(Mixture):
+    """Every expert has every token: the first product makes the dim of experts, and a weighted sum ends it."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        rows = F.gelu(torch.einsum("bld,edf->blef", x, self.up) + self.bias)
+        rows = torch.einsum("blef,efd->bled", F.dropout(rows, self.dropout), self.down)
+        return (rows * shares.unsqueeze(-1)).sum(2)
+
+
+class Copied(Mixture):
+    """A copy of each token for each expert, times 0 for those that it did not choose, as Llama-4 has it."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, WIDTH)
+        logits = self.router(x)
+        best, chosen = logits.topk(2, dim=-1)
+        shares = torch.full_like(logits, float("-inf")).scatter_(1, chosen, best).sigmoid()
+        rows = x.repeat(self.num_experts, 1) * shares.transpose(0, 1).reshape(-1, 1)
+        rows = torch.baddbmm(self.bias.unsqueeze(1), rows.view(self.num_experts, -1, WIDTH), self.up)
+        rows = torch.bmm(F.dropout(F.silu(rows), self.dropout), self.down).view(-1, WIDTH)
+        return rows.reshape(self.num_experts, -1, WIDTH).sum(0).view(-1, LENGTH, WIDTH)
+
+
+class Dispatched(Mixture):
+    """Two places of each expert for each sequence, in the order in which tokens come, as GShard and Switch have it."""
+
+    places = 2
+
+    def mixed(self, x: Tensor) -> Tensor:
+        shares, sent = self.sent(x)
+        rows = torch.einsum("blec,bld->ebcd", sent, x)
+        rows = F.relu(torch.einsum("ebcd,edf->ebcf", rows, self.up) + self.bias[:, None, None])
+        rows = torch.einsum("ebcf,efd->ebcd", F.dropout(rows, self.dropout), self.down)
+        return torch.einsum("blec,ebcd->bld", sent * shares[..., None, None], rows)
+
+    def sent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(shares [B, L], which token goes to which place of which expert [B, L, E, C])."""
+        shares, chosen = self.router(x).softmax(-1).max(-1)
+        own = F.one_hot(chosen, self.num_experts)
+        place = (own.cumsum(1) - 1) * own
+        fits = own * (place < self.places)
+        return shares, F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype) * fits.unsqueeze(-1)
+
+
+class DispatchedTogether(Dispatched):
+    """Places of each expert for the whole batch: which token has one is decided by all tokens before it."""
+
+    places = 6
+
+    def mixed(self, x: Tensor) -> Tensor:
+        shares, sent = self.sent(x.reshape(1, -1, WIDTH))
+        sent, shares = sent[0], shares[0]
+        rows = torch.einsum("nec,nd->ecd", sent, x.reshape(-1, WIDTH))
+        rows = F.relu(torch.matmul(rows, self.up) + self.bias[:, None])
+        rows = torch.matmul(F.dropout(rows, self.dropout), self.down)
+        return torch.einsum("nec,ecd->nd", sent * shares[:, None, None], rows).view(x.shape)
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(16, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens[0], "labels": tokens[1]}
+
+
+def made(mixture: type[Mixture], **settings: Any) -> Mixture:
+    torch.manual_seed(0)
+    return mixture(**settings)
+
+
+KINDS = [AllForAll, Copied, Dispatched, DispatchedTogether]
+PINS: list[dict[str, Any]] = [
+    {"dp": 4, "ep": 4},
+    {"dp": 2, "ep": 2, "tp": 2},
+    {"dp": 4, "ep": 2, "zero": 3},
+    {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", PINS, ids=str)
+@pytest.mark.parametrize("mixture", KINDS)
+def test_programs_train_as_one_process_does(mixture: type[Mixture], pins: dict[str, Any]) -> None:
+    for settings in ({"dropout": 0.25}, {"sharpness": 50.0}):
+        report = autopar.verify(made(mixture, **settings), IDEAL, example_inputs=batch(), constraints=pins)
+        assert report.ok(1e-5), report
