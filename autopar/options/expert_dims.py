@@ -104,12 +104,14 @@ class _Batched:
     def add(self, node: Node, factor: str) -> None:
         """A call that runs over experts, unless it is a product with a parameter that has them otherwise."""
         having = [(ref, mark) for ref, dims in self.tensors(node) if (mark := self.mark(node, dims, factor))]
-        weights = {ref: mark for ref, mark in having if ref in self.fixed}
-        if base_name(node.op) in MATMULS and weights:
-            if base_name(node.op) not in BATCHED or not all(self.is_weight(*each) for each in weights.items()):
+        held = {ref: mark for ref, mark in having if ref in self.fixed}
+        if base_name(node.op) in MATMULS and held:
+            if base_name(node.op) not in BATCHED or not all(self.is_stored_first(*each) for each in held.items()):
+                return
+            if all(len(self.metas[ref].shape) < 3 for ref in held):
                 return
             self.products[node.name] = factor
-            self.weights |= weights
+        self.weights |= {ref: mark for ref, mark in held.items() if self.is_stored_first(ref, mark)}
         self.found[node.name] = factor
         for ref, mark in having:
             if ref not in self.fixed:
@@ -141,10 +143,10 @@ class _Batched:
         made = [(Ref(node.name, index), dims) for index, dims in enumerate(rule.outputs)]
         return [*zip(node.inputs, rule.inputs, strict=True), *made]
 
-    def is_weight(self, ref: Ref, mark: Placement) -> bool:
-        """Whether it is [E, A, B], made of a parameter whose first dim has the experts."""
+    def is_stored_first(self, ref: Ref, mark: Placement) -> bool:
+        """Whether it is made of a parameter whose first dim has what the shard is of."""
         origin, marks = self.origin(ref, mark)
-        return len(self.metas[ref].shape) > 2 and origin not in self.made_by and marks == (S(0),)
+        return origin not in self.made_by and marks == (S(0),)
 
     def are_apart(self, ref: Ref, *marks: Placement) -> bool:
         """Whether shards of a tensor are of two dims wherever it comes from."""

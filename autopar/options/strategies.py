@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import ATTENTION, Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
+from autopar.ir.graph import ATTENTION, MATMULS, Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.options.expert_dims import ExpertDims, expert_dims
@@ -76,6 +76,11 @@ class Operator:
     route: Route = Route()
     beside_experts: bool = False
     runs: Fusions | None = None
+
+    @property
+    def multiplies_by_expert(self) -> bool:
+        """Whether it multiplies rows by the matrices of their experts."""
+        return self.node.op == EXPERT_LINEAR or (self.experts is not None and base_name(self.node.op) in MATMULS)
 
     @property
     def fusions(self) -> tuple[Fusion, ...]:
@@ -211,6 +216,12 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
 def routed_axes(axes: tuple[AxisOption, ...]) -> tuple[int, ...]:
     """The numbers of the axes over which rows travel to their experts."""
     return tuple(number for number, option in enumerate(axes) if option.lowering == ROUTED)
+
+
+def expert_axes(operator: Operator, option: Option) -> tuple[int, ...]:
+    """The numbers of the axes over which a layer of experts has them shared out."""
+    routed = routed_axes(option.axes)
+    return routed + tuple(number for number, axis in enumerate(option.axes) if axis.label == operator.experts)
 
 
 def _are_neighbours(axes: tuple[int, ...], mesh: Mesh) -> bool:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.compiled import CompiledProgram
+from autopar.errors import ConstraintError
+from autopar.launch import run_ranks
+from autopar.running.build import build_step
+from codegen.program import Reshard
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 ROWS, LENGTH, EXPERTS, WIDTH, INNER = 8, 4, 4, 8, 12
@@ -124,3 +131,79 @@ def test_programs_train_as_one_process_does(mixture: type[Mixture], pins: dict[s
     for settings in ({"dropout": 0.25}, {"sharpness": 50.0}):
         report = autopar.verify(made(mixture, **settings), IDEAL, example_inputs=batch(), constraints=pins)
         assert report.ok(1e-5), report
+
+
+SHAPES = {"up": (EXPERTS, WIDTH, INNER), "bias": (EXPERTS, INNER), "down": (EXPERTS, INNER, WIDTH)}
+
+
+@pytest.mark.parametrize("mixture", KINDS)
+def test_what_is_of_experts_is_shared_out(mixture: type[Mixture]) -> None:
+    """Over ep, with etp=1 over tp, too, and with etp=2 not over tp."""
+    for pins, held in (
+        ({"ep": 4}, 'ep="S(0)"'),
+        ({"ep": 2, "tp": 2, "etp": 1}, 'ep="S(0)", tp="S(0)"'),
+        ({"dp": 4, "ep": 2, "zero": 3}, 'dp="Rp", ep="S(0)", zero=3'),
+    ):
+        text = autopar.compile(made(mixture), IDEAL, example_inputs=batch(), constraints=pins).source
+        assert [f'"{name}": Param({shape}, {held}' in text for name, shape in SHAPES.items()] == [True] * 3
+    pins = {"ep": 2, "tp": 2, "etp": 2}
+    text = autopar.compile(made(mixture), IDEAL, example_inputs=batch(), constraints=pins).source
+    assert 'ep="S(0)", tp="S(0)"' not in text
+
+
+def all_to_all_bytes(compiled: CompiledProgram, inputs: dict[str, Tensor]) -> int:
+    """Bytes of one rank's buffers in all exchanges of a step."""
+    counted, exchange = [], dist.all_to_all_single
+
+    def counting(output: Tensor, parts: Tensor, **settings: Any) -> Any:
+        counted.append(parts.numel() * parts.element_size())
+        return exchange(output, parts, **settings)
+
+    with mock.patch.object(dist, "all_to_all_single", counting):
+        build_step(compiled)(compiled.local_batch(inputs, dist.get_rank()))
+    return sum(counted)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_as_many_bytes_travel_as_are_priced() -> None:
+    """Of a reshard by its statement, which is priced as it is written (costs/test_events.py)."""
+    pins = {"ep": 4, "recompute": "none", "zero": 0}
+    compiled = autopar.compile(made(Dispatched), IDEAL, example_inputs=batch(), constraints=pins)
+    statements = [s for s in compiled.program.root.body if isinstance(s, Reshard)]
+    priced = sum(s.num_bytes * [s.forward, s.backward].count("all_to_all") for s in statements)
+    assert run_ranks(all_to_all_bytes, (compiled, batch()), 4) == [priced] * 4 and priced > 0
+
+
+def test_few_experts_are_shared_out_over_many_ranks() -> None:
+    """A degree that the experts do not have together with tp is decided for as it is: ep2 x tp2 says nothing of it."""
+    with torch.device("meta"):
+        model, inputs = Copied(), {name: torch.zeros(64, LENGTH, dtype=torch.int64) for name in ("tokens", "labels")}
+    for pins in ({"ep": 4, "tp": 2}, {"ep": 4, "tp": 4}):
+        plan = autopar.compile(model, "4x8 a100-80g", example_inputs=inputs, constraints=pins).plan
+        assert plan.mesh.size("ep") == 4
+
+
+class Heads(nn.Module):
+    """A matrix for each head, of features that are one dim with the heads before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 1)
+        self.matrices = nn.Parameter(torch.empty(4, WIDTH // 2, WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.first(x).view(-1, 4, WIDTH // 2).transpose(0, 1)
+        rows = torch.bmm(heads.sigmoid() * heads, self.matrices).transpose(0, 1)
+        return self.last(rows.reshape(-1, 2 * WIDTH)).square().mean()
+
+
+def test_heads_are_no_experts() -> None:
+    with pytest.raises(ConstraintError, match="no experts that autopar recognises"):
+        autopar.compile(Heads(), IDEAL, example_inputs={"x": torch.zeros(8, WIDTH)}, constraints={"ep": 2})
+
+
+def test_a_degree_that_does_not_divide_the_experts_is_refused() -> None:
+    model = made(AllForAll, num_experts=6)
+    with pytest.raises(ConstraintError, match=r"(?s)does not divide their number.*ep=4, 6 experts.*ep of 2, 3, 6"):
+        autopar.compile(model, IDEAL, example_inputs=batch(), constraints={"ep": 4})
