@@ -1,9 +1,9 @@
 """What of a scope runs over the experts of a mixture: their weights, products with these, and what lies by expert.
 
-Rows that choose an expert each are multiplied by one call (`expert_linear`), which takes them in the order of the tokens.
-Other mixtures have the rows of each expert together: a product of them [E, N, A] with weights [E, A, B], and calls
-before and after it of tensors that have E too, as copies of the tokens, masks that say which token goes where, and
-biases. A rank may have a run of the experts in all of these.
+Rows that choose an expert each are multiplied by one call (`expert_linear`), which takes them in the order of the
+tokens. Other mixtures have the rows of each expert together: a product of them [E, N, A] with weights [E, A, B], and
+calls before and after it of tensors that have E too, as copies of the tokens, masks that say which token goes where,
+and biases. A rank may have a run of the experts in all of these.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` and `ddp` shard the factor that runs
 over the batch, `cp` the one that runs over the positions of the sequence, every other axis any other factor. Which
 factor these are is found by following the dims of the inputs through the rules. `ep` shards the batch too, but the
-weights of experts by expert, which is followed back to the parameters, and tensors that lie by expert either way. Beside experts, `tp` and `ttp` may cut positions
-where these are one dim with the batch: then the experts may be cut over their ranks as well, with these rows, which is
-called folding ("MoE Parallel Folding", D. Liu et al. (2025)). Section counts (fused QKV, merged dims) travel
-the same way, from the operator that needs them to the ones that can provide them.
+weights of experts by expert, which is followed back to the parameters, and may shard so what has the rows of each
+expert together. Beside experts, `tp` and `ttp` may cut positions where these are one dim with the batch: then the
+experts may be cut over their ranks as well, with these rows, which is called folding ("MoE Parallel Folding", D. Liu et
+al. (2025)). Section counts (fused QKV, merged dims) travel the same way, from the operator that needs them to the ones
+that can provide them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import ATTENTION, MATMULS, Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
+from autopar.ir.graph import (
+    ATTENTION,
+    MATMULS,
+    Graph,
+    Input,
+    LayerRun,
+    Node,
+    Ref,
+    TensorMeta,
+    base_name,
+    derived,
+    is_causal,
+)
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.options.expert_dims import ExpertDims, expert_dims
@@ -54,10 +67,10 @@ class Operator:
     batch, positions: the factor (and sections) that runs over the batch, over the sequence. position_size: of the
     latter, the indices that are one position (k rows where tokens have k choices of an expert). after_positions:
     whether it has none itself, and reads what was computed of some, as a step of a recurrence does. is_striped: whether
-    `cp` shards sequences in stripes. experts: of what makes a weight of experts, and of its product with rows that lie by
-    expert, the factor that runs over these. by_expert: of other calls of tensors that lie so, that factor.
-    route: how the rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in
-    a scope with such layers. runs: of the scope's calls, what one kernel may do.
+    `cp` shards sequences in stripes. experts: of what makes a weight of experts, and of its product with rows that lie
+    by expert, the factor that runs over these. by_expert: of other calls of what lies so, that factor. route: how the
+    rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in a scope with
+    such layers. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str

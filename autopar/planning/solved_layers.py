@@ -152,8 +152,8 @@ class Key(NamedTuple):
 @dataclass
 class SolvedLayers:
     """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
-    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and, where all ranks
-    of `tp` may have experts, too, those for the fewest ranks of `ep`."""
+    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and, where
+    all ranks of a group of `ep` may have experts, those for the fewest of them."""
 
     request: Request
     typical_rows: int | None = None

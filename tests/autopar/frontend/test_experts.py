@@ -60,6 +60,33 @@ class Mixture(nn.Module):
         return rows[inverse].view(-1, CHOICES, WIDTH).sum(1)
 
 
+class AddedToTokens(Mixture):
+    """Rows are weighed before, and added to their tokens after the experts, as torchtitan's layer does.
+
+    way: "scatter_add" to what all experts share, or "index_add" to zeros. counts: "histc" of the ids as they are, or
+    "one_hot", of the sorted ids.
+    """
+
+    def __init__(self, way: str, counts: str = "histc", choices: int = CHOICES, scale: float = 1.0) -> None:
+        super().__init__(silu)
+        self.way, self.counts, self.choices, self.scale = way, counts, choices, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(CHOICES)
+        counts = torch.histc(chosen.view(-1).float(), EXPERTS, 0, EXPERTS - 1)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        if self.counts == "one_hot":
+            counts = F.one_hot(chosen.view(-1)[order], EXPERTS).sum(0)
+        ends = counts.cumsum(0).to(torch.int32)
+        tokens = order // self.choices
+        by_element = tokens.reshape(-1, 1).expand(-1, WIDTH)
+        rows = torch.gather(x, 0, by_element) * weights.view(-1)[order].reshape(-1, 1)
+        rows = grouped(F.silu(grouped(rows, self.up, ends) + self.bias[chosen.view(-1)[order]]), self.down, ends)
+        if self.way == "index_add":
+            return torch.zeros_like(x).index_add_(0, tokens, rows, alpha=self.scale)
+        return torch.tanh(x).scatter_add(0, by_element, rows)
+
+
 def silu(rows: Tensor, ids: Tensor) -> Tensor:
     return F.silu(rows.clamp(max=7.0))
 
@@ -90,6 +117,11 @@ def with_its_expert(rows: Tensor, ids: Tensor) -> Tensor:
         (lambda: Mixture(silu), True),
         (lambda: Mixture(silu, by_argsort=True), True),
         (lambda: Mixture(with_its_expert), True),
+        (lambda: AddedToTokens("scatter_add"), True),
+        (lambda: AddedToTokens("index_add"), True),
+        (lambda: AddedToTokens("index_add", counts="one_hot"), True),
+        (lambda: AddedToTokens("index_add", scale=2.0), False),
+        (lambda: AddedToTokens("index_add", choices=2 * CHOICES), False),
         (lambda: Mixture(silu, bins=EXPERTS + 1), False),
         (lambda: Mixture(silu, descending=True), False),
         (lambda: Mixture(less_its_mean), False),
@@ -101,6 +133,11 @@ def with_its_expert(rows: Tensor, ids: Tensor) -> Tensor:
         "plain",
         "argsort",
         "reads ids",
+        "scatter_add",
+        "index_add",
+        "one_hot",
+        "twice their sum",
+        "other tokens",
         "more bins",
         "descending",
         "mean over rows",
