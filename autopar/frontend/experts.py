@@ -14,6 +14,7 @@ the sorted rows is no part of the batch. In the order of the tokens it is. With 
     grouped_mm(...) + bias[sort(ids)]   expert_linear(..., bias)
     y[q]                                y
     x.index_add(0, p // k, y)           x + y.view(T, k, -1).sum(1)
+    dropout(y)                          y * dropout(1)[q]
     f(y)                                f(y)                                where f does with each row the same
 
 and the numbers are the same. f is a call whose rule (autopar/rules) has one factor for the rows of every result and of
@@ -90,8 +91,9 @@ class _Region:
     def unsorted(self, node: Node) -> list[Node]:
         """What stands for one call."""
         if any(ref in self.kinds for ref in node.inputs):
-            if base_name(node.op) in ("index_add", "scatter_add"):
-                return [with_refs(each, self.now) for each in self.added(node)]
+            several = _WRITERS_OF_SEVERAL.get(base_name(node.op))
+            if several is not None:
+                return [with_refs(each, self.now) for each in several(self, node)]
             node = _WRITERS.get(base_name(node.op), _Region.row_by_row)(self, node)
         return [with_refs(node, self.now)]
 
@@ -152,6 +154,29 @@ class _Region:
         if base.node in self.made_by and base_name(self.made_by[base.node].op) in ("zeros", "zeros_like", "new_zeros"):
             return [view, replace(total_of, name=node.name)]
         return [view, total_of, replace(node, op="aten.add.Tensor", args=(base, Ref(names[1])), kwargs=())]
+
+    def dropped(self, node: Node) -> list[Node]:
+        """Sorted rows with some of their elements dropped: which these are is drawn by their places among all sorted
+        rows. That mask is drawn whole, on every rank, and a row takes its part of it."""
+        given, (rows,) = arguments_of(node), node.inputs
+        if not given["train"] or not given["p"]:
+            return [self.row_by_row(node)]
+        if not self.is_a(_ROWS, rows) or not _EXACT.issuperset([node.meta.dtype]):
+            raise _StrangerError
+        order = Ref(self.sort.name, len(self.sort.outputs) - 1)
+        mask = replace(node.meta, requires_grad=False)
+        places, ones, drawn, taken = (f"{node.name}_{word}" for word in ("places", "ones", "all", "mask"))
+
+        def call(name: str, op: str, args: tuple[Any, ...], meta: TensorMeta) -> Node:
+            return replace(node, name=name, op=f"aten.{op}", args=args, kwargs=(), outputs=(meta,))
+
+        return [
+            call(places, "argsort.default", (order,), self.metas[order]),
+            call(ones, "ones_like.default", (rows,), mask),
+            replace(node, name=drawn, args=(Ref(ones), *node.args[1:]), outputs=(mask,)),
+            call(taken, "index_select.default", (Ref(drawn), 0, Ref(places)), mask),
+            self.made(call(node.name, "mul.Tensor", (rows, Ref(taken)), node.meta)),
+        ]
 
     def are_tokens(self, index: Ref, shape: tuple[int, ...], is_by_element: bool) -> bool:
         """Whether it tells of each row, or of each element of it, its token in a tensor [T, ...] of this shape."""
@@ -286,6 +311,12 @@ _EXACT = frozenset([torch.int32, torch.int64, torch.float32, torch.float64])
 
 _SAME_NUMBERS = frozenset(["to", "to_copy", "view", "reshape", "flatten", "contiguous", "clone", "detach"])
 """Calls that change nothing but shapes and dtypes."""
+
+_WRITERS_OF_SEVERAL: Mapping[str, Callable[[_Region, Node], list[Node]]] = {
+    "index_add": _Region.added,
+    "scatter_add": _Region.added,
+    "dropout": _Region.dropped,
+}
 
 _WRITERS: Mapping[str, Callable[[_Region, Node], Node]] = {
     "floor_divide": _Region.tokens,
