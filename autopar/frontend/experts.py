@@ -54,6 +54,41 @@ def write_unsorted(flat: FlatGraph) -> None:
             flat.nodes = nodes
 
 
+def join_biases(flat: FlatGraph) -> None:
+    """Write a product and the row of a table [E, B] that is added for each row's expert as one call."""
+    metas, made_by = flat.metas(), {Ref(node.name): node for node in flat.nodes}
+    uses = Counter(ref for node in flat.nodes for ref in node.inputs)
+    found: dict[str, Node] = {}
+    for node in flat.nodes:
+        if base_name(node.op) != "add" or len(node.inputs) != 2 or arguments_of(node)["alpha"] != 1:
+            continue
+        for product, bias in itertools.permutations(made_by.get(ref) for ref in node.inputs):
+            if product is None or bias is None or product.op != EXPERT_LINEAR or len(product.inputs) > 3:
+                continue
+            table = _bias_of(product, bias, metas, made_by)
+            if table is not None and uses[Ref(product.name)] == 1 and product.meta == node.meta:
+                found[node.name] = replace(product, name=node.name, args=(*product.args, table))
+    flat.nodes = [found.get(node.name, node) for node in flat.nodes]
+
+
+def _bias_of(product: Node, bias: Node, metas: Mapping[Ref, TensorMeta], made_by: Mapping[Ref, Node]) -> Ref | None:
+    """The table of which `bias` takes the rows of the experts; None where it does not."""
+
+    def viewed(ref: Ref) -> Ref:
+        while ref in made_by and base_name(made_by[ref].op) in ("view", "reshape", "flatten"):
+            ref = made_by[ref].inputs[0]
+        return ref
+
+    if base_name(bias.op) not in ("index", "index_select") or len(bias.inputs) != 2:
+        return None
+    given, (table, ids) = arguments_of(bias), bias.inputs
+    is_first = given.get("dim", 0) == 0 and given.get("indices", (ids,)) == (ids,)
+    are_ids = metas[ids].shape == product.meta.shape[:1] and viewed(ids) == viewed(product.inputs[2])
+    num_experts, _, width = metas[product.inputs[1]].shape
+    is_alike = metas[table].shape == (num_experts, width) and metas[table].dtype == product.meta.dtype
+    return table if is_first and are_ids and is_alike else None
+
+
 def _is_ascending(sort: Node) -> bool:
     return not arguments_of(sort)["descending"]
 
@@ -85,7 +120,7 @@ class _Region:
             written = [[node] if node is self.sort else self.unsorted(node) for node in self.nodes]
         except _StrangerError:
             return None
-        nodes = self.with_biases(list(itertools.chain.from_iterable(written)))
+        nodes = list(itertools.chain.from_iterable(written))
         return nodes if any(node.op == EXPERT_LINEAR and self.ids in node.inputs for node in nodes) else None
 
     def unsorted(self, node: Node) -> list[Node]:
@@ -244,33 +279,6 @@ class _Region:
         if not is_plain or not self.is_a(_ROWS, rows) or not self.ends_of_experts(offsets, held.shape[0]):
             raise _StrangerError
         return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
-
-    def with_biases(self, nodes: list[Node]) -> list[Node]:
-        """A product and the row of a table [E, B] that is added for each row's expert, as one call."""
-        made_by = {Ref(node.name): node for node in nodes}
-        uses = Counter(ref for node in nodes for ref in node.inputs)
-        found: dict[str, Node] = {}
-        for node in nodes:
-            if base_name(node.op) != "add" or len(node.inputs) != 2 or arguments_of(node)["alpha"] != 1:
-                continue
-            for product, bias in itertools.permutations(made_by.get(ref) for ref in node.inputs):
-                if product is None or bias is None or product.op != EXPERT_LINEAR or len(product.inputs) > 3:
-                    continue
-                own = self.bias_of(product, bias)
-                if own is not None and uses[Ref(product.name)] == 1 and product.meta == node.meta:
-                    found[node.name] = replace(product, name=node.name, args=(*product.args, own))
-        return [found.get(node.name, node) for node in nodes]
-
-    def bias_of(self, product: Node, bias: Node) -> Ref | None:
-        """The table of which `bias` takes the rows of the experts; None where it does not."""
-        if base_name(bias.op) not in ("index", "index_select") or len(bias.inputs) != 2:
-            return None
-        given, (table, ids) = arguments_of(bias), bias.inputs
-        is_first = given.get("dim", 0) == 0 and given.get("indices", (ids,)) == (ids,)
-        is_first = is_first and self.metas[ids].shape == (self.num_rows,) and self.is_of_ids(ids)
-        num_experts, _, width = self.metas[product.inputs[1]].shape
-        is_alike = self.metas[table].shape == (num_experts, width) and self.metas[table].dtype == product.meta.dtype
-        return table if is_first and is_alike else None
 
     def is_of_ids(self, ref: Ref) -> bool:
         """Whether it holds the ids, sorted or as they are, in whatever dtype and shape."""

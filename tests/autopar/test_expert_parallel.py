@@ -115,11 +115,27 @@ def test_programs_train_as_one_process_does(routing: str, pins: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pins", [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "tp": 2, "etp": 1}, {"dp": 4, "ep": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "pins", [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "tp": 2, "etp": 1}, {"dp": 4, "ep": 2, "zero": 3}], ids=str
+)
 def test_rows_that_are_added_to_their_tokens_travel(pins: dict[str, Any]) -> None:
     for routing in ("skewed", "one expert has all"):
         report = verified(routing, AddedToTokens, **pins)
         assert report.ok(1e-5), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", [{"ep": 4}, {"ep": 2, "tp": 2, "etp": 1}, {"dp": 4, "ep": 2, "micro_batches": 2}], ids=str
+)
+def test_rows_travel_to_matrices_that_the_model_looks_up_for_each(pins: dict[str, Any]) -> None:
+    example = ZOO["gpt_oss"].build()
+    example.model.set_experts_implementation("batched_mm")
+    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": pins}
+    report = autopar.verify(example.model, IDEAL, **given)
+    assert report.ok(1e-5), report
+    layer = autopar.compile(example.model, IDEAL, **given).source.split("\nclass ")[1]
+    assert [layer.count(f" {name}(") for name in ("Routes", "dispatch", "expert_linear", "combine")] == [1, 1, 2, 1]
 
 
 @pytest.mark.slow
