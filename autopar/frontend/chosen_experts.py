@@ -95,8 +95,8 @@ class _Writer:
             rows = call("copies", "aten.repeat_interleave.self_int", (rows, chosen.copies, 0), shape, own)
         if len(self.metas[ids].shape) > 1:
             if ids not in self.flat_ids:
-                shape = (num_rows,)
-                self.flat_ids[ids] = call("ids", "aten.reshape.default", (ids, shape), shape, self.metas[ids])
+                flat = (num_rows,)
+                self.flat_ids[ids] = call("ids", "aten.reshape.default", (ids, flat), flat, self.metas[ids])
             ids = self.flat_ids[ids]
         if chosen.is_turned:
             weight = call("weight", "aten.transpose.int", (weight, 1, 2), (held.shape[0], *held.shape[:0:-1]), held)
@@ -134,7 +134,8 @@ class _Writer:
         copies = 1 if lie == [*by_id, inner] else rule.sizes[by_id[-1]] if by_id else 0
         if lie not in ([*by_id, inner], [*by_id[:-1], inner]) or not copies or math.prod(self.metas[ids].shape) < 2:
             return None
-        return _Chosen(rows, weight, ids, copies, rule.sizes[inner], is_turned)
+        width = rule.sizes[inner]
+        return _Chosen(rows=rows, weight=weight, ids=ids, copies=copies, width=width, is_turned=is_turned)
 
     def lookup(self, ref: Ref) -> tuple[Ref, Ref] | None:
         """(weight [E, A, B], ids) of the matrices of experts that rows chose."""

@@ -310,7 +310,7 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
         barred = [b or operator.rule.joint(o.label) is not None for o, b in zip(options, is_batch, strict=True)]
         return [o for o, is_barred in zip(options, barred, strict=True) if not is_barred or o.label == tokens]
     kept = {batch_label} if any(option.label == batch_label for option in options) else set(UNCUT)
-    if axis == "ep":
+    if axis == "ep" and operator.by_expert is not None:
         kept.add(operator.by_expert)
     return [option for option in options if option.label in kept]
 
