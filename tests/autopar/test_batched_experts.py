@@ -106,6 +106,26 @@ class DispatchedTogether(Dispatched):
         return torch.einsum("nec,ecd->nd", sent * shares[:, None, None], rows).view(x.shape)
 
 
+class WeighedInTheProduct(Mixture):
+    """The last product sums over the experts, too, by the shares of a token."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        rows = F.relu(torch.einsum("bld,edf->blef", x, self.up) + self.bias)
+        return torch.einsum("blef,efd,ble->bld", rows, self.down, self.router(x).softmax(-1))
+
+
+class ChosenByExperts(Mixture):
+    """Each expert chooses tokens of each sequence."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        shares, chosen = self.router(x).softmax(-1).transpose(1, 2).topk(2, -1)
+        index = chosen.unsqueeze(-1).expand(-1, -1, -1, WIDTH)
+        rows = x.unsqueeze(1).expand(-1, self.num_experts, -1, -1).gather(2, index)
+        rows = F.gelu(torch.einsum("becd,edf->becf", rows, self.up) + self.bias[:, None])
+        rows = torch.einsum("becf,efd->becd", rows, self.down) * shares.unsqueeze(-1)
+        return torch.einsum("becl,becd->bld", F.one_hot(chosen, x.shape[1]).to(x.dtype), rows)
+
+
 def batch() -> dict[str, Tensor]:
     tokens = torch.randint(16, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"tokens": tokens[0], "labels": tokens[1]}
@@ -116,32 +136,34 @@ def made(mixture: type[Mixture], **settings: Any) -> Mixture:
     return mixture(**settings)
 
 
-KINDS = [AllForAll, Copied, Dispatched, DispatchedTogether]
-PINS: list[dict[str, Any]] = [
-    {"dp": 4, "ep": 4},
-    {"dp": 2, "ep": 2, "tp": 2},
-    {"dp": 4, "ep": 2, "zero": 3},
-    {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2},
+CASES: list[tuple[type[Mixture], dict[str, Any]]] = [
+    (AllForAll, {"dp": 4, "ep": 4}),
+    (AllForAll, {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2}),
+    (Copied, {"dp": 2, "ep": 2, "tp": 2}),
+    (Copied, {"dp": 4, "ep": 2, "zero": 3}),
+    (Dispatched, {"dp": 4, "ep": 4}),
+    (Dispatched, {"dp": 2, "ep": 2, "tp": 2, "etp": 1}),
+    (DispatchedTogether, {"dp": 2, "ep": 2, "tp": 2}),
+    (DispatchedTogether, {"dp": 4, "ep": 2, "zero": 3}),
+    (ChosenByExperts, {"dp": 4, "ep": 2}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pins", PINS, ids=str)
-@pytest.mark.parametrize("mixture", KINDS)
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mixture", "pins"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_programs_train_as_one_process_does(mixture: type[Mixture], pins: dict[str, Any]) -> None:
-    if "micro_batches" in pins and mixture is DispatchedTogether:
-        pytest.skip("tokens of one micro-batch have places of their own")
+    """With elements dropped between the products, and where one expert has all tokens."""
     for settings in ({"dropout": 0.25}, {"sharpness": 50.0}):
-        if "micro_batches" in pins and settings.get("dropout") and mixture is not AllForAll:
-            continue  # a mask by expert would be drawn anew for each micro-batch
         report = autopar.verify(made(mixture, **settings), IDEAL, example_inputs=batch(), constraints=pins)
         assert report.ok(1e-5), report
 
 
+KINDS = [AllForAll, Copied, Dispatched, DispatchedTogether, WeighedInTheProduct, ChosenByExperts]
 SHAPES = {"up": (EXPERTS, WIDTH, INNER), "bias": (EXPERTS, INNER), "down": (EXPERTS, INNER, WIDTH)}
 
 
-@pytest.mark.parametrize("mixture", KINDS)
+@pytest.mark.parametrize("mixture", KINDS, ids=lambda kind: kind.__name__)
 def test_what_is_of_experts_is_shared_out(mixture: type[Mixture]) -> None:
     """Over ep, with etp=1 over tp, too, and with etp=2 not over tp."""
     for pins, held in (
@@ -188,6 +210,16 @@ def test_few_experts_are_not_shared_out_as_on_fewer_ranks(monkeypatch: pytest.Mo
     pins = {"ep": 4, "tp": 2, "activations": {"bmm": {"tp": "S(0)"}}}
     with pytest.raises(ConstraintError, match=r"(?s)tp=S\(0\) on ep4 x tp2.*P, R, Rp, S\(2\)"):
         autopar.compile(made(Copied), str(eight), example_inputs=batch(), constraints=pins)
+
+
+def test_the_search_over_ep_equals_trying_every_degree() -> None:
+    """With all else free."""
+    given = {"example_inputs": batch(), "cluster_spec": IDEAL}
+    free, *pinned = (
+        autopar.compile(made(Dispatched), constraints=pins, **given).plan.prediction.step_seconds
+        for pins in ({}, *({"ep": ep} for ep in (1, 2, 4)))
+    )
+    assert free == pytest.approx(min(pinned), rel=1e-9) and len(set(pinned)) == 3
 
 
 class Heads(nn.Module):
