@@ -2,17 +2,19 @@
 
 Models sort the N = T k rows of T tokens and k choices by expert, so that an expert's matrix multiplies a run of rows:
 ids are sorted, rows are taken in that order, grouped products know where each expert's end, and results are put back
-(transformers' grouped_mm). Which row is where is data: a part of the sorted rows is no part of the batch.
-In the order of the tokens it is. With p the order, and q its inverse,
+(transformers' grouped_mm), or added to their tokens (torchtitan's scatter_add). Which row is where is data: a part of
+the sorted rows is no part of the batch. In the order of the tokens it is. With p the order, and q its inverse,
 
     sorted                              in the order of the tokens
     sort(ids)                           ids
     x[p // k]                           repeat_interleave(x, k)
     w[p]                                w
-    histc(sort(ids))                    histc(ids)
+    histc(sort(ids))                    histc(ids), which may be counted before; or one_hot(ids).sum(0)
     grouped_mm(y, weight, offsets)      expert_linear(y, weight, ids)       offsets = cumsum(histc(ids))
     grouped_mm(...) + bias[sort(ids)]   expert_linear(..., bias)
     y[q]                                y
+    x.index_add(0, p // k, y)           x + y.view(T, k, -1).sum(1)
+    dropout(y)                          y * dropout(1)[q]
     f(y)                                f(y)                                where f does with each row the same
 
 and the numbers are the same. f is a call whose rule (autopar/rules) has one factor for the rows of every result and of
@@ -27,6 +29,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from autopar.frontend.fx_import import FlatGraph
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
@@ -50,6 +54,41 @@ def write_unsorted(flat: FlatGraph) -> None:
             flat.nodes = nodes
 
 
+def join_biases(flat: FlatGraph) -> None:
+    """Write a product and the row of a table [E, B] that is added for each row's expert as one call."""
+    metas, made_by = flat.metas(), {Ref(node.name): node for node in flat.nodes}
+    uses = Counter(ref for node in flat.nodes for ref in node.inputs)
+    found: dict[str, Node] = {}
+    for node in flat.nodes:
+        if base_name(node.op) != "add" or len(node.inputs) != 2 or arguments_of(node)["alpha"] != 1:
+            continue
+        for product, bias in itertools.permutations(made_by.get(ref) for ref in node.inputs):
+            if product is None or bias is None or product.op != EXPERT_LINEAR or len(product.inputs) > 3:
+                continue
+            table = _bias_of(product, bias, metas, made_by)
+            if table is not None and uses[Ref(product.name)] == 1 and product.meta == node.meta:
+                found[node.name] = replace(product, name=node.name, args=(*product.args, table))
+    flat.nodes = [found.get(node.name, node) for node in flat.nodes]
+
+
+def _bias_of(product: Node, bias: Node, metas: Mapping[Ref, TensorMeta], made_by: Mapping[Ref, Node]) -> Ref | None:
+    """The table of which `bias` takes the rows of the experts; None where it does not."""
+
+    def viewed(ref: Ref) -> Ref:
+        while ref in made_by and base_name(made_by[ref].op) in ("view", "reshape", "flatten"):
+            ref = made_by[ref].inputs[0]
+        return ref
+
+    if base_name(bias.op) not in ("index", "index_select") or len(bias.inputs) != 2:
+        return None
+    given, (table, ids) = arguments_of(bias), bias.inputs
+    is_first = given.get("dim", 0) == 0 and given.get("indices", (ids,)) == (ids,)
+    are_ids = metas[ids].shape == product.meta.shape[:1] and viewed(ids) == viewed(product.inputs[2])
+    num_experts, _, width = metas[product.inputs[1]].shape
+    is_alike = metas[table].shape == (num_experts, width) and metas[table].dtype == product.meta.dtype
+    return table if is_first and are_ids and is_alike else None
+
+
 def _is_ascending(sort: Node) -> bool:
     return not arguments_of(sort)["descending"]
 
@@ -61,34 +100,37 @@ class _StrangerError(Exception):
 class _Region:
     """One sort and what is made of it.
 
-    kinds: what is sorted: "rows", their "order", the "inverse" of it, the "tokens" of rows, and "blank" memory of as
-    many. renamed: values that another stands for in the order of the tokens.
+    kinds: what is sorted: "rows", their "order", the "inverse" of it, the "tokens" of rows, for each of their elements,
+    too, and "blank" memory of as many. renamed: values that another stands for in the order of the tokens.
     """
 
     def __init__(self, sort: Node, nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> None:
         self.nodes, self.metas = nodes, metas
         self.made_by = {node.name: node for node in nodes}
-        self.made_by_cast = {Ref(n.name): n.inputs[0] for n in nodes if base_name(n.op) in ("to", "to_copy")}
         self.sort, self.ids = sort, sort.inputs[0]
         self.num_rows = metas[self.ids].shape[0]
         order = Ref(sort.name, len(sort.outputs) - 1)
         self.kinds: dict[Ref, str] = {Ref(sort.name): _ROWS} | {order: "order"}
+        self.choices: dict[Ref, int] = {}
         self.renamed: dict[Ref, Ref] = {Ref(sort.name): self.ids} if order.index else {}
 
     def rewritten(self) -> list[Node] | None:
         """All calls, those of the region in the order of the tokens; None where it is no mixture of experts."""
         try:
-            nodes = [node if node is self.sort else self.unsorted(node) for node in self.nodes]
+            written = [[node] if node is self.sort else self.unsorted(node) for node in self.nodes]
         except _StrangerError:
             return None
-        nodes = self.with_biases(nodes)
+        nodes = list(itertools.chain.from_iterable(written))
         return nodes if any(node.op == EXPERT_LINEAR and self.ids in node.inputs for node in nodes) else None
 
-    def unsorted(self, node: Node) -> Node:
+    def unsorted(self, node: Node) -> list[Node]:
         """What stands for one call."""
         if any(ref in self.kinds for ref in node.inputs):
+            several = _WRITERS_OF_SEVERAL.get(base_name(node.op))
+            if several is not None:
+                return [with_refs(each, self.now) for each in several(self, node)]
             node = _WRITERS.get(base_name(node.op), _Region.row_by_row)(self, node)
-        return with_refs(node, self.now)
+        return [with_refs(node, self.now)]
 
     def now(self, ref: Ref) -> Ref:
         """The value that stands for `ref`."""
@@ -116,7 +158,66 @@ class _Region:
         order, choices = node.args[:2]
         if not self.is_a("order", order) or not isinstance(choices, int):
             return self.row_by_row(node)
+        self.choices[Ref(node.name)] = choices
         return self.made(node, "tokens")
+
+    def spread(self, node: Node) -> Node:
+        """The tokens of rows as a column, or once for each element of a row."""
+        own, shape, column = self.metas[node.inputs[0]].shape, node.meta.shape, (self.num_rows, 1)
+        is_right = shape in ((self.num_rows,), column) or (own == column and len(shape) == 2 and shape[0] == own[0])
+        if not self.is_a("tokens", node.inputs[0]) or not is_right:
+            return self.row_by_row(node)
+        self.choices[Ref(node.name)] = self.choices[node.inputs[0]]
+        return self.made(node, "tokens")
+
+    def added(self, node: Node) -> list[Node]:
+        """Rows added to their tokens: those of a token are next to one another."""
+        base, index, rows = node.inputs
+        given, (total, source) = arguments_of(node), (self.metas[ref].shape for ref in (base, rows))
+        is_plain = (
+            given["dim"] == 0 and given.get("alpha", 1) == 1 and base not in self.kinds and self.is_a(_ROWS, rows)
+        )
+        is_whole = self.are_tokens(index, total, base_name(node.op) == "scatter_add") and source[1:] == total[1:]
+        if not is_plain or not is_whole or self.metas[rows].dtype != node.meta.dtype:
+            raise _StrangerError
+        by_token = replace(self.metas[rows], shape=(total[0], self.choices[index], *total[1:]))
+        names = [f"{node.name}_{word}" for word in ("by_token", "sum")]
+        summed = replace(node.meta, requires_grad=by_token.requires_grad)
+        view, total_of = (replace(node, name=name, kwargs=(), outputs=(summed,)) for name in names)
+        view = replace(view, op="aten.view.default", args=(rows, by_token.shape), outputs=(by_token,))
+        total_of = replace(total_of, op="aten.sum.dim_IntList", args=(Ref(names[0]), (1,)))
+        if base.node in self.made_by and base_name(self.made_by[base.node].op) in ("zeros", "zeros_like", "new_zeros"):
+            return [view, replace(total_of, name=node.name)]
+        return [view, total_of, replace(node, op="aten.add.Tensor", args=(base, Ref(names[1])), kwargs=())]
+
+    def dropped(self, node: Node) -> list[Node]:
+        """Sorted rows with some of their elements dropped: which these are is drawn by their places among all sorted
+        rows. That mask is drawn whole, on every rank, and a row takes its part of it."""
+        given, (rows,) = arguments_of(node), node.inputs
+        if not given["train"] or not given["p"]:
+            return [self.row_by_row(node)]
+        if not self.is_a(_ROWS, rows) or not _EXACT.issuperset([node.meta.dtype]):
+            raise _StrangerError
+        order = Ref(self.sort.name, len(self.sort.outputs) - 1)
+        mask = replace(node.meta, requires_grad=False)
+        places, ones, drawn, taken = (f"{node.name}_{word}" for word in ("places", "ones", "all", "mask"))
+
+        def call(name: str, op: str, args: tuple[Any, ...], meta: TensorMeta) -> Node:
+            return replace(node, name=name, op=f"aten.{op}", args=args, kwargs=(), outputs=(meta,))
+
+        return [
+            call(places, "argsort.default", (order,), self.metas[order]),
+            call(ones, "ones_like.default", (rows,), mask),
+            replace(node, name=drawn, args=(Ref(ones), *node.args[1:]), outputs=(mask,)),
+            call(taken, "index_select.default", (Ref(drawn), 0, Ref(places)), mask),
+            self.made(call(node.name, "mul.Tensor", (rows, Ref(taken)), node.meta)),
+        ]
+
+    def are_tokens(self, index: Ref, shape: tuple[int, ...], is_by_element: bool) -> bool:
+        """Whether it tells of each row, or of each element of it, its token in a tensor [T, ...] of this shape."""
+        right = (self.num_rows, *shape[1:]) if is_by_element else (self.num_rows,)
+        is_right = self.is_a("tokens", index) and self.metas[index].shape == right
+        return is_right and shape[0] * self.choices[index] == self.num_rows
 
     def blank(self, node: Node) -> Node:
         """Memory for q."""
@@ -138,8 +239,12 @@ class _Region:
         return self.made(node, "inverse")
 
     def histogram(self, node: Node) -> Node:
-        """Counts do not depend on the order."""
-        if not self.is_a(_ROWS, node.inputs[0]):
+        """Counts do not depend on the order, nor do sums of whole numbers over all rows."""
+        source, is_sum = node.inputs[0], base_name(node.op) == "sum"
+        is_over_rows = not is_sum or 0 in (arguments_of(node).get("dim") or (0,))
+        if is_sum and (self.metas[source].dtype.is_floating_point or not is_over_rows):
+            return self.row_by_row(node)
+        if not self.is_a(_ROWS, source):
             raise _StrangerError
         return node
 
@@ -150,18 +255,18 @@ class _Region:
         if given.get("dim", 0) != 0 or given.get("indices", (index,)) != (index,):
             return self.row_by_row(node)
         kind, is_plain = self.kinds.get(index), len(node.inputs) == 2 and source not in self.kinds
-        rows = self.metas[source].shape[0] if self.metas[source].shape else 0
+        shape, by_element = self.metas[source].shape or (0,), base_name(node.op) == "gather"
+        if by_element and kind in ("inverse", "order") and len(shape) > 1:
+            raise _StrangerError
         if kind == "inverse" and self.is_a(_ROWS, source):
             self.renamed[Ref(node.name)] = source
             return node
-        if kind == "order" and is_plain and rows == self.num_rows:
+        if kind == "order" and is_plain and shape[0] == self.num_rows:
             self.renamed[Ref(node.name)] = source
             return self.made(node)
-        if kind == "tokens" and is_plain:
-            choices = self.made_by[index.node].args[1]
-            if rows * choices == self.num_rows:
-                args = (source, choices, 0)
-                return self.made(replace(node, op="aten.repeat_interleave.self_int", args=args, kwargs=()))
+        if kind == "tokens" and is_plain and self.are_tokens(index, shape, by_element):
+            args = (source, self.choices[index], 0)
+            return self.made(replace(node, op="aten.repeat_interleave.self_int", args=args, kwargs=()))
         return self.row_by_row(node)
 
     def product(self, node: Node) -> Node:
@@ -175,47 +280,51 @@ class _Region:
             raise _StrangerError
         return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
 
-    def with_biases(self, nodes: list[Node]) -> list[Node]:
-        """A product and the row of a table [E, B] that is added for each row's expert, as one call."""
-        made_by = {Ref(node.name): node for node in nodes}
-        uses = Counter(ref for node in nodes for ref in node.inputs)
-        found: dict[str, Node] = {}
-        for node in nodes:
-            if base_name(node.op) != "add" or len(node.inputs) != 2 or arguments_of(node)["alpha"] != 1:
-                continue
-            for product, bias in itertools.permutations(made_by.get(ref) for ref in node.inputs):
-                if product is None or bias is None or product.op != EXPERT_LINEAR or len(product.inputs) > 3:
-                    continue
-                own = self.bias_of(product, bias)
-                if own is not None and uses[Ref(product.name)] == 1 and product.meta == node.meta:
-                    found[node.name] = replace(product, name=node.name, args=(*product.args, own))
-        return [found.get(node.name, node) for node in nodes]
-
-    def bias_of(self, product: Node, bias: Node) -> Ref | None:
-        """The table of which `bias` takes the rows of the experts; None where it does not."""
-        if base_name(bias.op) not in ("index", "index_select") or len(bias.inputs) != 2 or bias.inputs[1] != self.ids:
-            return None
-        given, (table, _) = arguments_of(bias), bias.inputs
-        is_first = given.get("dim", 0) == 0 and given.get("indices", (self.ids,)) == (self.ids,)
-        num_experts, _, width = self.metas[product.inputs[1]].shape
-        is_alike = self.metas[table].shape == (num_experts, width) and self.metas[table].dtype == product.meta.dtype
-        return table if is_first and is_alike else None
-
     def is_of_ids(self, ref: Ref) -> bool:
-        """Whether it holds the sorted ids, in whatever dtype."""
-        while ref in self.made_by_cast:
-            ref = self.made_by_cast[ref]
-        return self.is_a(_ROWS, ref) and self.now(ref) == self.ids
+        """Whether it holds the ids, sorted or as they are, in whatever dtype and shape."""
+        ref = self.elements_of(ref)
+        return self.elements_of(self.now(ref)) == self.elements_of(self.ids)
+
+    def elements_of(self, ref: Ref, are_whole: bool = False) -> Ref:
+        """What has the same numbers in the same order. are_whole: they are so before they are cast to whole numbers."""
+        while ref.node in self.made_by and base_name(self.made_by[ref.node].op) in _SAME_NUMBERS:
+            (before,) = self.made_by[ref.node].inputs
+            source, target = self.metas[before].dtype, self.metas[ref].dtype
+            is_rounded = source.is_floating_point and not target.is_floating_point and not are_whole
+            if not _EXACT.issuperset([source, target]) or is_rounded:
+                break
+            ref = before
+        return ref
 
     def ends_of_experts(self, offsets: Ref, num_experts: int) -> bool:
-        """Whether it is the cumsum of a histogram of the ids with a bin for each of so many."""
-        total = self.made_by.get(offsets.node)
-        counts = self.made_by.get(total.inputs[0].node) if total and base_name(total.op) == "cumsum" else None
-        if counts is None or base_name(counts.op) != "histc" or not self.is_of_ids(counts.inputs[0]):
+        """Whether it is the cumsum of how many rows each of so many experts has."""
+        total = self.made_by.get(self.elements_of(offsets, are_whole=True).node)
+        source = total.inputs[0] if total is not None and base_name(total.op) == "cumsum" else offsets
+        counts = self.made_by.get(self.elements_of(source, are_whole=True).node)
+        if total is None or counts is None or total is counts:
             return False
-        given = arguments_of(counts)
-        return (given["bins"], given["min"], given["max"]) == (num_experts, 0, num_experts - 1)
+        given, name = arguments_of(counts), base_name(counts.op)
+        if name == "histc":
+            is_by_expert = (given["bins"], given["min"], given["max"]) == (num_experts, 0, num_experts - 1)
+            return is_by_expert and self.is_of_ids(counts.inputs[0])
+        marks = self.made_by.get(counts.inputs[0].node) if name == "sum" and len(counts.inputs) == 1 else None
+        if marks is None or base_name(marks.op) != "one_hot" or list(given.get("dim") or ()) != [0]:
+            return False
+        is_row_each = len(self.metas[marks.inputs[0]].shape) == 1 and arguments_of(marks)["num_classes"] == num_experts
+        return is_row_each and self.is_of_ids(marks.inputs[0])
 
+
+_EXACT = frozenset([torch.int32, torch.int64, torch.float32, torch.float64])
+"""Dtypes in which numbers of experts and of their rows are exact."""
+
+_SAME_NUMBERS = frozenset(["to", "to_copy", "view", "reshape", "flatten", "contiguous", "clone", "detach"])
+"""Calls that change nothing but shapes and dtypes."""
+
+_WRITERS_OF_SEVERAL: Mapping[str, Callable[[_Region, Node], list[Node]]] = {
+    "index_add": _Region.added,
+    "scatter_add": _Region.added,
+    "dropout": _Region.dropped,
+}
 
 _WRITERS: Mapping[str, Callable[[_Region, Node], Node]] = {
     "floor_divide": _Region.tokens,
@@ -225,8 +334,14 @@ _WRITERS: Mapping[str, Callable[[_Region, Node], Node]] = {
     "argsort": _Region.inverse,
     "sort": _Region.inverse,
     "histc": _Region.histogram,
+    "sum": _Region.histogram,
     "index": _Region.taken,
     "index_select": _Region.taken,
+    "gather": _Region.taken,
+    "view": _Region.spread,
+    "reshape": _Region.spread,
+    "unsqueeze": _Region.spread,
+    "expand": _Region.spread,
     "grouped_mm": _Region.product,
     "grouped_mm_fallback": _Region.product,
 }

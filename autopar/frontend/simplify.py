@@ -14,8 +14,9 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.frontend.bags import write_bags
+from autopar.frontend.chosen_experts import write_chosen
 from autopar.frontend.effects import refuse_effects, refuse_untrained
-from autopar.frontend.experts import write_unsorted
+from autopar.frontend.experts import join_biases, write_unsorted
 from autopar.frontend.functional import functionalise
 from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.gradients import settle_gradients
@@ -53,6 +54,9 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     refuse_effects(flat)
     refuse_untrained(flat)
     write_unsorted(flat)
+    write_chosen(flat)
+    eliminate_dead(flat)
+    join_biases(flat)
     settle_gradients(flat)
     drop_cut_joins(flat)
     eliminate_dead(flat)

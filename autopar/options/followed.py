@@ -1,4 +1,4 @@
-"""Which factor of every call a dim is: the batch, the positions of sequences, experts, and in how many sections.
+"""Which factor of every call a dim is: the batch, the positions of sequences, and in how many sections.
 
 A dim is followed through the rules: what shards it in one tensor is a factor of the call, which says what it is in the
 call's other tensors.
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from autopar.ir.graph import Graph, LayerRun, Node, Ref
 from autopar.ir.placement import Placement, S
 from autopar.options.scopes import Scope
-from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.rule import Rule, find_factor
 
 Sections = dict[str, tuple[int, ...]]
@@ -91,23 +90,6 @@ def _follow_back(scope: Scope, rules: Rules, marks: Marks, found: dict[Key, tupl
             placement = find_factor(rule, dims, *found[key])
             if placement:
                 marks.setdefault((scope.name, ref), {placement})
-
-
-def follow_experts(scope: Scope, rules: Rules) -> tuple[dict[Key, str], frozenset[Ref]]:
-    """For each call that makes a weight of experts alone, the factor that its first dim is, found back from its use;
-    and all these weights and what they are made of."""
-    layers = [node for node in scope.nodes if node.op == EXPERT_LINEAR]
-    wanted = {ref: S(0) for node in layers for ref in (node.inputs[1], *node.inputs[3:])}
-    found: dict[Key, str] = {}
-    for node in reversed(scope.nodes):
-        mark, key = wanted.get(Ref(node.name)), (scope.name, node.name)
-        factor = factor_of(rules[key][0], rules[key][0].outputs[0], mark) if mark else None
-        if factor is not None and factor[1] == 1 and len(node.outputs) == 1:
-            found[key] = factor[0]
-            for ref, dims in zip(node.inputs, rules[key][0].inputs, strict=True):
-                if placement := find_factor(rules[key][0], dims, *factor):
-                    wanted[ref] = placement
-    return found, frozenset(wanted)
 
 
 def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:

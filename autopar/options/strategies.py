@@ -3,10 +3,11 @@
 The mesh's axes have roles, so that a plan's axis names mean what they say: `dp` and `ddp` shard the factor that runs
 over the batch, `cp` the one that runs over the positions of the sequence, every other axis any other factor. Which
 factor these are is found by following the dims of the inputs through the rules. `ep` shards the batch too, but the
-weights of experts by expert, which is followed back to the parameters. Beside experts, `tp` and `ttp` may cut positions
-where these are one dim with the batch: then the experts may be cut over their ranks as well, with these rows, which is
-called folding ("MoE Parallel Folding", D. Liu et al. (2025)). Section counts (fused QKV, merged dims) travel
-the same way, from the operator that needs them to the ones that can provide them.
+weights of experts by expert, which is followed back to the parameters, and may shard so what has the rows of each
+expert together. Beside experts, `tp` and `ttp` may cut positions where these are one dim with the batch: then the
+experts may be cut over their ranks as well, with these rows, which is called folding ("MoE Parallel Folding", D. Liu et
+al. (2025)). Section counts (fused QKV, merged dims) travel the same way, from the operator that needs them to the ones
+that can provide them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,23 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import ATTENTION, Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
+from autopar.ir.graph import (
+    ATTENTION,
+    MATMULS,
+    Graph,
+    Input,
+    LayerRun,
+    Node,
+    Ref,
+    TensorMeta,
+    base_name,
+    derived,
+    is_causal,
+)
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
-from autopar.options.followed import follow, follow_experts, follow_sections
+from autopar.options.expert_dims import ExpertDims, expert_dims
+from autopar.options.followed import follow, follow_sections
 from autopar.options.fused import Fusion, Fusions
 from autopar.options.routes import Route, routes_of
 from autopar.options.scopes import Scope, scopes_of
@@ -54,9 +68,10 @@ class Operator:
     batch, positions: the factor (and sections) that runs over the batch, over the sequence. position_size: of the
     latter, the indices that are one position (k rows where tokens have k choices of an expert). after_positions:
     whether it has none itself, and reads what was computed of some, as a step of a recurrence does. is_striped: whether
-    `cp` shards sequences in stripes. experts: of what makes a weight of experts, the factor that runs over these.
-    route: how the rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in
-    a scope with such layers. runs: of the scope's calls, what one kernel may do.
+    `cp` shards sequences in stripes. experts: of what makes a weight of experts, and of its product with rows that lie
+    by expert, the factor that runs over these. by_expert: of other calls of what lies so, that factor. route: how the
+    rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in a scope with
+    such layers. runs: of the scope's calls, what one kernel may do.
     """
 
     scope: str
@@ -71,9 +86,15 @@ class Operator:
     after_positions: bool = False
     is_striped: bool = False
     experts: str | None = None
+    by_expert: str | None = None
     route: Route = Route()
     beside_experts: bool = False
     runs: Fusions | None = None
+
+    @property
+    def multiplies_by_expert(self) -> bool:
+        """Whether it multiplies rows by the matrices of their experts."""
+        return self.node.op == EXPERT_LINEAR or (self.experts is not None and base_name(self.node.op) in MATMULS)
 
     @property
     def fusions(self) -> tuple[Fusion, ...]:
@@ -91,7 +112,7 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     after_positions = {key for scope in scopes for key in _after(scope, positions)}
     is_striped = any(base_name(node.op) in ATTENTION and is_causal(node) for scope in scopes for node in scope.nodes)
     sections = follow_sections(graph, scopes, rules)
-    experts = {key: factor for scope in scopes for key, factor in follow_experts(scope, rules)[0].items()}
+    experts = expert_dims_of(graph)
     found = {}
     for scope in scopes:
         leaving = _leaving(graph, scope)
@@ -118,7 +139,8 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
                 position_size=_position_size(rule, positions.get(key), lengths),
                 after_positions=key in after_positions,
                 is_striped=is_striped,
-                experts=experts.get(key),
+                experts=experts[scope.name].makers.get(node.name),
+                by_expert=experts[scope.name].others.get(node.name),
                 route=routes.get(node.name, Route()),
                 beside_experts=bool(routes),
                 runs=runs,
@@ -145,17 +167,24 @@ def _after(scope: Scope, positions: Mapping[tuple[str, str], tuple[str, int]]) -
 
 
 @derived
+def expert_dims_of(graph: Graph) -> Mapping[str, ExpertDims]:
+    """What runs over experts, by the name of the scope."""
+    scopes, rules = scopes_of(graph), rules_of(graph)
+    positions = follow(graph, scopes, rules, sequence_dims(graph), is_sequence=True)
+    held = {scope.name: scope.layer.parameters if scope.layer else graph.parameters for scope in scopes}
+    return {scope.name: expert_dims(scope, rules, {p.name for p in held[scope.name]}, positions) for scope in scopes}
+
+
+@derived
 def num_experts(graph: Graph) -> int:
-    """The greatest common divisor of the experts of all layers whose rows may travel to them; 0 without any."""
-    calls = [(scope, node) for scope in scopes_of(graph) for node in scope.nodes if node.op == EXPERT_LINEAR]
-    return math.gcd(*(scope.metas[node.inputs[1]].shape[0] for scope, node in calls))
+    """The greatest common divisor of the experts of all layers that ranks may share out; 0 without any."""
+    return math.gcd(*(number for dims in expert_dims_of(graph).values() for number in dims.num_experts))
 
 
 @derived
 def expert_parameters(graph: Graph) -> frozenset[tuple[str, Ref]]:
     """(scope, name) of the weights of experts and of what they are made of."""
-    scopes, rules = scopes_of(graph), rules_of(graph)
-    return frozenset((scope.name, ref) for scope in scopes for ref in follow_experts(scope, rules)[1])
+    return frozenset((name, ref) for name, dims in expert_dims_of(graph).items() for ref in dims.weights)
 
 
 def _leaving(graph: Graph, scope: Scope) -> set[Ref]:
@@ -201,6 +230,12 @@ def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
 def routed_axes(axes: tuple[AxisOption, ...]) -> tuple[int, ...]:
     """The numbers of the axes over which rows travel to their experts."""
     return tuple(number for number, option in enumerate(axes) if option.lowering == ROUTED)
+
+
+def expert_axes(operator: Operator, option: Option) -> tuple[int, ...]:
+    """The numbers of the axes over which a layer of experts has them shared out."""
+    routed = routed_axes(option.axes)
+    return routed + tuple(number for number, axis in enumerate(option.axes) if axis.label == operator.experts)
 
 
 def _are_neighbours(axes: tuple[int, ...], mesh: Mesh) -> bool:
@@ -255,7 +290,8 @@ def can_cut_context(operator: Operator) -> bool:
 def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     """Options of one axis by its role. A data axis that can shard the batch does nothing else: what costs the same on
     two data-parallel ranks as on many is what shards (see planning/solved_layers.py), and a partial weight with the
-    whole batch is not. Layers of experts and what makes their weights are cut by expert on `ep`, and only there."""
+    whole batch is not. Layers of experts and what makes their weights are cut by expert on `ep`, and only there; what
+    else lies by expert may be."""
     if axis == "cp":
         return _context_choices(operator, size)
     batch = operator.batch
@@ -275,9 +311,10 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
         joint = [o.lowering != HALO and operator.rule.joint(o.label) is not None for o in options]
         barred = [in_batch or is_joint for in_batch, is_joint in zip(is_batch, joint, strict=True)]
         return [o for o, is_barred in zip(options, barred, strict=True) if not is_barred or o.label == tokens]
-    if any(option.label == batch_label for option in options):
-        return [option for option in options if option.label == batch_label]
-    return [option for option in options if option.label in UNCUT]
+    kept = {batch_label} if any(option.label == batch_label for option in options) else set(UNCUT)
+    if axis == "ep" and operator.by_expert is not None:
+        kept.add(operator.by_expert)
+    return [option for option in options if option.label in kept]
 
 
 def _context_choices(operator: Operator, size: int) -> list[AxisOption]:

@@ -27,7 +27,7 @@ from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
 from autopar.options.carried import carried, covers
-from autopar.options.strategies import Operator, operators_of
+from autopar.options.strategies import Operator, num_experts, operators_of
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
@@ -152,8 +152,8 @@ class Key(NamedTuple):
 @dataclass
 class SolvedLayers:
     """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
-    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and those for the
-    fewest ranks that share out experts."""
+    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and, where
+    all ranks of a group of `ep` may have experts, those for the fewest of them."""
 
     request: Request
     typical_rows: int | None = None
@@ -202,7 +202,8 @@ class SolvedLayers:
             else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, has_data=has_data, rows=rows).mesh
         )
         whole = rows * costed.num_data_ranks
-        solved_ep = ep if typical_rows is None or ep == 1 else divisors(ep)[1]
+        shares_out = num_experts(self.request.trace.estimate(whole)) % (ep * cp * ttp * tp) == 0  # whatever is decided
+        solved_ep = ep if typical_rows is None or ep == 1 or not shares_out else divisors(ep)[1]
         solved_key = Key(
             tp=tp,
             ttp=ttp,

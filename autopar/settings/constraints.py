@@ -39,13 +39,12 @@ from autopar.options.strategies import (
     Operator,
     Option,
     can_cut_context,
+    expert_axes,
     has_context,
     num_experts,
-    routed_axes,
     sequence_length,
 )
 from autopar.rules.attention import EXCHANGES, HEADS
-from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
 from cost_models.schedule import SCHEDULES
@@ -188,7 +187,9 @@ class Constraints:
             raise ConstraintError(
                 "ep shares out the experts of a mixture" + (", and does not divide their number" if experts else ""),
                 values=f"ep={ep}, {experts or 'no'} experts" + ("" if experts else " that autopar recognises"),
-                alternatives=f"ep of {legal}" if legal else "ep left out",
+                alternatives=f"ep of {legal}"
+                if legal
+                else "ep left out, or the weights of all experts in one parameter [E, in, out]",
             )
         self._check_folding(graph)
         parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
@@ -243,7 +244,7 @@ class Constraints:
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
         """The options that agree with `etp` and `context`. Raises ConstraintError where cp divides neither sequence nor
         heads, and where ttp x tp does not divide the experts or the positions of their rows."""
-        if self.etp is not None and operator.node.op == EXPERT_LINEAR:
+        if self.etp is not None and operator.multiplies_by_expert:
             return self._folded(operator, options, mesh)
         is_free = self.context is None or "cp" not in mesh.axes
         if is_free or operator.positions is None or not can_cut_context(operator):
@@ -267,14 +268,15 @@ class Constraints:
             if axis in TENSOR_AXES
         }
         shared = [
-            math.prod(size for number, size in tensor.items() if number not in routed_axes(option.axes))
+            math.prod(size for number, size in tensor.items() if number not in expert_axes(operator, option))
             for option in options
         ]
         kept = tuple(option for option, number in zip(options, shared, strict=True) if number == self.etp)
         if not kept:
             raise ConstraintError(
                 f"{operator.node.name} cannot be cut so on {mesh}",
-                values=f"etp={self.etp}, {operator.inputs[1].shape[0]} experts, rows {operator.inputs[0].shape}",
+                values=f"etp={self.etp}, {operator.rule.sizes[operator.experts or 'e']} experts, "
+                f"rows {operator.inputs[0].shape}",
                 alternatives=[f"etp={number}" for number in sorted(set(shared))] or "another tp",
             )
         return kept

@@ -58,6 +58,22 @@ class Routed(nn.Module):
         return F.cross_entropy(self.head(y), labels.view(-1))
 
 
+class AddedToTokens(Routed):
+    """Rows are weighed before, have elements dropped by their places in the order of the experts, and are added to what
+    their tokens are."""
+
+    def forward(self, tokens: Tensor, choices: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens).view(-1, WIDTH)
+        order = torch.argsort(choices.view(-1), stable=True)
+        ends = torch.histc(choices.view(-1).float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).to(torch.int32)
+        token = order // CHOICES
+        rows = x.gather(0, token.view(-1, 1).expand(-1, WIDTH)) * torch.tanh(self.bias[:, :1][choices.view(-1)[order]])
+        grouped = torch.ops.transformers.grouped_mm_fallback
+        rows = F.dropout(F.silu(grouped(rows, self.up, ends)), 0.25, self.training)
+        rows = grouped(rows, self.down, ends)
+        return F.cross_entropy(self.head(x.index_add(0, token, rows)), labels.view(-1))
+
+
 def batch(routing: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = ROWS, LENGTH, CHOICES
@@ -70,9 +86,9 @@ def batch(routing: str) -> dict[str, Tensor]:
     return {"tokens": tokens[0], "choices": choices, "labels": tokens[1]}
 
 
-def verified(routing: str, **constraints: Any) -> Any:
+def verified(routing: str, model: type[Routed] = Routed, **constraints: Any) -> Any:
     torch.manual_seed(0)
-    return autopar.verify(Routed(), IDEAL, example_inputs=batch(routing), constraints=constraints)
+    return autopar.verify(model(), IDEAL, example_inputs=batch(routing), constraints=constraints)
 
 
 @pytest.mark.slow
@@ -96,6 +112,30 @@ def test_programs_train_as_one_process_does(routing: str, pins: dict[str, Any]) 
     report = verified(routing, **pins)
     assert report.ok(1e-5), report
     assert all(f"{axis}{pins[axis]}" in report.mesh for axis in ("ep", "cp", "tp") if axis in pins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "tp": 2, "etp": 1}, {"dp": 4, "ep": 2, "zero": 3}], ids=str
+)
+def test_rows_that_are_added_to_their_tokens_travel(pins: dict[str, Any]) -> None:
+    for routing in ("skewed", "one expert has all"):
+        report = verified(routing, AddedToTokens, **pins)
+        assert report.ok(1e-5), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", [{"ep": 4}, {"ep": 2, "tp": 2, "etp": 1}, {"dp": 4, "ep": 2, "micro_batches": 2}], ids=str
+)
+def test_rows_travel_to_matrices_that_the_model_looks_up_for_each(pins: dict[str, Any]) -> None:
+    example = ZOO["gpt_oss"].build()
+    example.model.set_experts_implementation("batched_mm")
+    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": pins}
+    report = autopar.verify(example.model, IDEAL, **given)
+    assert report.ok(1e-5), report
+    layer = autopar.compile(example.model, IDEAL, **given).source.split("\nclass ")[1]
+    assert [layer.count(f" {name}(") for name in ("Routes", "dispatch", "expert_linear", "combine")] == [1, 1, 2, 1]
 
 
 @pytest.mark.slow
