@@ -111,7 +111,7 @@ NORM = [
 ]
 LOOKUP = [
     c("aten.slice_scatter.default", f(4, 6, 12), f(4, 6, 3), 2, 1, 11, 4),
-    c("aten.slice_scatter.default", f(12, 4), f(4, 4), 0, 2, None, 3),
+    c("aten.slice_scatter.default", f(12, 4), f(3, 4), 0, 4, None, 3),
     c("autopar.embedding_bag.default", ints(4, 6), f(12, 6), mode="sum", per_sample_weights=f(4, 6)),
     c("autopar.embedding_bag.default", ints(4, 6), f(12, 6), mode="mean", padding_idx=2),
     c("autopar.embedding_bag.default", ints(4, 6), f(12, 6), mode="max"),
