@@ -277,6 +277,8 @@ RANDOM = [
 SPATIAL = [
     c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), None, [2.0, 2.0]),
     c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), [12, 6], None),
+    c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), None, [3.2, 1.0]),  # 12 of 4 elements, but not each 3 times
+    c("aten.upsample_nearest1d.default", f(4, 6, 4), [12], 3.2),
     c("aten._upsample_nearest_exact1d.vec", f(4, 6, 4), [8], None),
     c("aten.upsample_bilinear2d.vec", f(4, 6, 4, 4), [6, 6], False, None),
     c("aten.upsample_bicubic2d.vec", f(4, 6, 4, 4), [6, 6], True, None),
