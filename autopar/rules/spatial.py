@@ -28,6 +28,7 @@ def resample(call: Call) -> Rule:
     """Interpolation and padding: space, as many trailing dims as the name says, is blocked; leading dims are free.
 
     The nearest of whole multiples is each element so many times: dim i of the result is the composite (s{i}, times).
+    Where a scale is given it is that number: of 4 elements 3.2 makes 12 too, but not each 3 times.
     """
     (x,) = call.inputs
     num_space = int(call.packet[call.packet.rindex("d") - 1])
@@ -36,13 +37,20 @@ def resample(call: Call) -> Rule:
     target = [[f"r{i}"] for i in range(num_space)]
     sizes = {group[0]: size for group, size in zip([*lead, *source], x.shape, strict=True)}
     sizes |= {group[0]: size for group, size in zip(target, call.outputs[0].shape[len(lead) :], strict=True)}
+    scales = _scales(call, num_space)
     for i, (own, made) in enumerate(zip(source, list(target), strict=True)):
         times, rest = divmod(sizes[made[0]], sizes[own[0]])
-        if "nearest" in call.packet and not rest and times > 0:
+        if "nearest" in call.packet and not rest and times > 0 and scales[i] in (None, times):
             sizes[made[0]], target[i] = times, [own[0], made[0]]
     free = {group[0] for group in target if len(group) > 1}
     blocked = {factor for group in (*source, *target) for factor in group} - free
     return make_rule(call, [[*lead, *source]], [[*lead, *target]], sizes, blocked=blocked, linear=("self", "input"))
+
+
+def _scales(call: Call, num_space: int) -> list[float | None]:
+    """The scales that a call is given for its dims of space; None for one that follows from the sizes."""
+    each = ("scales",) if num_space == 1 else ("scales_d", "scales_h", "scales_w")[-num_space:]
+    return list(call.get("scale_factors") or (call.get(name) for name in each))
 
 
 def pixel_shuffle(call: Call) -> Rule:

@@ -62,10 +62,10 @@ def halo_convolution(
     """
     num_dims, at = weight.ndim - 2, 2 + dim
     before, behind = halo(weight.shape[at], stride[dim], padding[dim], dilation[dim])
-    if behind < 0:
-        input, behind = input.narrow(at, 0, input.shape[at] + behind), 0
-    if before or behind:
-        input = _WithNeighbours.apply(input, axis, at, before, behind)  # type: ignore[no-untyped-call]
+    if before or behind > 0:
+        input = _WithNeighbours.apply(input, axis, at, before, max(behind, 0))  # type: ignore[no-untyped-call]
+    if behind < 0:  # not before: its last rows are what the next rank reads
+        input = input.narrow(at, 0, input.shape[at] + behind)
     inside = [0 if d == dim else each for d, each in enumerate(padding)]
     sizes = (tuple(each[:num_dims]) for each in (stride, inside, dilation))
     return _CONVOLUTIONS[num_dims - 1](input, weight, bias, *sizes, groups)

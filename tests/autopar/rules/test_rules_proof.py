@@ -45,6 +45,7 @@ CONTRACTION = [
     c("aten.conv1d.default", f(4, 6, 8), f(6, 6, 3)),
     c("aten.conv1d.default", f(2, 4, 24), f(4, 4, 3), None, [1], [2], [2]),
     c("aten.conv2d.default", f(2, 4, 12, 5), f(4, 2, 7, 3), f(4), [2, 1], [3, 1], [1, 1], 2),
+    c("aten.conv1d.default", f(2, 2, 18), f(2, 2, 3), None, [3], [1]),  # leaves a row that the next rank reads
     c("aten.conv3d.default", f(2, 4, 12, 4, 4), f(4, 4, 2, 3, 3), None, [2, 1, 1], [0, 1, 1]),
     c("aten.conv3d.default", f(2, 4, 3, 12, 4), f(4, 4, 2, 3, 3), None, [1, 1, 1], [1, 1, 1]),
     c("aten.conv2d.default", f(2, 3, 12, 24), f(4, 3, 2, 4), f(4), [2, 4]),
@@ -279,6 +280,8 @@ RANDOM = [
 SPATIAL = [
     c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), None, [2.0, 2.0]),
     c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), [12, 6], None),
+    c("aten.upsample_nearest2d.vec", f(4, 6, 4, 4), None, [3.2, 1.0]),  # 12 of 4 elements, but not each 3 times
+    c("aten.upsample_nearest1d.default", f(4, 6, 4), [12], 3.2),
     c("aten._upsample_nearest_exact1d.vec", f(4, 6, 4), [8], None),
     c("aten.upsample_bilinear2d.vec", f(4, 6, 4, 4), [6, 6], False, None),
     c("aten.upsample_bicubic2d.vec", f(4, 6, 4, 4), [6, 6], True, None),
