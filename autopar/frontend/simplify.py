@@ -24,6 +24,7 @@ from autopar.frontend.grouped_keys import share_keys
 from autopar.frontend.joins import drop_cut_joins, nest_joins
 from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
+from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
 from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
@@ -55,6 +56,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     refuse_untrained(flat)
     write_unsorted(flat)
     write_chosen(flat)
+    write_scattered_rows(flat)
     eliminate_dead(flat)
     join_biases(flat)
     settle_gradients(flat)

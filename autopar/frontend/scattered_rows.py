@@ -1,0 +1,77 @@
+"""Rows that a mask puts into a tensor, as multimodal models put features of images among those of words.
+
+`x.masked_scatter(mask, source)` takes elements of the source in turn, so that each depends on all of the mask before it
+and no rank could do a part. Where the mask is one of whole rows, which have D features, rows are taken in turn:
+
+    x [..., D], mask [..., 1], source as rows [N, D]        where(mask, rows[cumsum(mask) - 1], x)
+
+The numbers of the rows are all that depends on the whole batch. A mask with more rows than there are raises an
+IndexError where torch raises an error of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name
+
+_EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
+_SAME = frozenset({"to", "to_copy", "contiguous", "clone", "alias"})
+
+
+def write_scattered_rows(flat: FlatGraph) -> None:
+    """Rewrite every such call, as this file's docstring tells."""
+    if any(base_name(node.op) == "masked_scatter" for node in flat.nodes):
+        writer = _Writer(flat)
+        flat.nodes = [each for node in flat.nodes for each in writer.written(node)]
+
+
+class _Writer:
+    def __init__(self, flat: FlatGraph) -> None:
+        self.metas, self.made_by = flat.metas(), {node.name: node for node in flat.nodes}
+        self.taken = {ref.node for ref in self.metas}
+
+    def written(self, node: Node) -> list[Node]:
+        """What stands for one call."""
+        if base_name(node.op) != "masked_scatter" or len(node.inputs) != 3:
+            return [node]
+        x, mask, source = node.inputs
+        *lead, width = self.metas[x].shape or (0,)
+        rows_mask = mask if self.metas[mask].shape == (*lead, 1) else self.before_expansion(mask)
+        if rows_mask is None or self.metas[rows_mask].shape != (*lead, 1):
+            return [node]
+        if self.metas[x].shape != node.meta.shape or self.metas[source].shape[-1:] != (width,):
+            return [node]
+        made: list[Node] = []
+
+        def call(op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: TensorMeta) -> Ref:
+            name = unused_name("rows", self.taken)
+            self.taken.add(name)
+            meta = replace(of, shape=shape)
+            made.append(replace(node, name=name, op=f"aten.{op}", args=args, kwargs=(), outputs=(meta,)))
+            return Ref(name)
+
+        places, given = TensorMeta((), torch.int64), self.metas[source]
+        number, count = math.prod(lead), given.numel // width
+        flat = call("reshape.default", (rows_mask, (number,)), (number,), self.metas[rows_mask])
+        turns = call("cumsum.default", (flat, 0), (number,), places)
+        ids = call("sub.Tensor", (turns, 1), (number,), places)
+        ids = call("clamp.default", (ids, 0), (number,), places)
+        ids = call("reshape.default", (ids, tuple(lead)), tuple(lead), places)
+        rows = call("reshape.default", (source, (count, width)), (count, width), given)
+        found = call("index.Tensor", (rows, (ids,)), node.meta.shape, given)
+        return [*made, replace(node, op="aten.where.self", args=(rows_mask, found, x), kwargs=())]
+
+    def before_expansion(self, mask: Ref) -> Ref | None:
+        """The mask [..., 1] of rows that this one is expanded from; None where it is none."""
+        node = self.made_by.get(mask.node)
+        while node is not None and base_name(node.op) in _SAME and self.metas[node.inputs[0]].dtype == torch.bool:
+            node = self.made_by.get(node.inputs[0].node)
+        if node is None or base_name(node.op) not in _EXPANDS:
+            return None
+        return node.inputs[0] if self.metas[node.inputs[0]].dtype == torch.bool else None
