@@ -205,6 +205,43 @@ def _llava() -> Example:
     return Example(model, {"input_ids": tokens, "pixel_values": _noise(ROWS, 3, 16, 16), "labels": labels})
 
 
+def _with_images(family: str, num_patches: int, settings: Mapping[str, Any], marks_images: bool = False) -> Example:
+    """Features of one image in front of each row's words."""
+    import transformers
+
+    image_token = VOCAB_SIZE - 1
+    vision = getattr(transformers, settings["vision"])(**{**IMAGE_SIZES, **settings.get("of_vision", {})})
+    text = {**TEXT_SIZES, "max_position_embeddings": 32, "use_cache": False, **settings.get("of_text", {})}
+    whole = {"vision_config": vision, "text_config": getattr(transformers, settings["text"])(**text)}
+    whole |= {name: image_token for name in ("image_token_id", "image_token_index")} | settings.get("whole", {})
+    model = transformers_model(f"{family}ForConditionalGeneration", f"{family}Config", 0, whole)
+    tokens, labels = tokens_and_labels(0, ROWS, num_patches + SEQ_LEN, image_token)
+    tokens[:, :num_patches], labels[:, :num_patches] = image_token, -100
+    marks = {"token_type_ids": (tokens == image_token).long()} if marks_images else {}
+    return Example(model, {"input_ids": tokens, "pixel_values": _noise(ROWS, 3, 16, 16), **marks, "labels": labels})
+
+
+def _paligemma() -> Example:
+    heads = {"head_dim": 8, "num_key_value_heads": 2}
+    settings = {"vision": "SiglipVisionConfig", "text": "GemmaConfig", "of_text": heads}
+    whole = {"projection_dim": WIDTH, "hidden_size": WIDTH, "vocab_size": VOCAB_SIZE}
+    return _with_images("PaliGemma", 16, {**settings, "whole": whole}, marks_images=True)
+
+
+def _gemma3_vision() -> Example:
+    settings = {"vision": "SiglipVisionConfig", "text": "Gemma3TextConfig"}
+    whole = {"mm_tokens_per_image": 4, "boi_token_index": VOCAB_SIZE - 2, "eoi_token_index": VOCAB_SIZE - 3}
+    of_text = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+    return _with_images("Gemma3", 4, {**settings, "whole": whole, "of_text": of_text}, marks_images=True)
+
+
+def _internvl() -> Example:
+    sides = {"image_size": [16, 16], "patch_size": [4, 4]}
+    heads = {"num_key_value_heads": 2}
+    settings = {"vision": "InternVLVisionConfig", "text": "Qwen2Config", "of_vision": sides, "of_text": heads}
+    return _with_images("InternVL", 4, settings)
+
+
 def _unet() -> Example:
     labels = torch.randint(4, (ROWS, 16, 16), generator=torch.Generator().manual_seed(2))
     return Example(_by_hand(UNet), {"pixels": _noise(ROWS, 3, 16, 16), "target": labels}, F.cross_entropy)
@@ -327,6 +364,9 @@ ZOO: Mapping[str, Entry] = {
     "clip": Entry("image and text", partial(_image_text, "CLIP", _image_matching)),
     "siglip": Entry("image and text", partial(_image_text, "Siglip", _sigmoid_matching)),
     "llava": Entry("image and text", _llava),
+    "paligemma": Entry("image and text", _paligemma),
+    "gemma3_vision": Entry("image and text", _gemma3_vision),
+    "internvl": Entry("image and text", _internvl),
     "lstm": Entry("by hand", _lstm),
     "lora": Entry("by hand", _lora, ("cp",)),
     "dlrm": Entry("by hand", _dlrm),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch._dynamo import _trace_wrapped_higher_order_op
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
 
 from autopar.errors import TraceError
@@ -41,6 +45,14 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
 
 _FLEX_ON_CPU = "FlexAttention does not support backward on CPU"
 """How torch begins where it refuses to train flex_attention without a GPU, as which a trace appears to it."""
+
+
+def _is_called_by(module: ModuleType) -> bool:
+    """Whether a function of this module is under way in this thread."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != module.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _flex_attention(line: str = "") -> TraceError:
@@ -106,6 +118,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
         skipped_checks(unchecked),
         plain_masks(packed_positions=packed),
         masks_as_given(),
+        indexed_masks(),
         ByPosition(),
         Constants(),
     ):
@@ -125,6 +138,21 @@ def masks_as_given() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def indexed_masks() -> Iterator[None]:
+    """Masks that are written as functions of places, which look tensors up by them, are calls of index."""
+
+    def looked_up(x: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
+        if _is_called_by(flex_attention):  # create_block_mask, create_mask
+            raise _flex_attention()
+        found: torch.Tensor = torch.ops.aten.index(x, indices)
+        return found
+
+    own = _trace_wrapped_higher_order_op.mod_index
+    with mock.patch.object(_trace_wrapped_higher_order_op, "mod_index", in_this_thread(looked_up, own)):
+        yield
+
+
+@contextlib.contextmanager
 def custom_backward() -> Iterator[None]:
     """A custom autograd.Function becomes an operator; what a trace drops silently is refused: hooks and gradients."""
 
@@ -138,8 +166,6 @@ def custom_backward() -> Iterator[None]:
         is_saving = cls.__name__ == "_NoopSaveInputs"  # of checkpoints that are not reentrant, up to torch 2.12
         if cls.__module__ == "torch._library.autograd" or is_saving:
             return applied(cls, *args, **kwargs)  # of an operator with register_autograd: the graph has the call
-        if cls.__module__ == "torch._dynamo._trace_wrapped_higher_order_op":  # of create_block_mask and create_mask
-            raise _flex_attention()
         if cls.__module__ == "torch.utils.checkpoint":
             raise TraceError(
                 "the model uses reentrant activation checkpointing, whose backward a traced graph does not have",

@@ -3,16 +3,20 @@
 Under tracing transformers builds a B x 1 x S x S mask instead of passing `is_causal=True` to
 scaled_dot_product_attention, since an exported graph might be used for decoding. A training graph is not, and the
 mask rules out flash attention. The functions patched are private to transformers.masking_utils; where a version
-lacks them nothing is patched, and the mask is folded later where it is small enough (simplify.py).
+lacks them nothing is patched, and the mask is folded later where it is small enough (simplify.py). Masks of some models
+are a function of numbers of a row, a query and a key, called once for each by `vmap`; it is called once for all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
+
+import torch
 
 
 @contextlib.contextmanager
@@ -30,7 +34,23 @@ def plain_masks(packed_positions: bool) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(masking, name, lambda: False))
             if hasattr(masking, "find_packed_sequence_indices") and not packed_positions:
                 stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", _not_packed))
+            if hasattr(masking, "_vmap_expansion_sdpa") and hasattr(masking, "_non_vmap_expansion_sdpa"):
+                broadcast = partial(_broadcast, masking, masking._vmap_expansion_sdpa)
+                stack.enter_context(mock.patch.object(masking, "_vmap_expansion_sdpa", broadcast))
         yield
+
+
+def _broadcast(masking: Any, mapped: Callable[[Any], Any], mask_function: Any) -> Callable[..., torch.Tensor]:
+    """A mask of all places by one call of `mask_function` on numbers that are broadcast, in place of one for each place
+    (`mapped`), of which a trace keeps nothing. Functions of transformers compare numbers, and tensors by them."""
+    if not str(getattr(mask_function, "__module__", "")).startswith("transformers."):
+        return mapped(mask_function)  # type: ignore[no-any-return]
+
+    def of_all(*places: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = mask_function(*masking._non_vmap_expansion_sdpa(*places))
+        return found.expand([len(each) for each in places])
+
+    return of_all
 
 
 def _not_packed(*args: Any, **kwargs: Any) -> None:

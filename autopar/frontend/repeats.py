@@ -31,8 +31,9 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = frozenset({"torch", "autopar", "transformers", "numpy", "contextlib", "functools", "warnings", "logging"})
 _MANY = 100  # items: longer lists hold data, not functions
-_TRUSTED = "torch."
-"""Hooks of torch's own (weight norm) change what forward computes; that is traced."""
+_TRUSTED = ("torch.", "transformers.")
+"""Hooks of torch's own (weight norm) change what forward computes; that is traced. Those of transformers stay on models
+that were run, and hand on what layers returned, which is traced where forward reads it."""
 
 
 def check_repeats(model: nn.Module, functions: tuple[Any, ...], run: Callable[[nn.Module], Record]) -> None:

@@ -6,6 +6,7 @@ the result is a whole number of steps: one such dim of the result is a slice, tw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,9 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
     """`x.as_strided(size, stride, offset)`. Raises TraceError where that reads what is not in x, or along no line."""
     lines = _lines(x)
     rest = 0 if offset is None else offset - int(x.storage_offset())
+    count = math.prod(size)
+    if x.is_contiguous() and _is_packed(size, stride) and rest >= 0 and 0 < count <= x.numel() - rest:
+        return (x if count == x.numel() else x.reshape(-1).narrow(0, rest, count)).reshape(size)
     for line in sorted(lines, key=lambda each: -each.stride):
         line.start, rest = divmod(rest, line.stride)
     dims = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
@@ -81,6 +85,12 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
     made = made.reshape(kept + list(made.shape[len(lines) :]))
     order += [line.ways[1][0] for line in lines if len(line.ways) == 2]
     return made.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
+
+
+def _is_packed(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements lie one behind the other, the last dim's next to one another."""
+    inner = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+    return all(own == wanted for n, own, wanted in zip(size, stride, inner, strict=True) if n != 1)
 
 
 def refused_strides(values: str) -> TraceError:

@@ -36,6 +36,12 @@ def test_positions_equal_memory_for_random_layouts() -> None:
     assert equal > 500
 
 
+@pytest.mark.parametrize(("shape", "size", "offset"), [((6, 20), (2, 3, 4, 5), None), ((120,), (3, 1, 5, 2), 7)])
+def test_what_lies_packed_is_read_in_any_shape(shape: tuple[int, ...], size: tuple[int, ...], offset: int) -> None:
+    x, stride = torch.arange(120.0).reshape(shape), torch.empty(size).stride()
+    assert torch.equal(by_position(x, size, stride, offset), x.as_strided(size, stride, offset))
+
+
 class Windows(nn.Module):
     """Windows that overlap by half, of a tensor that lies transposed in memory."""
 
