@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,3 +122,18 @@ def test_counters_and_unused_parameters_under_plans(constraints: dict[str, int])
 def test_the_campaign_finds_nothing_raw_or_wrong(kind: object) -> None:
     results = [(case.name, case.run()) for case in kind.cases(40, 1)]  # type: ignore[attr-defined]
     assert not [(name, r) for name, r in results if r.outcome in ("raw", "wrong")]
+
+
+def test_hooks_that_hand_on_outputs_may_be_those_of_transformers_alone() -> None:
+    """It leaves them on models that were run; anybody else's would not run in a program."""
+    for home, is_refused in (("user.code", True), ("transformers.utils.output_capturing", False)):
+        handed_on: list[torch.Tensor] = []
+
+        def hand_on(module: nn.Module, args: Any, output: torch.Tensor, to: list[torch.Tensor] = handed_on) -> None:
+            to.append(output)
+
+        hand_on.__module__ = home
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        model[0].register_forward_hook(hand_on)
+        with pytest.raises(TraceError, match="hook returns nothing") if is_refused else contextlib.nullcontext():
+            trace(model, (torch.randn(2, 4),), mean_square)
