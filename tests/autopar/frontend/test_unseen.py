@@ -136,4 +136,4 @@ def test_hooks_that_hand_on_outputs_may_be_those_of_transformers_alone() -> None
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         model[0].register_forward_hook(hand_on)
         with pytest.raises(TraceError, match="hook returns nothing") if is_refused else contextlib.nullcontext():
-            trace(model, (torch.randn(2, 4),), mean_square)
+            trace(model, (torch.randn(2, 4), torch.randn(2, 4)), mean_square)
