@@ -269,6 +269,10 @@ def _wide(argument: Any) -> Any:
     return torch.float64 if argument is torch.float32 else argument
 
 
+_CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+"""What keeps and recomputes for a checkpoint of torch: until 2.13, and since."""
+
+
 def _forward_once(*_: Any, **__: Any) -> Iterator[None]:
     """In place of what torch's checkpointing keeps and recomputes: nothing, which has the same gradients."""
     yield
@@ -282,7 +286,9 @@ def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[No
     """
     usual = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _forward_once))
+        for name in _CHECKPOINTING:
+            if hasattr(checkpoint, name):
+                stack.enter_context(mock.patch.object(checkpoint, name, _forward_once))
         stack.enter_context(SameDropout(seed, step))
         if dtype is not None:
             stack.callback(torch.set_default_dtype, usual)
