@@ -213,6 +213,8 @@ class _Comparison:
             found.append("a loss is not finite")
         elif not self.has_gradient:
             found.append("no parameter of the reference has a gradient")
+        elif self.round_off >= self.errors.keys():
+            found.append("every gradient of the reference is nothing but round-off")
         elif all(torch.equal(p.cpu(), initial[n].cpu().to(p.dtype)) for n, p in trained.items()):
             found.append("the reference did not train: no step of its optimiser changed a parameter")
         elif len(losses) > 1 and max(losses) - min(losses) <= STILL * max(map(abs, losses)):
@@ -318,9 +320,11 @@ class _Reference:
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
+        self.found: dict[str, torch.Tensor] = {}
 
     def forward_backward(self, batch: NamedBatch) -> float:
         self.model.zero_grad()  # also what the optimiser leaves out
+        self.found = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         loss = self._loss(self.model, batch, self.dtype)
         torch.autograd.backward(loss)
         return float(loss.detach())
@@ -345,6 +349,8 @@ class _Reference:
     def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
         """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
         exact = _copied(self.model).double()
+        for name, buffer in exact.named_buffers():  # as the step found them, since a forward may read what it counts
+            buffer.copy_(self.found[name])
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}

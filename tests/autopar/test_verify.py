@@ -165,6 +165,23 @@ def test_the_reference_in_fp64_is_one_whatever_forward_names():
     assert max(report.gradient_floors.values()) > 0  # which are distances to another precision's
 
 
+class ReadsItsCounter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.linear(x) / self.count
+
+
+def test_gradients_are_compared_where_forward_reads_what_it_counts():
+    inputs = (torch.randn(8, 4), torch.randn(8, 3))
+    report = autopar.verify(ReadsItsCounter(), "1 cpu", example_inputs=inputs, loss_fn=torch.nn.functional.mse_loss)
+    assert len(report.gradients) == 2 and not report.round_off and report.ok(), str(report)
+
+
 def test_buffers_are_compared():
     """Statistics that the program does not update are seen, though loss, gradients and parameters are equal."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
