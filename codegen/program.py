@@ -156,8 +156,8 @@ def assigns(statement: Statement) -> tuple[Var, ...]:
 class Spec:
     """A stored tensor or a batch input: global shape, dtype name ("float32"), placement text per axis (R left out).
 
-    increment: what every step adds to a buffer that counts. padding: zeros that follow
-    each section of a dim; padded: which, as a placement.
+    increment: what every step adds to a buffer that counts. padding: zeros that follow each section of a dim;
+    padded: which, as a placement.
     """
 
     shape: tuple[int, ...]
