@@ -42,15 +42,24 @@ def plain_masks(packed_positions: bool) -> Iterator[None]:
 
 def _broadcast(masking: Any, mapped: Callable[[Any], Any], mask_function: Any) -> Callable[..., torch.Tensor]:
     """A mask of all places by one call of `mask_function` on numbers that are broadcast, in place of one for each place
-    (`mapped`), of which a trace keeps nothing. Functions of transformers compare numbers, and tensors by them."""
-    if not str(getattr(mask_function, "__module__", "")).startswith("transformers."):
-        return mapped(mask_function)  # type: ignore[no-any-return]
+    (`mapped`), of which a trace keeps nothing. Functions of transformers compare numbers, and tensors by them; one of a
+    user's, also as a part of theirs, may be another thing for all places at once (a sum of what it looks up)."""
+    if not _is_of_transformers(mask_function):
+        return mapped(mask_function)  # type: ignore[no-any-return]  # private, untyped
 
     def of_all(*places: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = mask_function(*masking._non_vmap_expansion_sdpa(*places))
         return found.expand([len(each) for each in places])
 
     return of_all
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether a function, and all that it was made of, is theirs."""
+    parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inner = [each for part in parts for each in (part if isinstance(part, (tuple, list)) else (part,))]
+    is_theirs = str(getattr(function, "__module__", "")).startswith("transformers.")
+    return is_theirs and all(_is_of_transformers(each) for each in inner if callable(each))
 
 
 def _not_packed(*args: Any, **kwargs: Any) -> None:
