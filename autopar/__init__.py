@@ -17,17 +17,22 @@ from autopar.plan import Plan  # noqa: E402
 from autopar.rules import prove_rule, register_rule  # noqa: E402
 from autopar.simulate import Predictor, predict  # noqa: E402
 from autopar.trainer import Trainer  # noqa: E402
+from autopar.training.callbacks import Callback, TrainState  # noqa: E402
 from autopar.training.config import TrainerConfig  # noqa: E402
+from autopar.training.result import TrainResult  # noqa: E402
 from autopar.verify import verify  # noqa: E402
 from autopar.verify_report import VerifyReport  # noqa: E402
 
 __all__ = [
     "AutoparError",
+    "Callback",
     "ClusterSpec",
     "CompiledProgram",
     "Explanation",
     "Plan",
     "Predictor",
+    "TrainResult",
+    "TrainState",
     "Trainer",
     "TrainerConfig",
     "VerifyReport",

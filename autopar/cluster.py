@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import ClusterError
 from autopar.files.text_files import read_text, shown
@@ -42,19 +44,29 @@ class ClusterSpec:
     def from_toml(path: str | Path) -> AnyCluster:
         """A cluster with devices and links of one's own. Raises ClusterError."""
         text = read_text(path, ClusterError)
-        try:
-            found = mixed.parse_toml(text)
-        except (ValueError, RecursionError) as error:
-            raise ClusterError(f"{path}: {error}") from None
-        _bounded(found)
-        if not str(found).isprintable() or len(str(found)) > LONGEST:
-            raise ClusterError(f"{path}: names of devices and links are short and printable", values=shown(str(found)))
-        return found
+        return _read(lambda: mixed.parse_toml(text), str(path))
+
+    @staticmethod
+    def from_table(table: Mapping[str, Any]) -> AnyCluster:
+        """The cluster of a mapping that has what a TOML file has. Raises ClusterError."""
+        return _read(lambda: mixed.from_table(table), "cluster")
 
     @staticmethod
     def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
         """This machine: its GPUs by name, or its CPU measured on the spot and shared by num_devices processes."""
         return detect(num_devices, refresh=refresh)
+
+
+def _read(read: Callable[[], AnyCluster], source: str) -> AnyCluster:
+    """What is read, with errors that name the source."""
+    try:
+        found = read()
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"{source}: {error}") from None
+    _bounded(found)
+    if not str(found).isprintable() or len(str(found)) > LONGEST:
+        raise ClusterError(f"{source}: names of devices and links are short and printable", values=shown(str(found)))
+    return found
 
 
 def _bounded(cluster: AnyCluster) -> AnyCluster:

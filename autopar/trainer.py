@@ -6,27 +6,36 @@ torchrun started this process, otherwise on processes of this machine that it st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.compiled import CompiledProgram
-from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
-from autopar.files.outputs import require_folder
-from autopar.training.config import Batches, TrainerConfig, TrainResult
+from autopar.files.outputs import require_folder, require_writable
+from autopar.training.callbacks import Callback, check_callbacks
+from autopar.training.config import Batches, TrainerConfig
 from autopar.training.loaders import check_batches
 from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group, under_launcher
+from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
+from autopar.training.records import check_logging
+from autopar.training.result import TrainResult
+from autopar.training.run import CONFIG_FILE
+from autopar.training.setup import Setup
 
 
 class Trainer:
     """Trains `model` on `batches`: `Trainer(model, config, batches).fit()`.
 
     model: on CPU, with values; `fit` leaves the trained ones in it, on every rank that a launcher started. batches:
-    whole global batches, equal on every rank. loss_fn, optimizer: as in autopar.compile, but for AdamW, which has the
-    configuration's rate and decay. Where processes are spawned (GPUs), all must be picklable.
+    whole global batches, equal on every rank. loss_fn, optimizer: as in autopar.compile, but for the optimiser of the
+    configuration where none is given. schedule: `optimizer -> scheduler`, any of torch's, which takes a step after each
+    update (ReduceLROnPlateau after each evaluation) and goes on where a checkpoint left it; by default the
+    configuration's. eval_batches: of the same rows, evaluated as `config.evaluation` says. callbacks: see `Callback`.
+    Where processes are spawned (GPUs), all must be picklable.
     """
 
     def __init__(
@@ -36,24 +45,48 @@ class Trainer:
         batches: Batches,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        *,
+        schedule: Schedule | None = None,
+        eval_batches: Batches | None = None,
+        callbacks: Sequence[Callback] = (),
+        source: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(batches, Iterator):
+        rows, joined = config.global_batch_size, config.gradient_accumulation_steps
+        for name, given in (("batches", batches), ("eval_batches", eval_batches)):
+            if isinstance(given, Iterator):
+                raise ConstraintError(
+                    f"{name} must be able to start again, to plan with the first one and to resume",
+                    values=type(given).__name__,
+                    alternatives="a function start_sample -> iterator, a list, or a DataLoader",
+                )
+        if rows is not None and rows % joined:
             raise ConstraintError(
-                "batches must be able to start again, to plan with the first one and to resume",
-                values=type(batches).__name__,
-                alternatives="a function start_sample -> iterator, a list, or a DataLoader",
+                "the batches that are joined to a step make its rows",
+                values={"global_batch_size": rows, "gradient_accumulation_steps": joined},
             )
-        check_batches(batches, config.global_batch_size)
-        self.model, self.config, self.batches, self.loss_fn = model, config, batches, loss_fn
-        self.optimizer = optimizer
+        check_batches(batches, None if rows is None else rows // joined)
+        for each in (schedule,):
+            if each is not None and not callable(each):
+                raise ConstraintError("schedule is a function optimizer -> scheduler", values=type(each).__name__)
+        if config.evaluation.every and eval_batches is None:
+            raise ConstraintError("evaluation.every needs eval_batches", values=str(config.evaluation.every))
+        self.setup = Setup(
+            model=model,
+            config=config,
+            batches=batches,
+            loss_fn=loss_fn,
+            optimizer=optimizer or optimizer_factory(config),
+            schedule=schedule or schedule_of(config),
+            eval_batches=eval_batches,
+            callbacks=check_callbacks(callbacks),
+            source=source or {},
+        )
         self._program: CompiledProgram | None = None
 
     def compile(self) -> CompiledProgram:
         """The planned and generated program that `fit` trains; made once."""
         if self._program is None:
-            self._program = compile_program(
-                self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory()
-            )
+            self._program = compile_program(self.setup)
         return self._program
 
     def fit(self) -> TrainResult:
@@ -62,15 +95,14 @@ class Trainer:
         Raises AutoparError for what cannot be planned, launch.RankError when a rank fails; started again, training
         continues from the last checkpoint.
         """
-        if self.config.checkpoint_directory is not None:
-            require_folder(Path(self.config.checkpoint_directory))
-        if not self.config.auto_parallel:
-            return fit_plain(self.model, self.config, self.batches, self.loss_fn, self.optimizer_factory())
+        config = self.setup.config
+        if config.checkpoint_directory is not None:
+            require_folder(Path(config.checkpoint_directory))
+            require_writable(Path(config.checkpoint_directory) / CONFIG_FILE)
+        check_logging(config)
+        if not config.auto_parallel:
+            return fit_plain(self.setup)
         if under_launcher():
-            with process_group(self.config.collective_seconds):
-                return fit_ranks(self.compile(), self.config, self.batches)
-        return fit_locally(self.compile(), self.config, self.batches)
-
-    def optimizer_factory(self) -> Callable[..., torch.optim.Optimizer]:
-        """The given factory, or AdamW as configured."""
-        return self.optimizer or DefaultAdamW(self.config.learning_rate, self.config.weight_decay)
+            with process_group(config.collective_seconds):
+                return fit_ranks(self.compile(), self.setup)
+        return fit_locally(self.compile(), self.setup)

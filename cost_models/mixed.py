@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cost_models import catalog
 from cost_models.hardware import Link
@@ -90,10 +91,14 @@ def from_toml(path: str | Path) -> AnyCluster:
 
 
 def parse_toml(text: str) -> AnyCluster:
-    """The cluster of a TOML text as `Cluster.from_toml_text` reads it. A mixed cluster has an array of tables `group`
-    of that form, and a link `between` (a name or a table; the slowest of the groups' links between nodes if left out).
+    """The cluster of a TOML text, read as `from_table` says. Raises ValueError."""
+    return from_table(tomllib.loads(text))
+
+
+def from_table(table: Mapping[str, Any]) -> AnyCluster:
+    """The cluster of a table as `Cluster.from_table` reads it. A mixed cluster has an array of tables `group` of that
+    form, and a link `between` (a name or a table; the slowest of the groups' links between nodes if left out).
     Raises ValueError."""
-    table = tomllib.loads(text)
     if "group" not in table:
         return Cluster.from_table(table)
     if surplus := sorted(table.keys() - {"group", "between"}):

@@ -33,7 +33,8 @@ from autopar.files.outputs import write_output
 from autopar.report import render_report, report_panels
 from autopar.report.render import WIDTH
 from autopar.trainer import Trainer
-from autopar.training.config import TrainerConfig, TrainResult
+from autopar.training.config import TrainerConfig
+from autopar.training.result import TrainResult
 from autopar.units import count_text, seconds_text
 from cost_models.machine import Cluster
 from examples.models import gpt2, llama

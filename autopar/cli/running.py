@@ -34,11 +34,16 @@ from autopar.profiling.profile import summary_table
 from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer
-from autopar.training.config import TrainerConfig, TrainResult
+from autopar.training.config import TrainerConfig, overridden
 from autopar.training.loop import under_launcher
 from autopar.training.progress import train_summary
+from autopar.training.result import TrainResult
 from autopar.tune import tune as fill
 from autopar.verify import sgd_with_momentum, verify_program
+
+
+SOURCE_FIELDS = ("model", "data", "sequence_length")
+"""What a configuration's file says beside a TrainerConfig's fields."""
 
 
 def verify(
@@ -111,6 +116,14 @@ def tune(
 def train(
     source: Annotated[str, typer.Argument(help="a YAML or TOML configuration, or a model", show_default=False)],
     flags: Flags,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='fields over those of the file: steps=100 optimizer.lr=3e-4 cluster="8 h100-sxm"',
+            metavar="[NAME=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="as in plan \\[default: detect]")] = None,
     backend: Backend = None,
     fp8: Fp8 = None,
@@ -141,9 +154,18 @@ def train(
         checkpoint_every=checkpoint_every,
         auto_parallel=False if single else None,
     )
-    config, name, text, length = _configuration(source, given)
-    job, config = _training_job(name, config, replace(flags, seq=flags.seq or length))
-    trainer = Trainer(job.model, config, batches_of(job, data or text, config.seed), job.loss_fn)
+    fields = overridden(_fields_of(source), overrides or ())
+    name, text, length = (fields.pop(key, None) for key in SOURCE_FIELDS)
+    config = TrainerConfig.from_mapping(fields | given, source)
+    job, config = _training_job(str(name), config, replace(flags, seq=flags.seq or length))
+    said = dict(zip(SOURCE_FIELDS, (name, data or text, flags.seq or length), strict=True))
+    trainer = Trainer(
+        job.model,
+        config,
+        batches_of(job, data or text, config.seed),
+        job.loss_fn,
+        source={key: value for key, value in said.items() if value is not None},
+    )
     _train(trainer, config)
 
 
@@ -163,17 +185,16 @@ def _train(trainer: Any, config: TrainerConfig) -> None:
         console().print(train_summary(result))
 
 
-def _configuration(source: str, flags: dict[str, Any]) -> tuple[TrainerConfig, str, str | None, int | None]:
-    """(trainer configuration, model, data, sequence length) of a file or a model's name, flags over it."""
+def _fields_of(source: str) -> dict[str, Any]:
+    """The fields of a configuration's file, or of a model's name."""
     if not source.endswith((".yaml", ".yml", ".toml")):
-        return TrainerConfig.from_mapping(flags), source, None, None
+        return {"model": source}
     fields = read_mapping(source)
     if "model" not in fields:
         raise ConstraintError(
             f"{source} names no model", alternatives="model: module:factory or hf:path/to/config.json"
         )
-    name, data, length = (fields.pop(key, None) for key in ("model", "data", "sequence_length"))
-    return TrainerConfig.from_mapping(fields | flags, source), str(name), data, length
+    return fields
 
 
 def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, TrainerConfig]:

@@ -91,8 +91,10 @@ def save_plain(
     progress: dict[str, int],
     directory: Path,
     settings: list[dict[str, Any]] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model that is trained on one process. settings: the optimiser's, when it was made (now, by default)."""
+    """Write a model that is trained on one process. settings: the optimiser's, when it was made (now, by default).
+    notes: texts for the manifest."""
     state, numbers = _tensors(model), check_plain(model, optimizer)
     for name, parameter in _optimized(model):
         held = optimizer.state.get(parameter, {}).items()
@@ -101,7 +103,7 @@ def save_plain(
         "progress": progress,
         "optimizer": files.optimizer_record(optimizer, settings or settings_of(optimizer)),
         "numbers": numbers,
-        "notes": {},
+        "notes": dict(notes or {}),
     }
     files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
 
@@ -166,6 +168,13 @@ def load_plain(
     files.continue_settings(optimizer, settings or settings_of(optimizer), manifest.record)
     progress: dict[str, int] = manifest.record["progress"]
     return progress
+
+
+@readable()
+def notes_of(directory: Path) -> Mapping[str, str]:
+    """The texts that were written with a checkpoint."""
+    notes: Mapping[str, str] = files.read_manifest(directory).record.get("notes", {})
+    return notes
 
 
 def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, directory: Path) -> None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from autopar.compiled import CompiledProgram
-from autopar.errors import ConstraintError
-from autopar.files.text_files import near, read_mapping
-from autopar.settings.arguments import check_numbers, word
+import yaml
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import ClusterError, ConstraintError
+from autopar.files.text_files import near, parse_yaml, read_mapping, shown
+from autopar.plan import Plan
+from autopar.settings.arguments import check_numbers, whole, word
 from autopar.settings.compile_options import PlanOptions
+from autopar.training.sections import (
+    EvaluationSection,
+    LoggingSection,
+    OptimizerSection,
+    ProfilerSection,
+    ScheduleSection,
+    Section,
+    section,
+)
 from codegen.runtime.guard import NonFinite
 from codegen.runtime.options import RANGES
 from cost_models.mixed import AnyCluster
@@ -22,6 +35,16 @@ Batches = Callable[[int], Iterator[Batch]] | Iterable[Batch]
 """Whole global batches, equal on every rank: `start_sample -> iterator from that sample on`, or something that can be
 iterated anew, such as a DataLoader (which gives tuples as lists)."""
 
+SECTIONS: Mapping[str, type[Section]] = {
+    "optimizer": OptimizerSection,
+    "schedule": ScheduleSection,
+    "evaluation": EvaluationSection,
+    "logging": LoggingSection,
+    "profiler": ProfilerSection,
+}
+_OF_OPTIMIZER = {"lr": "learning_rate", "learning_rate": "learning_rate", "weight_decay": "weight_decay"}
+"""What a file may say in its section `optimizer` -> the field that it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig(PlanOptions):
@@ -30,6 +53,9 @@ class TrainerConfig(PlanOptions):
     auto_parallel: plan for `cluster` and run on all its ranks; False trains the model as it is, on this process.
     cluster: a cluster, its text, a TOML file, or "detect" (what this machine has, shared by `num_processes` if that is
     given). steps: optimiser steps in all, those before a resumption included.
+    optimizer, schedule, evaluation, logging, profiler: sections of their own (sections.py), as mappings or as values.
+    gradient_accumulation_steps: as many successive batches are one optimiser step, whose loss is that of all of them
+    joined; the plan splits the step into micro-batches as memory asks.
     checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
     keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption the
     seed, rates and other settings of the optimiser are this configuration's; only what training itself changed in them
@@ -52,6 +78,12 @@ class TrainerConfig(PlanOptions):
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     max_grad_norm: float | None = None
+    gradient_accumulation_steps: int = 1
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+    profiler: ProfilerSection = field(default_factory=ProfilerSection)
     non_finite: str = "skip"
     seed: int = 0
     checkpoint_directory: str | None = None
@@ -62,16 +94,19 @@ class TrainerConfig(PlanOptions):
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
-        names = (field.name for field in dataclasses.fields(self))
+        for name, kind in SECTIONS.items():
+            object.__setattr__(self, name, section(name, kind, getattr(self, name)))
+        names = (each.name for each in dataclasses.fields(self))
         check_numbers({name: getattr(self, name) for name in names if name in RANGES})
+        whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
         word("non_finite", self.non_finite, get_args(NonFinite))
         for name in ("plan", "checkpoint_directory"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (str, Path)) and str(value)):
-                raise ConstraintError(f"{name} is a path", values=repr(value))
+            if value is not None and not (isinstance(value, (str, Path, Plan)) and str(value)):
+                raise ConstraintError(f"{name} is a path", values=shown(value))
         if not self.cluster:
             raise ConstraintError("cluster names one", values=repr(self.cluster), alternatives="detect, 2 cpu")
         if self.checkpoint_every and not self.checkpoint_directory:
@@ -79,36 +114,96 @@ class TrainerConfig(PlanOptions):
         PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not know
 
     @classmethod
-    def from_mapping(cls, fields: Mapping[str, Any], source: str = "the configuration") -> TrainerConfig:
-        """Raises ConstraintError for a field that does not exist, with the nearest names."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
+    def from_mapping(
+        cls, fields: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
+    ) -> TrainerConfig:
+        """The configuration of a mapping as a file has it, with `overrides` such as "optimizer.lr=3e-4" over it.
+
+        cluster and plan may be mappings too, of what a cluster's and a plan's file have.
+        Raises ConstraintError for a field that does not exist, with the nearest names.
+        """
+        found = overridden(fields, overrides)
+        known = [each.name for each in dataclasses.fields(cls)]
+        for name in found:
             if name not in known:
                 raise ConstraintError(f"{source} has an unknown field {name!r}", alternatives=near(name, known))
-        return cls(**fields)
+        if isinstance(found.get("cluster"), Mapping):
+            found["cluster"] = ClusterSpec.from_table(found["cluster"])
+        if isinstance(found.get("plan"), Mapping):
+            found["plan"] = Plan.from_yaml(yaml.safe_dump(dict(found["plan"]), sort_keys=False), f"{source}: plan")
+        return cls(**found)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> TrainerConfig:
+    def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
         """A YAML or TOML (by its ending) file of the fields. Raises ConstraintError."""
-        return cls.from_mapping(read_mapping(path), str(path))
+        return cls.from_mapping(read_mapping(path), str(path), overrides)
+
+    def dump(self) -> dict[str, Any]:
+        """All fields as `from_mapping` reads them back to an equal configuration: numbers, texts, lists, mappings."""
+        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        for name in SECTIONS:
+            found[name] = found[name].model_dump(mode="json")
+        if not isinstance(self.cluster, str):
+            found["cluster"] = _cluster_data(self.cluster)
+        if isinstance(self.plan, Plan):
+            found["plan"] = yaml.safe_load(self.plan.to_yaml())
+        elif self.plan is not None:
+            found["plan"] = str(self.plan)
+        for name in ("constraints", "compression"):
+            found[name] = None if found[name] is None else dict(found[name])
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """What a run did.
+def overridden(fields: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A configuration's mapping with settings `name=value` or `section.name=value` over it; values are read as YAML.
 
-    losses: of each step from `first_step` (0 unless resumed) on, inf or nan where it was skipped.
-    step_seconds: median without the first steps.
-    peak_bytes: per rank, of tensors; empty if not measured. num_samples: rows trained on so far. checkpoint: the last
-    one written or resumed from. num_skipped: steps without an update, since loss or gradients were not finite.
-    program: None for a plain run.
+    The optimiser's rate and decay are moved from its section to the fields that they are. Raises ConstraintError for
+    what is no setting.
     """
+    found = dict(fields)
+    _move_rates(found)
+    for each in overrides:
+        path, equals, text = each.partition("=")
+        section_name, _, rest = path.partition(".")
+        names = [_OF_OPTIMIZER[rest]] if section_name == "optimizer" and rest in _OF_OPTIMIZER else path.split(".")
+        if not equals or not all(names):
+            raise ConstraintError(
+                "an override is name=value", values=shown(each), alternatives="steps=100, optimizer.lr=3e-4"
+            )
+        value, _ = parse_yaml(text, each)
+        level = found
+        for name in names[:-1]:
+            inner = level.get(name)
+            if inner is not None and not isinstance(inner, (Mapping, str)):
+                raise ConstraintError(f"{name} has no fields", values=shown(each))
+            level[name] = {"name": inner} if isinstance(inner, str) else dict(inner or {})
+            level = level[name]
+        level[names[-1]] = value
+    return found
 
-    losses: tuple[float, ...]
-    first_step: int
-    step_seconds: float
-    peak_bytes: tuple[int, ...]
-    num_samples: int
-    checkpoint: Path | None = None
-    num_skipped: int = 0
-    program: CompiledProgram | None = None
+
+def _move_rates(fields: dict[str, Any]) -> None:
+    """The rate and the decay stand in the section `optimizer` or above it; here the latter."""
+    given = fields.get("optimizer")
+    if not isinstance(given, Mapping):
+        return
+    rest = dict(given)
+    for name, target in _OF_OPTIMIZER.items():
+        if name in rest:
+            value = rest.pop(name)
+            if target in fields and fields[target] != value:
+                raise ConstraintError(
+                    f"{target} is there twice", values={f"optimizer.{name}": value, target: fields[target]}
+                )
+            fields[target] = value
+    fields["optimizer"] = rest
+
+
+def _cluster_data(cluster: AnyCluster) -> str | dict[str, Any]:
+    """The cluster's text where that says all, else what its TOML file would have."""
+    try:
+        if ClusterSpec.parse(str(cluster)) == cluster:
+            return str(cluster)
+    except ClusterError:
+        pass
+    return tomllib.loads(cluster.to_toml())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -51,9 +51,29 @@ class RankLearner:
     def num_skipped(self) -> int:
         return int(self.step.guard.num_skipped)
 
+    @property
+    def grad_norm(self) -> float | None:
+        return None if self.step.grad_norm is None else float(self.step.grad_norm)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = self.step.optimizer
+        return found
+
     def __call__(self, batch: Batch) -> float:
+        return self._of(batch, self.step)
+
+    def evaluate(self, batch: Batch) -> float:
+        """The global mean loss in evaluation mode."""
         try:
-            return float(self.step(self.step.local_batch(name_inputs(self.program.model, batch, self.program.loss_fn))))
+            return self._of(batch, self.step.evaluate)
+        except RuntimeError as error:
+            raise ConstraintError(str(error), alternatives="no eval_batches") from None
+
+    def _of(self, batch: Batch, function: Callable[..., torch.Tensor]) -> float:
+        try:
+            named = name_inputs(self.program.model, batch, self.program.loss_fn)
+            return float(function(self.step.local_batch(named)))
         except self.batch_error as error:
             raise DataError(str(error)) from None
 
@@ -61,14 +81,16 @@ class RankLearner:
         with checkpoints.readable(self.checkpoint):
             self.checkpoint.check(self.step)
 
-    def save(self, directory: Path) -> None:
-        others, notes = checkpoints.state_of(self.program.model), {"plan": self.program.plan.to_yaml()}
+    def save(self, directory: Path, notes: Mapping[str, str]) -> None:
+        others, notes = checkpoints.state_of(self.program.model), {"plan": self.program.plan.to_yaml(), **notes}
         with checkpoints.readable(self.checkpoint):
             self.checkpoint.save(self.step, directory, others=others, notes=notes)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> Mapping[str, str]:
+        """Continue from a checkpoint; its notes."""
         with checkpoints.readable(self.checkpoint):
             self.checkpoint.load(self.step, directory, others=checkpoints.state_of(self.program.model))
+        return checkpoints.notes_of(directory)
 
 
 @dataclass
@@ -82,6 +104,7 @@ class PlainLearner:
     batch_size: int
     num_samples: int = 0
     num_steps: int = 0
+    grad_norm: float | None = None
 
     @property
     def num_skipped(self) -> int:
@@ -115,6 +138,7 @@ class PlainLearner:
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf
         norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.grad_norm = float(norm)
         if not self.guard.is_on or self.guard.lets_pass(norm):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
             self.optimizer.step()
@@ -122,16 +146,30 @@ class PlainLearner:
         self.num_samples += self.batch_size
         return float(loss.detach())
 
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss in evaluation mode."""
+        named = name_inputs(self.model, batch, self.loss_fn)
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            return float(LossModule(self.model, self.loss_fn, named)(**named))
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+
     def check(self) -> None:
         checkpoints.require_resumable(self.model, self.factory)
         checkpoints.check_plain(self.model, self.optimizer)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, notes: Mapping[str, str]) -> None:
         if not all(torch.isfinite(p.detach()).all() for p in self.model.parameters()):
             raise FloatingPointError("some parameters are inf or nan")
         progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
-        checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings)
+        checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings, notes)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> Mapping[str, str]:
+        """Continue from a checkpoint; its notes."""
         progress = checkpoints.load_plain(self.model, self.optimizer, directory, self.settings)
         self.num_steps, self.num_samples = progress["step"], progress["num_samples"]
+        return checkpoints.notes_of(directory)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.report.summary import short_table
-from autopar.training.config import TrainResult
+from autopar.training.result import TrainResult
 from autopar.units import bytes_text, count_text, seconds_text
 
 
@@ -58,6 +59,12 @@ class TrainingProgress:
         elif self.log_every and (step % self.log_every == 0 or step == self.steps):
             self.console.print(f"{self.label}  step {step}/{self.steps}  {figures}", soft_wrap=True)
 
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation after `step` steps found these."""
+        if self.log_every:
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.console.print(f"{self.label}  step {step}/{self.steps}  evaluation: {figures}", soft_wrap=True)
+
 
 def train_summary(result: TrainResult) -> RenderableType:
     """Loss, speed and memory of a run, beside what was predicted."""
@@ -69,6 +76,11 @@ def train_summary(result: TrainResult) -> RenderableType:
         table.add_row("loss", f"{result.losses[0]:.4f} -> {result.losses[-1]:.4f}", "")
         predicted = seconds_text(plan.prediction.step_seconds) if plan else ""
         table.add_row("one step (median)", seconds_text(result.step_seconds), predicted)
+    if result.evaluations:
+        first, last = (result.evaluations[at]["loss"] for at in (0, -1))
+        table.add_row("loss in evaluation", f"{first:.4f} -> {last:.4f}", "")
+    if result.stopped:
+        table.add_row("stopped early", result.stopped, "")
     if result.peak_bytes:
         peak = bytes_text(plan.prediction.peak_bytes) if plan else ""
         table.add_row("peak memory of a rank", bytes_text(max(result.peak_bytes)), peak)

@@ -14,8 +14,8 @@ import autopar
 from autopar import AutoparError
 from autopar.frontend.inputs import name_inputs
 from autopar.launch import run_ranks
+from autopar.training.feeding import batches_from
 from autopar.training.loaders import peeking
-from autopar.training.loop import batches_from
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.parameters import Param, runs
 

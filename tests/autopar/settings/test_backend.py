@@ -24,7 +24,6 @@ from autopar.launch import run_ranks
 from autopar.settings.backend import EAGER
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
-from autopar.training.loop import fit_plain
 from autopar.verify import sgd_with_momentum, verify, verify_program
 from benchmarks.verify_pipelines import cluster_of
 from codegen.program import PipelineProgram
@@ -267,7 +266,7 @@ def test_a_machine_without_a_compiler_is_told_before_ranks_start(monkeypatch: py
 def test_trainer_refuses_what_it_cannot_do() -> None:
     batches = [(torch.zeros(1),)]
     with pytest.raises(ConstraintError, match="a plain run is eager"):
-        fit_plain(Tower(2), TrainerConfig(backend="inductor"), [{"x": torch.zeros(2, WIDTH)}], None, sgd_with_momentum)
+        Trainer(Tower(2), TrainerConfig(False, backend="inductor"), [{"x": torch.zeros(2, WIDTH)}]).fit()
     config = TrainerConfig(cluster=cluster_of(1), backend="inductor", measure_memory=True)
     with pytest.raises(ConstraintError, match="measure_memory"):
         Trainer(Tower(2), config, batches).compile()  # type: ignore[arg-type]

@@ -24,8 +24,9 @@ from autopar.errors import CheckpointError, ConstraintError, WorldSizeError
 from autopar.launch import RankError, run_ranks
 from autopar.trainer import Trainer
 from autopar.training import checkpoints, loop
-from autopar.training.config import TrainerConfig, TrainResult
-from autopar.training.loop import batches_from
+from autopar.training.config import TrainerConfig
+from autopar.training.feeding import batches_from
+from autopar.training.result import TrainResult
 from examples.models import Example, gpt2
 
 CONFIG = TrainerConfig(cluster="2 cpu", steps=6, learning_rate=1e-2, max_grad_norm=1.0, log_every=0)

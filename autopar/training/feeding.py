@@ -1,0 +1,116 @@
+"""Where the batches of a run come from: from a sample on, joined to whole steps, or once through for an evaluation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autopar.errors import ConstraintError, DataError
+from autopar.training.config import Batch, Batches, TrainerConfig
+from autopar.training.loaders import named_batch, num_rows, peeking, untouched
+from autopar.training.position import Stateful
+
+
+def first_batch(batches: Batches, config: TrainerConfig) -> Any:
+    """The first step's batch, which has the rows of a whole step. Raises ConstraintError, DataError."""
+    with peeking(batches):
+        first = next(steps_from(batches, 0, 1, config.gradient_accumulation_steps))
+    rows = num_rows(first)
+    if config.global_batch_size not in (None, rows):
+        raise ConstraintError(
+            "a batch has the rows of the whole step, over all ranks",
+            values=f"{rows} rows, global_batch_size={config.global_batch_size}",
+        )
+    return first
+
+
+def steps_from(batches: Batches, start_sample: int, rows: int, num_joined: int = 1) -> Iterator[Batch]:
+    """Endless batches of whole steps from a sample on. rows: of a step, which num_joined batches make."""
+    source = (named_batch(batch) for batch in batches_from(batches, start_sample, max(rows // num_joined, 1)))
+    if num_joined == 1:
+        yield from source
+    while True:
+        yield joined([next(source) for _ in range(num_joined)])
+
+
+def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterator[Batch]:
+    """Endless batches from a sample on. Raises ConstraintError if there are none.
+
+    What remembers its place (`Stateful`) begins where it is.
+    """
+    if callable(batches):
+        found = batches(start_sample)
+        if not isinstance(found, Iterable):
+            raise ConstraintError(
+                "batches(start) gives no batches", values=type(found).__name__, alternatives="a generator function"
+            )
+        yield from found
+        raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
+    to_skip = 0 if isinstance(batches, Stateful) else start_sample // batch_size
+    again = untouched(batches)
+    while True:
+        count = 0
+        for batch in again:
+            count += 1
+            if to_skip:
+                to_skip -= 1
+            else:
+                yield batch
+        if not count:
+            raise ConstraintError("there are no batches", values=type(batches).__name__)
+
+
+def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
+    """The batches of one evaluation. Raises ConstraintError where there would be no end, or none."""
+    if callable(batches) and num_batches is None:
+        raise ConstraintError(
+            "eval_batches that is a function has no end",
+            alternatives="evaluation.num_batches, a list, or a DataLoader",
+        )
+    source = batches(0) if callable(batches) else untouched(batches)
+    count = 0
+    for batch in itertools.islice(source, num_batches):
+        count += 1
+        yield named_batch(batch)
+    if not count:
+        raise ConstraintError("there are no eval_batches", values=type(batches).__name__)
+
+
+def joined(batches: list[Any]) -> Batch:
+    """Batches one after the other as one. Raises DataError where they do not fit together."""
+    first = batches[0]
+    if isinstance(first, Mapping):
+        if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in batches):
+            raise DataError("the batches of one step have other names", values=", ".join(map(str, first)))
+        return {name: _joined(str(name), [each[name] for each in batches]) for name in first}
+    if any(len(each) != len(first) for each in batches):
+        raise DataError("the batches of one step have other numbers of values", values=str(list(map(len, batches))))
+    return tuple(_joined(f"value {index}", list(parts)) for index, parts in enumerate(zip(*batches, strict=True)))
+
+
+def _joined(name: str, parts: list[Any]) -> Any:
+    """Tensors with rows joined; containers, part by part; what is not batched must be the same."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: _joined(f"{name}.{key}", [part[key] for part in parts]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined(f"{name}[{i}]", list(each)) for i, each in enumerate(zip(*parts, strict=True)))
+    if isinstance(first, torch.Tensor) and first.dim():
+        shapes = {tuple(part.shape[1:]) for part in parts}
+        if len(shapes) > 1:
+            raise DataError(
+                "the batches of one step differ in more than their rows",
+                values=f"{name}: {', '.join(str(tuple(part.shape)) for part in parts)}",
+                alternatives="a collate_fn that pads all to one length, or gradient_accumulation_steps=1",
+            )
+        return torch.cat(parts)
+    if any(not _is_same(first, part) for part in parts[1:]):
+        raise DataError(f"{name} must be the same in all batches of a step", values=f"{parts[0]!r}, {parts[1]!r}")
+    return first
+
+
+def _is_same(first: Any, other: Any) -> bool:
+    return torch.equal(first, other) if isinstance(first, torch.Tensor) else bool(first == other)

@@ -1,0 +1,81 @@
+"""What of a run a checkpoint holds beside parameters and optimiser: the schedule, the data's position, the best so far.
+
+It goes into the manifest's notes, which are texts.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from autopar.errors import CheckpointError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What remembers where it is, as torchdata's StatefulDataLoader and torch's schedulers do."""
+
+    def state_dict(self) -> Any:
+        """The place."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        ...
+
+
+def written(name: str, value: Stateful) -> str:
+    """The state as a text. Raises CheckpointError for one that could not be read back safely."""
+    state = value.state_dict()
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:  # pickle and torch raise many kinds
+        raise CheckpointError(
+            f"the state of the {name} cannot be saved",
+            values=f"{type(value).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            alternatives="numbers, texts, tensors, and lists and dicts of them in its state_dict()",
+        ) from None
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_into(value: Stateful, text: str) -> None:
+    """Go on from what `written` gave."""
+    value.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
+
+
+class Best:
+    """The best evaluation so far, and how many in a row have not improved on it.
+
+    patience: evaluations without an improvement after which `is_over`; None for never.
+    """
+
+    def __init__(self, metric: str, greater_is_better: bool, min_delta: float, patience: int | None) -> None:
+        self.metric, self._sign = metric, -1.0 if greater_is_better else 1.0
+        self._min_delta, self._patience = min_delta, patience
+        self.value: float | None = None
+        self.num_without = 0
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Takes one evaluation. Raises KeyError where it has no such metric."""
+        found = self._sign * metrics[self.metric]
+        if self.value is None or found < self._sign * self.value - self._min_delta:
+            self.value, self.num_without = self._sign * found, 0
+        else:
+            self.num_without += 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no hope left."""
+        return self._patience is not None and self.num_without >= self._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "num_without": self.num_without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self.num_without = state["value"], state["num_without"]

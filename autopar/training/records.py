@@ -1,0 +1,174 @@
+"""What is logged of each step and evaluation: one record, and who writes it down.
+
+A record of a step has "step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second" (or
+"samples_per_second"), "mfu", "peak_bytes", "skipped" (steps without an update so far), and where there is a plan
+"predicted_step_seconds" and "predicted_peak_bytes" beside them; one of an evaluation has "step", "eval_loss" and the
+metrics. What is not known is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from autopar.errors import ConstraintError
+from autopar.files.outputs import replace_file, require_folder
+from autopar.training.config import TrainerConfig
+
+Record = Mapping[str, Any]
+METRICS_FILE = "metrics.jsonl"
+
+
+class Log(Protocol):
+    """Where records go."""
+
+    def write(self, record: Record) -> None:
+        """Writes one record, at once."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+class JsonLines:
+    """A file with one JSON object per line. Of a run that is resumed, what comes after `step` is removed first: these
+    steps are run again. The file of another run is kept under another name."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        lines = _lines(path)
+        if lines and not step:
+            path.rename(
+                next(free for n in itertools.count(1) if not (free := path.with_suffix(f".{n}.jsonl")).exists())
+            )
+        kept = [line for line in lines if step and _step_of(line) <= step]
+        replace_file(path, "".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps({name: _said(value) for name, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, those of evaluations under their own names."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # needs an extra
+        except ImportError as error:
+            raise ConstraintError(
+                "logging.tensorboard needs the package tensorboard",
+                values=str(error),
+                alternatives="pip install 'autopar[tensorboard]'",
+            ) from None
+        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1 if step else None)
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases."""
+
+    def __init__(self, project: str, config: Mapping[str, Any], directory: Path | None) -> None:
+        wandb = _wandb()
+        self._run = wandb.init(project=project, config=dict(config), dir=None if directory is None else str(directory))
+
+    def write(self, record: Record) -> None:
+        self._run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_logging(config: TrainerConfig) -> None:
+    """Raises ConstraintError or OutputError, before anything is started, where the logs could not be written."""
+    section = config.logging
+    if section.tensorboard:
+        if directory_of(config) is None:
+            raise ConstraintError("logging.tensorboard needs logging.directory", alternatives="checkpoint_directory")
+        try:
+            import tensorboard  # noqa: F401  # an extra
+        except ImportError:
+            raise ConstraintError(
+                "logging.tensorboard needs the package tensorboard", alternatives="pip install 'autopar[tensorboard]'"
+            ) from None
+    if section.wandb is not None:
+        _wandb()
+    if section.directory is not None:
+        require_folder(Path(section.directory))
+
+
+def directory_of(config: TrainerConfig) -> Path | None:
+    """Where the logs are written, if they are."""
+    named = config.logging.directory or config.checkpoint_directory
+    return None if named is None else Path(named)
+
+
+@contextlib.contextmanager
+def logs(config: TrainerConfig, step: int) -> Iterator[list[Log]]:
+    """The logs that the configuration asks for, of a run that begins after `step`."""
+    directory, section = directory_of(config), config.logging
+    found: list[Log] = []
+    try:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            found.append(JsonLines(directory / METRICS_FILE, step))
+            if section.tensorboard:
+                found.append(TensorBoard(directory / "tensorboard", step))
+        if section.wandb is not None:
+            found.append(WeightsAndBiases(section.wandb, config.dump(), directory))
+        yield found
+    finally:
+        for each in found:
+            each.close()
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a line that was cut off by a crash is left out."""
+    found = []
+    for line in _lines(Path(path)):
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; one that cannot be read is later than all."""
+    try:
+        found = json.loads(line)
+        return float(found["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _said(value: Any) -> Any:
+    """A value as JSON has it: inf and nan are texts."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _wandb() -> Any:
+    try:
+        import wandb  # where a user has it
+    except ImportError:
+        raise ConstraintError("logging.wandb needs the package wandb", alternatives="pip install wandb") from None
+    return wandb

@@ -1,0 +1,293 @@
+"""One run: steps, evaluations, checkpoints, logs, in the order in which they happen; the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from autopar.compiled import CompiledProgram
+from autopar.errors import ConstraintError, TrainingError
+from autopar.files.outputs import write_output
+from autopar.training import checkpoints
+from autopar.training.callbacks import Callbacks, TrainState
+from autopar.training.config import Batch
+from autopar.training.feeding import once, steps_from
+from autopar.training.learners import PlainLearner, RankLearner
+from autopar.training.loaders import leaves_of_batch, num_rows
+from autopar.training.memory import WARM_STEPS, Memory
+from autopar.training.position import Best, Stateful, read_into, written
+from autopar.training.profiling import profiled
+from autopar.training.progress import TrainingProgress
+from autopar.training.records import Log, Record, logs
+from autopar.training.result import TrainResult
+from autopar.training.setup import Setup
+
+CONFIG_FILE = "config.yaml"
+
+
+class Run:
+    """A run of one learner. batch_size: rows of a step. program: None for a plain run."""
+
+    def __init__(
+        self,
+        learner: RankLearner | PlainLearner,
+        setup: Setup,
+        batch_size: int,
+        memory: Memory,
+        program: CompiledProgram | None,
+    ) -> None:
+        self.learner, self.setup, self.config = learner, setup, setup.config
+        self.batch_size, self.memory, self.program = batch_size, memory, program
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.schedule: Any = None if setup.schedule is None else setup.schedule(learner.optimizer)
+        section = self.config.evaluation
+        self.best = Best(section.metric, section.greater_is_better, section.min_delta, section.patience)
+        self.callbacks = Callbacks(setup.callbacks, self.rank == 0)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.evaluations: list[Mapping[str, float]] = []
+        self.checkpoint: Path | None = None
+        self.stopped = ""
+        self._logs: list[Log] = []
+        self._progress: TrainingProgress | None = None
+        self._items: tuple[int, str] = (0, "samples")
+
+    def result(self) -> TrainResult:
+        """Trains, and says what came of it."""
+        config, learner, is_first = self.config, self.learner, self.rank == 0
+        with contextlib.ExitStack() as stack:
+            if is_first:
+                stack.enter_context(checkpoints.locked(config.checkpoint_directory))
+            self.checkpoint = checkpoints.resume(config.checkpoint_directory, self._load, is_first)
+            self.first = learner.num_steps
+            if is_first:
+                self._logs = stack.enter_context(logs(config, self.first))
+                self._write_config()
+            source = steps_from(
+                self.setup.batches, learner.num_samples, self.batch_size, config.gradient_accumulation_steps
+            )
+            profiler = stack.enter_context(profiled(config.profiler, self.rank))
+            self._tell("start", {})
+            for done in range(self.first + 1, config.steps + 1):
+                batch = next(source)
+                if done == self.first + 1:
+                    self._look_at(batch, stack)
+                self._step(batch, done)
+                profiler.step()
+                if self._after(done):
+                    break
+            self._tell("end", {})
+        steady = self.seconds[WARM_STEPS:] or self.seconds
+        return TrainResult(
+            losses=tuple(self.losses),
+            first_step=self.first,
+            step_seconds=statistics.median(steady) if steady else 0.0,
+            peak_bytes=() if self.memory.peak_bytes is None else (self.memory.peak_bytes,),
+            num_samples=learner.num_samples,
+            checkpoint=self.checkpoint,
+            num_skipped=learner.num_skipped,
+            evaluations=tuple(self.evaluations),
+            stopped=self.stopped,
+        )
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _step(self, batch: Batch, done: int) -> None:
+        learner, skipped = self.learner, self.learner.num_skipped
+        rates = [float(group["lr"]) for group in learner.optimizer.param_groups]
+        started = time.perf_counter()
+        with _stopping(self.checkpoint):
+            self.losses.append(learner(batch))
+        if done == self.first + 1 and self.config.checkpoint_directory:
+            learner.check()
+            self._notes()
+        if self.schedule is not None and learner.num_skipped == skipped and not self._waits_for_metric:
+            self.schedule.step()
+        self.seconds.append(time.perf_counter() - started)
+        self.memory.after_step(done - self.first)
+        if self._progress is not None:
+            self._progress.advance(done, self.losses[-1], self.seconds[-1], learner.num_skipped)
+        record = self._record(done, rates)
+        self._write(record)
+        self._tell("step", record, rates)
+
+    def _record(self, done: int, rates: list[float]) -> Record:
+        seconds, (items, unit) = self.seconds[-1], self._items
+        peak = self.memory.peak_bytes
+        record: dict[str, Any] = {"step": done, "loss": self.losses[-1]}
+        if self.learner.grad_norm is not None:
+            record["grad_norm"] = self.learner.grad_norm
+        record |= {"learning_rate": rates[0], "step_seconds": seconds, f"{unit}_per_second": items / seconds}
+        if peak is not None:
+            record["peak_bytes"] = peak
+        if self.program is not None:
+            prediction = self.program.plan.prediction
+            record |= {
+                "predicted_step_seconds": prediction.step_seconds,
+                "predicted_peak_bytes": prediction.peak_bytes,
+            }
+        return record | {"skipped": self.learner.num_skipped}
+
+    def _after(self, done: int) -> bool:
+        """What is due after a step; True if it was the last."""
+        config = self.config
+        is_last = done == config.steps or self._is_told_to_stop()
+        every = config.evaluation.every
+        if self.setup.eval_batches is not None and (is_last or (every and done % every == 0)):
+            self._evaluate(done)
+            is_last = is_last or self._is_told_to_stop() or self._is_without_hope()
+        every = config.checkpoint_every
+        if config.checkpoint_directory and (is_last or (every and done % every == 0)):
+            self._save(done)
+        return is_last
+
+    def _is_told_to_stop(self) -> bool:
+        """Whether a callback asked for an end. Collective."""
+        if self.callbacks.agree():
+            self.stopped = f"the callback {self.callbacks.wants_stop} asked for it"
+        return bool(self.stopped)
+
+    def _is_without_hope(self) -> bool:
+        """Whether the last evaluations were no better; equal on all ranks, as what they find is."""
+        if self.best.is_over:
+            found = f"than {self.best.value:.6g}"
+            self.stopped = f"{self.best.num_without} evaluations without a better {self.best.metric} {found}"
+        return self.best.is_over
+
+    # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, done: int) -> None:
+        """The mean loss over all batches of an evaluation, each counting by its rows."""
+        assert self.setup.eval_batches is not None
+        total, rows, started = 0.0, 0, time.perf_counter()
+        for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
+            count = num_rows(batch)
+            total, rows = total + count * self.learner.evaluate(batch), rows + count
+        found = {"loss": total / rows}
+        self.evaluations.append({"step": done, **found})
+        if self.config.evaluation.metric not in found:
+            raise ConstraintError(
+                "evaluation.metric is none of the metrics",
+                values=self.config.evaluation.metric,
+                alternatives=", ".join(found),
+            )
+        self.best.note(found)
+        if self._waits_for_metric:
+            self.schedule.step(found[self.best.metric])
+        record = {"step": done, **{f"eval_{name}": value for name, value in found.items()}}
+        record["eval_seconds"] = time.perf_counter() - started
+        if self._progress is not None:
+            self._progress.evaluated(done, found)
+        self._write(record)
+        self._tell("evaluation", record)
+
+    @property
+    def _waits_for_metric(self) -> bool:
+        """Whether the schedule is moved by evaluations rather than by steps."""
+        return isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def _save(self, done: int) -> None:
+        notes, directory = self._notes(), self.config.checkpoint_directory
+        assert directory is not None
+        with _stopping(self.checkpoint):
+            self.checkpoint = checkpoints.write(
+                directory,
+                done,
+                lambda path: self.learner.save(path, notes),
+                self.rank == 0,
+                _barrier,
+                self.config.keep_checkpoints,
+            )
+        self._tell("checkpoint", {"step": done, "checkpoint": str(self.checkpoint)})
+
+    def _notes(self) -> dict[str, str]:
+        """What a checkpoint holds beside the learner's state. Raises CheckpointError for what cannot be saved."""
+        found = {"config": configuration_text(self.setup), "evaluation": written("evaluation", self.best)}
+        if self.schedule is not None:
+            found["schedule"] = written("schedule", self.schedule)
+        if isinstance(self.setup.batches, Stateful):
+            found["batches"] = written("batches", self.setup.batches)
+        return found
+
+    def _load(self, path: Path) -> None:
+        notes = self.learner.load(path)
+        places: dict[str, Stateful | None] = {"evaluation": self.best, "schedule": self.schedule}
+        if isinstance(self.setup.batches, Stateful):
+            places["batches"] = self.setup.batches
+        for name, value in places.items():
+            if value is not None and name in notes:
+                read_into(value, notes[name])
+
+    def _write_config(self) -> None:
+        if self.config.checkpoint_directory is not None:
+            write_output(Path(self.config.checkpoint_directory) / CONFIG_FILE, configuration_text(self.setup))
+
+    # What is told -----------------------------------------------------------------------------------------------------
+
+    def _look_at(self, batch: Batch, stack: contextlib.ExitStack) -> None:
+        """What a step consumes, and who shows it."""
+        tokens = max((v.numel() for v in leaves_of_batch(batch) if is_token_tensor(v)), default=0)
+        self._items = (tokens, "tokens") if tokens else (num_rows(batch), "samples")
+        if self.rank == 0:
+            label = self.program.plan.mesh_text if self.program else "one process"
+            predicted = self.program.plan.prediction.step_seconds if self.program else 0.0
+            self._progress = stack.enter_context(
+                TrainingProgress(
+                    label=label,
+                    steps=self.config.steps,
+                    first=self.first,
+                    num_items=self._items[0],
+                    unit=self._items[1],
+                    predicted_seconds=predicted,
+                    log_every=self.config.log_every,
+                )
+            )
+
+    def _write(self, record: Record) -> None:
+        for log in self._logs:
+            log.write(record)
+
+    def _tell(self, event: str, record: Record, rates: list[float] | None = None) -> None:
+        if not self.setup.callbacks:
+            return
+        state = TrainState(self.learner.num_steps, self.config.steps, self.first, record, rates or ())
+        self.callbacks.tell(event, state)
+
+
+def is_token_tensor(value: Any) -> bool:
+    """Whether an input looks like token numbers: integers in two dimensions."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def configuration_text(setup: Setup) -> str:
+    """The configuration as a YAML file that `autopar train` and `TrainerConfig.from_file` read back."""
+    return yaml.safe_dump(setup.dump(), sort_keys=False, allow_unicode=True)
+
+
+@contextlib.contextmanager
+def _stopping(checkpoint: Path | None) -> Iterator[None]:
+    """Raises TrainingError, with what to go on from, for numbers that are no longer finite."""
+    try:
+        yield
+    except FloatingPointError as error:
+        kept = f"the last checkpoint, {checkpoint}, is from before" if checkpoint else "there is no checkpoint"
+        raise TrainingError(
+            "training stopped: its numbers are no longer finite",
+            values=f"{error}; {kept}",
+            alternatives=["a lower learning_rate, max_grad_norm=1.0, other data", "non_finite='skip' to pass over it"],
+        ) from None
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

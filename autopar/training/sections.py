@@ -1,0 +1,119 @@
+"""The parts of a `TrainerConfig` that have fields of their own: optimiser, schedule, evaluation, logging, profiler.
+
+They are pydantic models: strict about types ("8" is no number), closed (a field that does not exist is an error), and
+frozen. `section` turns what a user gave, a mapping or a section, into one, with errors in our words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autopar.errors import ConstraintError
+from autopar.files.text_files import near, shown
+
+Scheduled = Literal["constant", "linear", "cosine", "inverse-sqrt"]
+Whole = Annotated[int, Field(ge=0)]
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A group of fields of a configuration."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class OptimizerSection(Section):
+    """The optimiser where a Trainer is given none. In a file or on a command line `optimizer.lr` and
+    `optimizer.weight_decay` are the configuration's learning_rate and weight_decay."""
+
+    name: str = "adamw"
+    """A class of torch.optim in small letters (adamw, adam, sgd, adafactor, ...), or a factory `module:name`."""
+    no_decay: Texts = ()
+    """Patterns of the names of parameters that are not decayed, such as "*.bias"; "1d" stands for all with one dim."""
+    arguments: Mapping[str, Any] = {}
+    """Further keyword arguments of the class or the factory, such as betas or momentum."""
+
+
+class ScheduleSection(Section):
+    """The factor on the learning rate after each step, where a Trainer is given no schedule."""
+
+    name: Scheduled = "constant"
+    """The factor after the warm-up: constant, or down to `final` on a line, half a cosine, or as 1 / sqrt(step)."""
+    warmup_steps: Whole = 0
+    """The steps in which the factor rises on a line from 0 to 1."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The factor at the last step, of linear and cosine."""
+
+
+class EvaluationSection(Section):
+    """When a Trainer with `eval_batches` evaluates, and when it stops for what it finds."""
+
+    every: Whole = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    num_batches: Annotated[int, Field(ge=1)] | None = None
+    """Batches of one evaluation; None takes all, which a source without end does not have."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Evaluations in a row without an improvement after which training stops; None never stops."""
+    metric: str = "loss"
+    """What improves: "loss", or the name of a metric, of which less is better unless greater_is_better."""
+    greater_is_better: bool = False
+    """Whether more of `metric` is better."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """What counts as an improvement."""
+
+
+class LoggingSection(Section):
+    """What is written of each step, beside what a terminal shows."""
+
+    directory: str | None = None
+    """The folder of metrics.jsonl and TensorBoard's files; None takes checkpoint_directory; without, none is."""
+    tensorboard: bool = False
+    """Whether TensorBoard's files are written too, which needs `pip install 'autopar[tensorboard]'`."""
+    wandb: str | None = None
+    """The project of Weights & Biases to log to, where wandb is installed."""
+
+
+class ProfilerSection(Section):
+    """A window of steps whose torch.profiler trace each rank writes."""
+
+    directory: str | None = None
+    """The folder of the traces, rank_0.json and so on, for Perfetto or chrome://tracing; None profiles nothing."""
+    first_step: Annotated[int, Field(ge=1)] = 3
+    """The first step of the window, counted from where the run starts or resumes."""
+    num_steps: Annotated[int, Field(ge=1)] = 2
+    """The number of steps in the window."""
+
+
+Kind = TypeVar("Kind", bound=Section)
+
+
+def section(name: str, kind: type[Kind], given: object) -> Kind:
+    """The section that was given, or made of a mapping (of None, the default). Raises ConstraintError."""
+    if isinstance(given, kind):
+        return given
+    if given is None:
+        return kind()
+    if isinstance(given, str) and "name" in kind.model_fields:
+        given = {"name": given}
+    if not isinstance(given, Mapping):
+        raise ConstraintError(
+            f"{name} is a group of fields", values=shown(given), alternatives=", ".join(kind.model_fields)
+        )
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        raise _refused(name, kind, error) from None
+
+
+def _refused(name: str, kind: type[Section], found: ValidationError) -> ConstraintError:
+    """The first of pydantic's findings in our words."""
+    first = found.errors()[0]
+    where = ".".join((name, *(str(part) for part in first["loc"])))
+    if first["type"] == "extra_forbidden":
+        field = str(first["loc"][-1])
+        return ConstraintError(f"there is no field {where}", alternatives=near(field, kind.model_fields))
+    text = first["msg"][:1].lower() + first["msg"][1:]
+    return ConstraintError(f"{where}: {text}", values=shown(first["input"]))

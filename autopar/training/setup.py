@@ -1,0 +1,38 @@
+"""All that one run of a Trainer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.costs.updates import OptimizerFactory
+from autopar.training.callbacks import Callback
+from autopar.training.config import Batches, TrainerConfig
+from autopar.training.optimizers import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is trained, how, and from what.
+
+    schedule: None for a rate that stays. eval_batches: None without evaluations. source: what else a configuration's
+    file says ("model", "data", "sequence_length"), for the dump.
+    """
+
+    model: nn.Module
+    config: TrainerConfig
+    batches: Batches
+    loss_fn: Callable[..., torch.Tensor] | None
+    optimizer: OptimizerFactory
+    schedule: Schedule | None = None
+    eval_batches: Batches | None = None
+    callbacks: tuple[Callback, ...] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> dict[str, Any]:
+        """The configuration and its source as a file has them."""
+        return {**self.source, **self.config.dump()}
