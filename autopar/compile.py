@@ -39,6 +39,7 @@ from autopar.planning.given import check_agreement, reprice
 from autopar.planning.planner import SearchResult, search_plans
 from autopar.planning.request import Request, pricer_for
 from autopar.running.batch import with_inputs_of
+from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_autocast
 from autopar.settings.arguments import check_module, whole
 from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
@@ -65,7 +66,8 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
     The options, among them the required `example_inputs`, are given by keyword; CompileOptions and PlanOptions (in
     autopar.settings.compile_options) explain each.
 
-    Under torch.distributed every rank calls this; rank 0 plans and the plan is broadcast.
+    Under torchrun every rank calls this, which starts the process group where the script did not; rank 0 plans and the
+    plan is broadcast.
     Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
     """
     return compile_with(model, cluster_spec, options)
@@ -74,6 +76,7 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
 def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:
     """`compile`, for callers that have the options as one value."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
+    join_launched()
     given, backend = options.given_plan, options.backend
     request = request_of(model, cluster_spec, options)
     if given is not None:

@@ -16,10 +16,11 @@ from torch import nn
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.files.outputs import require_folder, require_writable
+from autopar.running.launched import under_launcher
 from autopar.training.callbacks import Callback, check_callbacks
 from autopar.training.config import Batches, TrainerConfig
 from autopar.training.loaders import check_batches
-from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group, under_launcher
+from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
 from autopar.training.records import check_logging
 from autopar.training.result import TrainResult

@@ -31,16 +31,15 @@ from autopar.launch import RankError
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
 from autopar.profiling.profile import summary_table
+from autopar.running.launched import under_launcher
 from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig, overridden
-from autopar.training.loop import under_launcher
 from autopar.training.progress import train_summary
 from autopar.training.result import TrainResult
 from autopar.tune import tune as fill
 from autopar.verify import sgd_with_momentum, verify_program
-
 
 SOURCE_FIELDS = ("model", "data", "sequence_length")
 """What a configuration's file says beside a TrainerConfig's fields."""

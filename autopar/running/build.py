@@ -23,6 +23,7 @@ from autopar.plan import Plan
 from autopar.profiling.detect import cache_folder
 from autopar.program import GeneratedProgram
 from autopar.running.folder import TUNING_FILE, write_folder
+from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_training
 from autopar.running.weights import value_source
 from autopar.settings.arguments import check_numbers
@@ -41,7 +42,8 @@ def build_step(
     seed: int = 0,
     init: Callable[[str, torch.Size, torch.dtype], torch.Tensor] | None = None,
 ) -> Any:
-    """This rank's `step`: call it with this rank's batch. Needs a process group of as many ranks as the plan has.
+    """This rank's `step`: call it with this rank's batch. Needs as many ranks as the plan has, under torchrun or in a
+    process group that the caller started.
 
     init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
     with equal results on every rank. non_finite: as in TrainerConfig. The step starts from the model's values;
@@ -50,6 +52,7 @@ def build_step(
     values without init.
     """
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
+    join_launched()
     _check_world_size(compiled.plan)
     check_training("build")
     compiled.require_runnable()
@@ -117,7 +120,7 @@ def _check_world_size(plan: Plan) -> None:
             f"the plan is for {plan.num_ranks} processes ({plan.mesh_text})",
             values=f"{running} running" + ("" if running > 1 else " (torch.distributed is not initialised)"),
             alternatives=[
-                f"torchrun --nproc-per-node {plan.num_ranks}, with dist.init_process_group() before build()",
+                f"torchrun --nproc-per-node {plan.num_ranks}",
                 f"a plan for {running} device{'s' if running > 1 else ''}",
             ],
         )

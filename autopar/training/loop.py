@@ -21,6 +21,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
 from autopar.launch import group_seconds, run_ranks
+from autopar.running.launched import under_launcher
 from autopar.running.surroundings import check_starting
 from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
@@ -35,11 +36,6 @@ from autopar.training.run import Run
 from autopar.training.setup import Setup
 from codegen.runtime.processes import after_the_first, join
 from cost_models.mixed import AnyCluster
-
-
-def under_launcher() -> bool:
-    """Whether torchrun, or the caller, made this process one rank of several."""
-    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
 @contextlib.contextmanager

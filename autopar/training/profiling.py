@@ -32,7 +32,8 @@ def profiled(section: ProfilerSection, rank: int) -> Iterator[Any]:
     directory = Path(section.directory)
     directory.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    window = schedule(wait=section.first_step - 1, warmup=0, active=section.num_steps, repeat=1)
+    before = section.first_step - 1  # the last of which warms the profiler up
+    window = schedule(wait=max(before - 1, 0), warmup=min(before, 1), active=section.num_steps, repeat=1)
 
     def write(found: profile) -> None:
         found.export_chrome_trace(str(directory / f"rank_{rank}.json"))

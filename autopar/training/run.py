@@ -212,7 +212,7 @@ class Run:
 
     def _notes(self) -> dict[str, str]:
         """What a checkpoint holds beside the learner's state. Raises CheckpointError for what cannot be saved."""
-        found = {"config": configuration_text(self.setup), "evaluation": written("evaluation", self.best)}
+        found = {"config": self._configuration(), "evaluation": written("evaluation", self.best)}
         if self.schedule is not None:
             found["schedule"] = written("schedule", self.schedule)
         if isinstance(self.setup.batches, Stateful):
@@ -230,7 +230,12 @@ class Run:
 
     def _write_config(self) -> None:
         if self.config.checkpoint_directory is not None:
-            write_output(Path(self.config.checkpoint_directory) / CONFIG_FILE, configuration_text(self.setup))
+            write_output(Path(self.config.checkpoint_directory) / CONFIG_FILE, self._configuration())
+
+    def _configuration(self) -> str:
+        """The YAML file that `autopar train` and `TrainerConfig.from_file` read back."""
+        found = self.setup.dump(None if self.program is None else self.program.cluster)
+        return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
 
     # What is told -----------------------------------------------------------------------------------------------------
 
@@ -267,11 +272,6 @@ class Run:
 def is_token_tensor(value: Any) -> bool:
     """Whether an input looks like token numbers: integers in two dimensions."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
-
-
-def configuration_text(setup: Setup) -> str:
-    """The configuration as a YAML file that `autopar train` and `TrainerConfig.from_file` read back."""
-    return yaml.safe_dump(setup.dump(), sort_keys=False, allow_unicode=True)
 
 
 @contextlib.contextmanager

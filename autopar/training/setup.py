@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from autopar.costs.updates import OptimizerFactory
 from autopar.training.callbacks import Callback
 from autopar.training.config import Batches, TrainerConfig
 from autopar.training.optimizers import Schedule
+from cost_models.mixed import AnyCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Setup:
     callbacks: tuple[Callback, ...] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
 
-    def dump(self) -> dict[str, Any]:
-        """The configuration and its source as a file has them."""
-        return {**self.source, **self.config.dump()}
+    def dump(self, cluster: AnyCluster | None = None) -> dict[str, Any]:
+        """The configuration and its source as a file has them. cluster: what "detect" found."""
+        config = self.config if cluster is None else replace(self.config, cluster=cluster)
+        return {**self.source, **config.dump()}

@@ -1,0 +1,339 @@
+"""What a Trainer does beside steps: schedules, evaluation, callbacks, logs, joined batches; against loops by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from autopar import Callback, Trainer, TrainerConfig, TrainState
+from autopar.errors import CheckpointError, ConstraintError, DataError
+from autopar.training.records import read_records
+
+CONFIG = TrainerConfig(auto_parallel=False, steps=6, learning_rate=0.1, log_every=0)
+ROWS = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.last(self.norm(torch.tanh(self.first(x)))) - y).square().mean()
+
+
+def batches(count: int = 5, rows: int = ROWS, seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    xs = torch.randn(count, rows, 4, generator=generator)
+    return [{"x": x, "y": x.sum(1, keepdim=True).sin()} for x in xs]
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def by_hand(
+    steps: int, make: Any, given: list[dict[str, Tensor]], schedule: Any = None, every: int = 0, clip: float = math.inf
+) -> tuple[nn.Module, list[float], list[float]]:
+    """The model, its losses and rates, of a loop as a user writes it."""
+    model = Net()
+    optimizer = make(model)
+    scheduler = None if schedule is None else schedule(optimizer)
+    losses, rates = [], []
+    for step in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        loss = model(**given[step % len(given)])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if scheduler is not None and not every:
+            scheduler.step()
+        elif scheduler is not None and (step + 1) % every == 0:
+            scheduler.step(evaluated(model))
+    return model, losses, rates
+
+
+def evaluated(model: nn.Module) -> float:
+    with torch.no_grad():
+        return sum(float(model(**batch)) for batch in batches(3, seed=9)) / 3
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
+
+
+SLOW = (pytest.mark.distributed, pytest.mark.slow)
+PARALLEL = replace(CONFIG, auto_parallel=True, cluster="2 cpu", constraints={"dp": 2, "zero": 3})
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(PARALLEL, marks=pytest.mark.distributed)])
+def test_any_schedule_of_torch_is_that_of_the_loop_by_hand(config: TrainerConfig, tmp_path: Path) -> None:
+    _, losses, rates = by_hand(6, adamw, batches(), one_cycle)
+    config = replace(config, checkpoint_directory=str(tmp_path), checkpoint_every=3)
+    Trainer(Net(), replace(config, steps=3), batches(), schedule=one_cycle).fit()
+    found = Trainer(Net(), config, batches(), schedule=one_cycle).fit()  # goes on
+    assert found.first_step == 3 and found.losses == pytest.approx(losses[3:], rel=1e-5)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [each["step"] for each in records] == [1, 2, 3, 4, 5, 6]
+    assert [each["learning_rate"] for each in records] == pytest.approx(rates, rel=1e-12)
+    assert [each["loss"] for each in records] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_schedule_that_waits_for_the_loss_takes_that_of_evaluations() -> None:
+    model, losses, rates = by_hand(6, adamw, batches(), plateau, every=2)
+    config = replace(CONFIG, evaluation={"every": 2}, logging={})
+    found = Trainer(model := Net(), config, batches(), schedule=plateau, eval_batches=batches(3, seed=9)).fit()
+    assert found.losses == pytest.approx(losses, rel=1e-6) and found.model is model
+    assert [each["step"] for each in found.evaluations] == [2, 4, 6]
+    assert found.evaluations[-1]["loss"] == pytest.approx(evaluated(model), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "inverse-sqrt", "constant"])
+def test_named_schedules_are_those_of_transformers(name: str) -> None:
+    import transformers
+
+    from autopar.training.optimizers import schedule_of
+
+    config = replace(CONFIG, steps=40, schedule={"name": name, "warmup_steps": 8})
+    ours = schedule_of(config)
+    assert ours is not None
+    made = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2)]
+    theirs: Any = {
+        "linear": lambda o: transformers.get_linear_schedule_with_warmup(o, 8, 40),
+        "cosine": lambda o: transformers.get_cosine_schedule_with_warmup(o, 8, 40),
+        "inverse-sqrt": lambda o: transformers.get_inverse_sqrt_schedule(o, 8),
+        "constant": lambda o: transformers.get_constant_schedule_with_warmup(o, 8),
+    }[name]
+    first, second = ours(made[0]), theirs(made[1])
+    for _ in range(40):
+        assert made[0].param_groups[0]["lr"] == pytest.approx(made[1].param_groups[0]["lr"], rel=1e-9, abs=1e-12)
+        for optimizer, scheduler in zip(made, (first, second), strict=True):
+            optimizer.step()
+            scheduler.step()
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(PARALLEL, marks=SLOW)])
+def test_named_optimisers_and_their_groups(config: TrainerConfig) -> None:
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        still = [p for n, p in model.named_parameters() if p.ndim <= 1 or n.startswith("last")]
+        rest = [p for n, p in model.named_parameters() if p.ndim > 1 and not n.startswith("last")]
+        parts = [{"params": rest}, {"params": still, "weight_decay": 0.0}]
+        return torch.optim.Adam(parts, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
+
+    _, losses, _ = by_hand(6, groups, batches(), clip=0.5)
+    section = {"name": "adam", "no_decay": ["1d", "last*"], "arguments": {"betas": [0.8, 0.9]}}
+    config = replace(config, optimizer=section, weight_decay=0.3, max_grad_norm=0.5)
+    assert Trainer(Net(), config, batches()).fit().losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(PARALLEL, marks=SLOW)])
+def test_successive_batches_are_one_step(config: TrainerConfig) -> None:
+    small = batches(6, ROWS // 2)
+    whole = [{n: torch.cat([small[i][n], small[i + 1][n]]) for n in ("x", "y")} for i in (0, 2, 4)]
+    _, losses, _ = by_hand(6, adamw, whole)
+    found = Trainer(Net(), replace(config, gradient_accumulation_steps=2), small).fit()
+    assert found.losses == pytest.approx(losses, rel=1e-5) and found.num_samples == 6 * ROWS
+
+
+def test_batches_that_do_not_join_are_refused() -> None:
+    config = replace(CONFIG, gradient_accumulation_steps=2)
+    uneven = [{"x": torch.zeros(4, 4), "y": torch.zeros(4, 1)}, {"x": torch.zeros(4, 5), "y": torch.zeros(4, 1)}]
+    with pytest.raises(DataError, match="more than their rows"):
+        Trainer(Net(), config, uneven).fit()
+    with pytest.raises(ConstraintError, match="joined to a step"):
+        Trainer(Net(), replace(config, global_batch_size=7), batches())
+
+
+class Watch(Callback):
+    def __init__(self, stop_at: int = 0) -> None:
+        self.events: list[str] = []
+        self.losses: list[float] = []
+        self.stop_at = stop_at
+
+    def on_start(self, state: TrainState) -> None:
+        self.events.append(f"start {state.step}")
+
+    def on_step(self, state: TrainState) -> bool:
+        self.losses.append(state.record["loss"])
+        return state.step == self.stop_at
+
+    def on_evaluation(self, state: TrainState) -> None:
+        self.events.append(f"evaluation {state.step}")
+
+    def on_checkpoint(self, state: TrainState) -> None:
+        self.events.append(f"checkpoint {Path(state.record['checkpoint']).name}")
+
+    def on_end(self, state: TrainState) -> None:
+        self.events.append(f"end {state.step}")
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(PARALLEL, marks=SLOW)])
+def test_callbacks_see_all_and_end_training(config: TrainerConfig, tmp_path: Path) -> None:
+    watch = Watch(stop_at=4)
+    config = replace(config, checkpoint_directory=str(tmp_path), evaluation={"every": 3})
+    found = Trainer(Net(), config, batches(), callbacks=[watch], eval_batches=batches(3, seed=9)).fit()
+    assert watch.losses == list(found.losses) and len(found.losses) == 4
+    assert watch.events == ["start 0", "evaluation 3", "evaluation 4", "checkpoint step-00000004", "end 4"]
+    assert "Watch" in found.stopped and found.checkpoint == tmp_path / "step-00000004"
+    with pytest.raises(ConstraintError, match="a class"):
+        Trainer(Net(), CONFIG, batches(), callbacks=[Watch])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(PARALLEL, marks=SLOW)])
+def test_training_without_hope_stops_also_after_a_resumption(config: TrainerConfig, tmp_path: Path) -> None:
+    """With a rate of 0 nothing improves: the first evaluation is the best."""
+    section = {"every": 1, "patience": 3}
+    config = replace(
+        config, learning_rate=0.0, weight_decay=0.0, evaluation=section, checkpoint_directory=str(tmp_path)
+    )
+    two = Trainer(Net(), replace(config, steps=2), batches(), eval_batches=batches(1, seed=9)).fit()
+    assert len(two.evaluations) == 2 and not two.stopped
+    rest = Trainer(Net(), config, batches(), eval_batches=batches(1, seed=9)).fit()
+    assert len(rest.evaluations) == 2 and "3 evaluations without a better loss" in rest.stopped
+    assert rest.evaluations[0]["loss"] == pytest.approx(two.evaluations[0]["loss"], rel=1e-6)
+
+
+class Stream:
+    """Batches that can only go forward, and say where they are."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.at += 1
+            yield batches(1, seed=self.at)[0]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path))
+    whole = Trainer(Net(), replace(CONFIG, steps=6), Stream()).fit()
+    Trainer(Net(), replace(config, steps=2), Stream()).fit()
+    found = Trainer(Net(), config, Stream()).fit()
+    assert found.first_step == 2 and found.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+
+
+def test_what_cannot_be_saved_is_told_after_the_first_step(tmp_path: Path) -> None:
+    class Unsavable(Stream):
+        def state_dict(self) -> Any:
+            return {"at": Path("x")}
+
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path))
+    watch = Watch()
+    with pytest.raises(CheckpointError, match="state of the batches"):
+        Trainer(Net(), config, Unsavable(), callbacks=[watch]).fit()
+    assert not watch.losses
+
+
+# Logs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_another_run_is_kept(tmp_path: Path) -> None:
+    config = replace(CONFIG, logging={"directory": str(tmp_path)}, steps=2)
+    for _ in range(2):
+        Trainer(Net(), config, batches()).fit()
+    assert [len(read_records(tmp_path / name)) for name in ("metrics.jsonl", "metrics.1.jsonl")] == [2, 2]
+
+
+def test_numbers_that_are_not_finite_are_json_too(tmp_path: Path) -> None:
+    spoiled = [{"x": torch.full((ROWS, 4), math.inf), "y": torch.zeros(ROWS, 1)}, *batches(1)]
+    Trainer(Net(), replace(CONFIG, logging={"directory": str(tmp_path)}, steps=2), spoiled).fit()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == "nan" and lines[0]["skipped"] == 1 and lines[1]["loss"] < 10
+
+
+def test_tensorboard_has_what_the_lines_have(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = replace(CONFIG, logging={"directory": str(tmp_path), "tensorboard": True}, evaluation={"every": 3})
+    found = Trainer(Net(), config, batches(), eval_batches=batches(1)).fit()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [each.value for each in events.Scalars("loss")] == pytest.approx(found.losses, rel=1e-6)
+    assert [each.step for each in events.Scalars("eval_loss")] == [3, 6]
+    with pytest.raises(ConstraintError, match=r"needs logging\.directory"):
+        Trainer(Net(), replace(CONFIG, logging={"tensorboard": True}), batches()).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_rank_writes_the_trace_of_the_window(tmp_path: Path) -> None:
+    config = replace(PARALLEL, profiler={"directory": str(tmp_path), "first_step": 2, "num_steps": 1}, steps=4)
+    Trainer(Net(), config, batches()).fit()
+    for rank in range(2):
+        events = json.loads((tmp_path / f"rank_{rank}.json").read_text())["traceEvents"]
+        steps = [each["name"] for each in events if str(each.get("name")).startswith("ProfilerStep#")]
+        assert steps and set(steps) == {"ProfilerStep#1"}
+
+
+# Configuration -------------------------------------------------------------------------------------------------------
+
+
+def test_sections_are_checked() -> None:
+    for wrong, match in (
+        ({"schedule": {"warmup_steps": "8"}}, r"schedule\.warmup_steps"),
+        ({"schedule": {"warmup": 8}}, "did you mean 'warmup_steps'"),
+        ({"schedule": "cosin"}, r"schedule\.name"),
+        ({"evaluation": {"patience": 0}}, r"evaluation\.patience"),
+        ({"optimizer": 3}, "optimizer is a group of fields"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+    ):
+        with pytest.raises(ConstraintError, match=match):
+            TrainerConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConstraintError, match="did you mean 'adam'"):
+        Trainer(Net(), replace(CONFIG, optimizer="adamv"), batches())  # type: ignore[arg-type]
+    with pytest.raises(ConstraintError, match=r"evaluation\.every needs eval_batches"):
+        Trainer(Net(), replace(CONFIG, evaluation={"every": 1}), batches())
+
+
+def test_overrides_go_over_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("steps: 5\noptimizer: {name: sgd, lr: 1e-3}\nconstraints: {tp: 2}\n")
+    overrides = ["optimizer.lr=3e-4", "constraints.dp=2", "cluster=4 cpu", "schedule.name=linear", "steps=7"]
+    found = TrainerConfig.from_file(file, overrides)
+    assert found.learning_rate == 3e-4 and found.optimizer.name == "sgd" and found.steps == 7
+    assert found.constraints == {"tp": 2, "dp": 2} and found.cluster == "4 cpu" and found.schedule.name == "linear"
+    for wrong in ("steps", "=3", "steps.x=3", "optimizer.betas=1"):
+        with pytest.raises(ConstraintError):
+            TrainerConfig.from_file(file, [wrong])
+    with pytest.raises(ConstraintError, match="learning_rate is there twice"):
+        TrainerConfig.from_mapping({"learning_rate": 0.1, "optimizer": {"lr": 0.2}})
+
+
+@pytest.mark.distributed
+def test_a_run_is_repeated_from_its_dump(tmp_path: Path) -> None:
+    """The dump has what was found of the machine, the plan and all rates: the same plan and the same losses."""
+    plan = Trainer(Net(), replace(PARALLEL, max_grad_norm=0.5), batches()).compile().plan
+    config = replace(
+        PARALLEL, cluster="detect", num_processes=2, max_grad_norm=0.5, plan=plan, schedule={"name": "cosine"}
+    )
+    first = Trainer(Net(), replace(config, checkpoint_directory=str(tmp_path / "a")), batches()).fit()
+    again = TrainerConfig.from_file(tmp_path / "a" / "config.yaml", [f"checkpoint_directory={tmp_path / 'b'}"])
+    assert again.plan == plan and not isinstance(again.cluster, str)
+    second = Trainer(Net(), again, batches()).fit()
+    assert second.program is not None and first.program is not None
+    assert second.program.plan == first.program.plan and second.losses == first.losses
+    assert replace(again, checkpoint_directory=None) == replace(
+        TrainerConfig.from_mapping(again.dump()), checkpoint_directory=None
+    )
