@@ -7,7 +7,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autopar.costs.rates import is_cpu
 from autopar.costs.updates import DefaultAdamW
-from autopar.errors import WorldSizeError
+from autopar.errors import ConstraintError, PlanError, WorldSizeError
 from autopar.files.scratch import lasting_folder
 from autopar.plan import Plan
 from autopar.profiling.detect import cache_folder
@@ -25,7 +25,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_training
-from autopar.running.weights import value_source
+from autopar.running.weights import Init, value_source
 from autopar.settings.arguments import check_numbers
 from codegen.runtime.optimizer_probe import OptimizerTrial
 from cost_models.mixed import AnyCluster
@@ -40,14 +40,17 @@ def build_step(
     max_grad_norm: float | None = None,
     non_finite: str = "skip",
     seed: int = 0,
-    init: Callable[[str, torch.Size, torch.dtype], torch.Tensor] | None = None,
+    init: Init | None = None,
+    also: Sequence[GeneratedProgram] = (),
 ) -> Any:
     """This rank's `step`: call it with this rank's batch. Needs as many ranks as the plan has, under torchrun or in a
     process group that the caller started.
 
     init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
     with equal results on every rank. non_finite: as in TrainerConfig. The step starts from the model's values;
-    what is done to the model later (frozen layers, loaded values) does not reach it.
+    what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same model
+    and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step then
+    takes too, with the same parameters and optimiser.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """
@@ -70,7 +73,29 @@ def build_step(
         non_finite=non_finite,
     )
     step.load(value_source(compiled.model, init, compiled.loss_fn))
+    for other in also:
+        take_also(step, other, init)
     return step
+
+
+def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> None:
+    """Let a step that `build_step` made take batches of another program of its plan. Collective.
+
+    Raises PlanError for a program whose parameters lie otherwise, ConstraintError for one that offloads the optimiser.
+    """
+    if other.program.any.offload_optimizer or other.backend == "async-tp":
+        what = "async-tp" if other.backend == "async-tp" else f"offload={other.plan.pipeline.offload}"
+        raise ConstraintError("a step takes batches of other shapes without it", values=what)
+    program = importlib.import_module(f"{load_package(other).__name__}.program")
+    try:
+        made = program.create_step(step.mesh, other.optimizer, shared=step)
+    except ValueError as error:
+        raise PlanError(
+            "the programs of one step share its parameters, so they have one plan",
+            values=str(error),
+            alternatives="compile(..., plan=program.plan) for the other shapes",
+        ) from None
+    step.take_also(made, value_source(other.model, init, other.loss_fn))
 
 
 def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:

@@ -368,6 +368,16 @@ class Module(nn.Module):
                 owner, attribute = module._place(name)
                 yield prefix + name, spec, _held(owner, attribute)
 
+    def share_buffers(self, others: Mapping[str, Tensor]) -> None:
+        """Take another program's buffers, by full names, in the places of those of equal shape and dtype."""
+        for module in self.units():
+            prefix = f"{module.path}." if module.path else ""
+            for name in module.BUFFERS:
+                (owner, attribute), other = module._place(name), others.get(prefix + name)
+                own = _held(owner, attribute)
+                if other is not None and (other.shape, other.dtype) == (own.shape, own.dtype):
+                    owner._buffers[attribute] = other
+
     def written_buffers(self) -> list[Tensor]:
         """This instance's own buffers that its forward in training changes."""
         places = (self._place(name) for name in self.WRITTEN_BUFFERS)

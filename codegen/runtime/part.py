@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,13 +52,15 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed."""
+    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed. shared: this
+    rank's parts of a program whose parameters and buffers these use in place of their own."""
 
     precision: str = "fp32"
     num_micro_batches: int = 1
     offload: Offload | None = None
     host: HostMemory | None = None
     compression: Compression | None = None
+    shared: tuple[Part, ...] = ()
 
 
 class Part:
@@ -72,7 +74,7 @@ class Part:
         for module in model.units():
             module.offload = options.offload
         settings = (options.precision, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
-        self.zero = ZeroUnits(model, self.mesh, *settings)
+        self.zero = _adopted(model, options.shared) or ZeroUnits(model, self.mesh, *settings)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
 
@@ -170,8 +172,13 @@ class Part:
             bucket, entry = places[slot.name]
             whole = _find(source, self.names(slot), slot.spec)
             bucket.store(entry, shard(whole, slot.spec, self.mesh))
+        self.load_buffers(source)
+
+    def load_buffers(self, source: Source, loaded: Collection[int] = ()) -> None:
+        """Loads the buffers but for those, by their ids, that are loaded already."""
         for name, spec, value in self.model.buffer_slots():
-            value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
+            if id(value) not in loaded:
+                value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
 
     def describe(self, what: Literal["gradients", "state"]) -> list[Whole]:
         """What `read` will give, without communication."""
@@ -206,6 +213,19 @@ class Part:
     def names(self, slot: Slot) -> tuple[str, ...]:
         """All names of a parameter, its own first."""
         return tuple(dict.fromkeys((slot.name, *slot.aliases, *self.tied.aliases.get(slot.name, ()))))
+
+
+def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
+    """The parameters of the part of another program that has this model's, now this one's too, with its buffers."""
+    if not shared:
+        return None
+    names = {slot.name for slot in model.slots()}
+    for part in shared:
+        if {slot.name for slot in part.model.slots()} == names:
+            part.zero.adopt(model)
+            model.share_buffers({name: value for name, _, value in part.model.buffer_slots()})
+            return part.zero
+    raise ValueError("the programs differ in the parameters that a rank has")
 
 
 class _Counts(list[Tensor]):

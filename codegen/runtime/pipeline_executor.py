@@ -108,7 +108,7 @@ class PipelineExecutor:
         }
         self.parts = tuple(stage.part for stage in self._stages.values())
         self._tied = TiedGradients(pipeline, mesh, {number: stage.part for number, stage in self._stages.items()})
-        self._rows_are_known = False
+        self._rows: int | None = None
         self._learn_dtype()
         self._channels = Channels.create(mesh)
         self._incoming = self._plan(self._lines)
@@ -322,13 +322,14 @@ class PipelineExecutor:
         return total if self._is_double else total.float()
 
     def _learn_rows(self) -> None:
-        """Once: rows of a micro-batch, of which stages without batch inputs know nothing."""
-        if self._rows_are_known or self.mesh.everyone.size == 1:
+        """Rows of a micro-batch, of which stages without batch inputs know nothing; they are asked for once."""
+        if self.mesh.everyone.size == 1:
             return
-        rows = torch.tensor(self.rng.micro_batch_rows, device=self.mesh.device)
-        collectives.all_reduce(rows, self.mesh.everyone.group, largest=True)
-        self.rng.micro_batch_rows = int(rows.item())
-        self._rows_are_known = True
+        if self._rows is None:
+            rows = torch.tensor(self.rng.micro_batch_rows, device=self.mesh.device)
+            collectives.all_reduce(rows, self.mesh.everyone.group, largest=True)
+            self._rows = int(rows.item())
+        self.rng.micro_batch_rows = self._rows
 
     def read(self, what: Literal["gradients", "state"], rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Whole tensors of all stages by their names, on every rank or on rank 0. Collective."""

@@ -75,6 +75,8 @@ class Step:
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
     "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host.
+    shared: a step of the same plan for batches of other shapes, whose parameters, buffers, optimiser and position this
+    one uses; what it then does for that one's `take_also` is run batches of its own shapes.
     """
 
     def __init__(
@@ -96,13 +98,14 @@ class Step:
         compiled: CompiledLayers | None = None,
         kernels: FusedUpdate | None = None,
         non_finite: NonFinite = "skip",
+        shared: Step | None = None,
     ) -> None:
         _check(num_micro_batches, precision, max_grad_norm, seed)
         self.mesh = mesh
         self.num_micro_batches = num_micro_batches
         self.precision = precision
         self.max_grad_norm = max_grad_norm
-        self.rng = RngState(seed=seed)
+        self.rng = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
         options = PartOptions(
@@ -111,6 +114,7 @@ class Step:
             offload=offload,
             host=host,
             compression=compression,
+            shared=() if shared is None else shared.parts,
         )
         self._executor = executor(program, mesh, self.rng, options)
         programs, models = self._executor.programs, [part.model for part in self.parts]
@@ -118,6 +122,10 @@ class Step:
         self._compiled = compiled
         if compiled is not None:
             compiled.attach(models)
+        self._others: list[Step] = []
+        if shared is not None:
+            self.optimizer = shared.optimizer
+            return
         parameters = parameters or tuple(parameters_of_programs(programs))
         device = mesh.device if host is None else "cpu"
         self.optimizer = rank_optimizer(optimizer_factory, parameters, self.parts, device)
@@ -131,7 +139,7 @@ class Step:
             self.parts, mesh, self.optimizer, offload_optimizer, max_grad_norm=max_grad_norm, kernels=kernels
         )
         self._by_hand = ByHand(self.parts, self.optimizer)
-        self.num_samples = 0
+        self.num_samples, self._num_rows = 0, 0
         self.guard = Guard(non_finite, [value for part in self.parts for value in part.written_buffers()])
         self.grad_norm: Tensor | None = None
         """Global gradient norm of the last step before clipping (0-dim), unless max_grad_norm is None and non_finite
@@ -142,6 +150,24 @@ class Step:
         if name in self.__dict__ and not name.startswith("_") and name not in ("num_samples", "grad_norm"):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
+
+    def take_also(self, other: Step, source: Source) -> None:
+        """Train and evaluate batches of the shapes of `other` too, a step that was made with shared=this one.
+
+        source: as in `load`, for buffers whose shapes are those of its batches.
+        """
+        for own, theirs in zip(self.parts, other.parts, strict=True):
+            theirs.load_buffers(source, {id(value) for _, _, value in own.model.buffer_slots()})
+        self._others.append(other)
+
+    def takes(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
+        flat = flat_batch(batch)
+        return any(each._batch.takes(flat, is_local=False) for each in (self, *self._others))
+
+    def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
+        """The step whose program is for batches of this one's shapes; this one if there is none, which will say so."""
+        return next((each for each in self._others if each._batch.takes(batch, is_local)), self)
 
     def _require_updatable(self) -> None:
         """Raises where the optimiser cannot update what this rank stores by itself, or may be unable to."""
@@ -202,15 +228,18 @@ class Step:
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
         self._by_hand.before_forward()
-        self._batch.local(local_batch, self.rng.step)
-        for memory in (self.offload, None if self.host_optimizer is None else self.host_optimizer.host):
+        taking = self._taking(local_batch, is_local=True)
+        taking._batch.local(local_batch, self.rng.step)
+        for memory in (taking.offload, None if self.host_optimizer is None else self.host_optimizer.host):
             if memory is not None:
                 memory.traffic.reset()
         self.guard.before_forward()
-        with self._running(is_training=True):
-            loss = self._executor.train(local_batch)
-        for part in self._executor.parts:
+        self.rng.micro_batch_rows = 0
+        with taking._running(is_training=True):
+            loss = taking._executor.train(local_batch)
+        for part in taking.parts:
             part.count_forward()
+        self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
         return loss
@@ -231,7 +260,7 @@ class Step:
         if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):
             self._update.apply(self.grad_norm)
         self.rng.step += 1
-        self.num_samples += self.num_micro_batches * self.rng.micro_batch_rows
+        self.num_samples += self._num_rows
 
     @torch.no_grad()
     def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
@@ -242,16 +271,18 @@ class Step:
         reasons = [part.model.NO_EVALUATION for part in self.parts if part.model.NO_EVALUATION]
         if reasons:
             raise RuntimeError(f"this program has no evaluation mode: {reasons[0]}")
-        self._batch.local(local_batch, self.rng.step)
+        taking = self._taking(local_batch, is_local=True)
+        taking._batch.local(local_batch, self.rng.step)
         rng = (self.rng.micro_batch, self.rng.micro_batch_rows)
-        for part in self.parts:
+        self.rng.micro_batch_rows = 0
+        for part in taking.parts:
             part.model.eval()
         try:
-            with self._running(is_training=False):
-                return self._executor.evaluate(local_batch)
+            with taking._running(is_training=False):
+                return taking._executor.evaluate(local_batch)
         finally:
             self.rng.micro_batch, self.rng.micro_batch_rows = rng
-            for part in self.parts:
+            for part in taking.parts:
                 part.model.train()
 
     def _running(self, is_training: bool) -> AbstractContextManager[None]:
@@ -268,8 +299,9 @@ class Step:
         Tensors may lie in containers, as forward of the original model takes them (`flat_batch`).
         """
         batch = flat_batch(batch)
-        self._batch.whole(batch, self.rng.step)
-        return {name: value for part in self.parts for name, value in part.local_batch(batch).items()}
+        taking = self._taking(batch, is_local=False)
+        taking._batch.whole(batch, self.rng.step)
+        return {name: value for part in taking.parts for name, value in part.local_batch(batch).items()}
 
     def _prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
         """What `model`'s forward takes for each micro-batch."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from . import collectives
 from .collectives import Work
 from .flat import Bucket, Key, key_of
 from .mesh import Mesh
-from .parameters import Module, Slot
+from .parameters import Module, Slot, shards
 
 if TYPE_CHECKING:
     # Only programs that compress or offload have these beside them.
@@ -134,6 +134,25 @@ class ZeroUnits:
             for index, entry in enumerate(bucket.entries):
                 leaf: Any = entry.used
                 leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket, index, owners.get(id(bucket))))
+
+    def adopt(self, model: Module) -> None:
+        """Put these parameters in the places of another program's model, which has the same ones: it then gathers, uses
+        and trains them. Raises ValueError where its parameters are others, or lie otherwise."""
+        entries = {entry.slot.name: (bucket, entry) for bucket in self.buckets for entry in bucket.entries}
+        slots = {slot.name: slot for slot in model.slots()}
+        if strange := sorted(entries.keys() ^ slots.keys()):
+            raise ValueError(f"the programs differ in the parameters {', '.join(strange[:3])}")
+        units = {unit.buckets[0].entries[0].slot.unit: unit for unit in self._units}
+        for name, slot in slots.items():
+            entry = entries[name][1]
+            if _lies(slot, self.mesh) != _lies(entry.slot, self.mesh):
+                raise ValueError(f"the programs differ in how {name} lies")
+            for owner, attribute in slot.places:
+                owner._parameters[attribute] = entry.used
+        for index, module in enumerate(model.units()):
+            if (unit := units.get(index)) is not None:
+                module.register_forward_pre_hook(self._pre_forward_hook(unit))
+                module.register_forward_hook(self._forward_hook(unit))
 
     def _hook_layers(self, model: Module) -> dict[int, _Unit]:
         owners: dict[int, _Unit] = {}
@@ -317,6 +336,12 @@ def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[
                 group, num_bytes = [], 0
         if group:
             yield unit, group
+
+
+def _lies(slot: Slot, mesh: Mesh) -> tuple[Any, ...]:
+    """What two programs must agree on to share a parameter; of their own classes as plain values."""
+    key = key_of(slot.spec, mesh)
+    return slot.unit, astuple(key), slot.spec.shape, slot.spec.local_shape(mesh), shards(slot.spec.placements, mesh)
 
 
 def _tensors(value: Any) -> Iterator[Any]:
