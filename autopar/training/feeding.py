@@ -17,7 +17,7 @@ from autopar.training.position import Stateful
 def first_batch(batches: Batches, config: TrainerConfig) -> Any:
     """The first step's batch, which has the rows of a whole step. Raises ConstraintError, DataError."""
     with peeking(batches):
-        first = next(steps_from(batches, 0, 1, config.gradient_accumulation_steps))
+        first = next(steps_from(batches, 0, config.gradient_accumulation_steps))
     rows = num_rows(first)
     if config.global_batch_size not in (None, rows):
         raise ConstraintError(
@@ -27,17 +27,18 @@ def first_batch(batches: Batches, config: TrainerConfig) -> Any:
     return first
 
 
-def steps_from(batches: Batches, start_sample: int, rows: int, num_joined: int = 1) -> Iterator[Batch]:
-    """Endless batches of whole steps from a sample on. rows: of a step, which num_joined batches make."""
-    source = (named_batch(batch) for batch in batches_from(batches, start_sample, max(rows // num_joined, 1)))
+def steps_from(batches: Batches, start_sample: int, num_joined: int = 1) -> Iterator[Batch]:
+    """Endless batches of whole steps from a sample on; num_joined batches make a step."""
+    source = (named_batch(batch) for batch in batches_from(batches, start_sample))
     if num_joined == 1:
         yield from source
     while True:
         yield joined([next(source) for _ in range(num_joined)])
 
 
-def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterator[Batch]:
-    """Endless batches from a sample on. Raises ConstraintError if there are none.
+def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
+    """Endless batches from a sample on; one that it lies inside of is given whole. Raises ConstraintError if there are
+    none.
 
     What remembers its place (`Stateful`) begins where it is.
     """
@@ -49,15 +50,16 @@ def batches_from(batches: Batches, start_sample: int, batch_size: int) -> Iterat
             )
         yield from found
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
-    to_skip = 0 if isinstance(batches, Stateful) else start_sample // batch_size
+    to_skip = 0 if isinstance(batches, Stateful) else start_sample
     again = untouched(batches)
     while True:
         count = 0
         for batch in again:
             count += 1
-            if to_skip:
-                to_skip -= 1
+            if to_skip > 0 and (rows := num_rows(batch)) <= to_skip:
+                to_skip -= rows
             else:
+                to_skip = 0
                 yield batch
         if not count:
             raise ConstraintError("there are no batches", values=type(batches).__name__)

@@ -17,8 +17,11 @@ from autopar.errors import ConstraintError, DataError
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.skeleton import in_training
+from autopar.running.build import take_also
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
+from autopar.training.loaders import num_rows
+from autopar.training.shapes import is_of_another_shape, program_of_shape
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call, settings_of
 from codegen.runtime.reference import SameDropout
@@ -33,7 +36,8 @@ class RankLearner:
     """
 
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
-        self.program = program
+        self.program, self.config = program, config
+        self._num_shapes = 1
         self.step = program.build(max_grad_norm=config.max_grad_norm, non_finite=config.non_finite, seed=config.seed)
         package = type(self.step).__module__.rpartition(".")[0]
         self.checkpoint = importlib.import_module(f"{package}.checkpoint")
@@ -73,6 +77,9 @@ class RankLearner:
     def _of(self, batch: Batch, function: Callable[..., torch.Tensor]) -> float:
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
+            if not self.step.takes(named) and is_of_another_shape(self.program, named):
+                take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
+                self._num_shapes += 1
             return float(function(self.step.local_batch(named)))
         except self.batch_error as error:
             raise DataError(str(error)) from None
@@ -101,7 +108,6 @@ class PlainLearner:
     loss_fn: Callable[..., torch.Tensor] | None
     factory: Callable[..., torch.optim.Optimizer]
     config: TrainerConfig
-    batch_size: int
     num_samples: int = 0
     num_steps: int = 0
     grad_norm: float | None = None
@@ -143,7 +149,7 @@ class PlainLearner:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
             self.optimizer.step()
         self.num_steps += 1
-        self.num_samples += self.batch_size
+        self.num_samples += num_rows(batch)
         return float(loss.detach())
 
     @torch.no_grad()

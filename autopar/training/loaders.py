@@ -23,15 +23,22 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
         _check_loader(batches, global_batch_size)
     elif callable(batches):
         _check_function(batches)
-    elif isinstance(batches, Sequence):
-        sizes = [num_rows(batch) for batch in batches]
-        odd = [index for index, size in enumerate(sizes) if size != (global_batch_size or sizes[0])]
-        if odd:
-            raise ConstraintError(
-                f"all batches must have {global_batch_size or sizes[0]} rows, those of the whole step",
-                values=f"batch {odd[0]} has {sizes[odd[0]]}",
-                alternatives="leave out a shorter last batch, or set global_batch_size",
-            )
+    elif isinstance(batches, Sequence) and batches and global_batch_size not in (None, num_rows(batches[0])):
+        raise ConstraintError(
+            f"the first batch has {global_batch_size} rows, those of the whole step",
+            values=f"{num_rows(batches[0])}",
+        )
+
+
+def rows_of_batches(batches: Batches) -> set[int]:
+    """The numbers of rows of the batches, as far as they are known without reading them all."""
+    if isinstance(batches, DataLoader):
+        count, size = _num_samples(batches), batches.batch_size
+        if size is None or count is None:
+            return set()
+        rest = 0 if batches.drop_last else count % size
+        return {size} | ({rest} if rest else set())
+    return {num_rows(batch) for batch in batches} if isinstance(batches, Sequence) else set()
 
 
 def untouched(batches: Iterable[Any]) -> Iterable[Any]:
@@ -84,18 +91,19 @@ def _check_loader(loader: DataLoader[Any], global_batch_size: int | None) -> Non
             "the DataLoader's batch_size is that of the whole step, over all ranks",
             values=f"batch_size={size}, global_batch_size={global_batch_size}",
         )
-    try:
-        count = len(sampler) if size is not None else 0
-    except TypeError:  # an iterable dataset does not know its length; a short batch is refused when it comes
-        return
-    if size is not None and not loader.drop_last and count % size:
+    if size is not None and _num_samples(loader) is not None and not len(loader):
         raise ConstraintError(
-            "the last batch of each epoch must be as large as the others: the program is made for one size",
-            values=f"{count} samples in batches of {size}: the last has {count % size}",
-            alternatives=["DataLoader(drop_last=True)", f"a batch_size that divides {count}"],
+            "there are no batches", values=f"{_num_samples(loader)} samples for a batch_size of {size}"
         )
-    if size is not None and not len(loader):
-        raise ConstraintError("there are no batches", values=f"{count} samples for a batch_size of {size}")
+
+
+def _num_samples(loader: DataLoader[Any]) -> int | None:
+    """Samples of an epoch; None where an iterable dataset does not know."""
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    try:
+        return len(sampler)
+    except TypeError:
+        return None
 
 
 def named_batch(batch: Any) -> Any:

@@ -29,11 +29,12 @@ from autopar.training import checkpoints
 from autopar.training.callbacks import Callback, is_sendable
 from autopar.training.feeding import first_batch
 from autopar.training.learners import PlainLearner, RankLearner
-from autopar.training.loaders import num_rows
+from autopar.training.loaders import rows_of_batches
 from autopar.training.memory import Memory
 from autopar.training.result import TrainResult
 from autopar.training.run import Run
 from autopar.training.setup import Setup
+from autopar.training.shapes import plan_for_rows
 from codegen.runtime.processes import after_the_first, join
 from cost_models.mixed import AnyCluster
 
@@ -72,7 +73,12 @@ def compile_program(setup: Setup) -> CompiledProgram:
         )
     first = first_batch(setup.batches, config)
     options = CompileOptions(example_inputs=first, loss_fn=setup.loss_fn, optimizer=setup.optimizer, **config.common)
-    return compile_with(setup.model, cluster, options)
+    program = compile_with(setup.model, cluster, options)
+    joined = config.gradient_accumulation_steps
+    sizes = rows_of_batches(setup.batches) if joined == 1 else set()
+    for rows in sizes | (rows_of_batches(setup.eval_batches) if setup.eval_batches is not None else set()):
+        plan_for_rows(program.plan, rows)
+    return program
 
 
 def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None) -> AnyCluster:
@@ -124,7 +130,7 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
     """
     with Memory(setup.config.measure_memory) as memory:
         learner = RankLearner(program, setup.config)
-        result = Run(learner, setup, program.plan.global_batch_size, memory, program).result()
+        result = Run(learner, setup, memory, program).result()
     if trained is not None:
         write_values(learner.step.whole_tensors(rank0_only=True), trained)
     else:
@@ -135,9 +141,7 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
 def fit_plain(setup: Setup) -> TrainResult:
     """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
     config = setup.config
-    rows = num_rows(first_batch(setup.batches, config))
+    first_batch(setup.batches, config)
     with Memory(config.measure_memory) as memory:
-        learner = PlainLearner(
-            model=setup.model, loss_fn=setup.loss_fn, factory=setup.optimizer, config=config, batch_size=rows
-        )
-        return replace(Run(learner, setup, rows, memory, None).result(), model=setup.model)
+        learner = PlainLearner(model=setup.model, loss_fn=setup.loss_fn, factory=setup.optimizer, config=config)
+        return replace(Run(learner, setup, memory, None).result(), model=setup.model)

@@ -34,18 +34,17 @@ CONFIG_FILE = "config.yaml"
 
 
 class Run:
-    """A run of one learner. batch_size: rows of a step. program: None for a plain run."""
+    """A run of one learner. program: None for a plain run."""
 
     def __init__(
         self,
         learner: RankLearner | PlainLearner,
         setup: Setup,
-        batch_size: int,
         memory: Memory,
         program: CompiledProgram | None,
     ) -> None:
         self.learner, self.setup, self.config = learner, setup, setup.config
-        self.batch_size, self.memory, self.program = batch_size, memory, program
+        self.memory, self.program = memory, program
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.schedule: Any = None if setup.schedule is None else setup.schedule(learner.optimizer)
         section = self.config.evaluation
@@ -71,9 +70,7 @@ class Run:
             if is_first:
                 self._logs = stack.enter_context(logs(config, self.first))
                 self._write_config()
-            source = steps_from(
-                self.setup.batches, learner.num_samples, self.batch_size, config.gradient_accumulation_steps
-            )
+            source = steps_from(self.setup.batches, learner.num_samples, config.gradient_accumulation_steps)
             profiler = stack.enter_context(profiled(config.profiler, self.rank))
             self._tell("start", {})
             for done in range(self.first + 1, config.steps + 1):

@@ -152,13 +152,13 @@ class BatchCheck:
         self._whole: str | None = None
 
     def takes(self, batch: Mapping[str, Any], is_local: bool) -> bool:
-        """Whether a batch, or this rank's part of one, has the shapes that the program was made for."""
-        inputs: Mapping[str, Any] = self.own if is_local else self.inputs
-        for name, spec in inputs.items():
-            shape = self.local_shapes[name] if is_local else spec.shape
-            found = tuple(getattr(batch.get(name), "shape", ()))
-            if found not in (shape, (shape[0] * self.count, *shape[1:]) if shape else shape):
-                return False
+        """Whether a batch, or this rank's part of one, is what the program was made for."""
+        if is_local:
+            return not self._local_error(batch)
+        try:
+            check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
+        except BatchError:
+            return False
         return True
 
     def whole(self, batch: Mapping[str, Any], step: int) -> None:

@@ -105,7 +105,7 @@ class Step:
         self.num_micro_batches = num_micro_batches
         self.precision = precision
         self.max_grad_norm = max_grad_norm
-        self.rng = RngState(seed=seed) if shared is None else shared.rng
+        self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
         options = PartOptions(
@@ -124,7 +124,7 @@ class Step:
             compiled.attach(models)
         self._others: list[Step] = []
         if shared is not None:
-            self.optimizer = shared.optimizer
+            self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
         parameters = parameters or tuple(parameters_of_programs(programs))
         device = mesh.device if host is None else "cpu"

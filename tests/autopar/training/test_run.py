@@ -337,3 +337,73 @@ def test_a_run_is_repeated_from_its_dump(tmp_path: Path) -> None:
     assert replace(again, checkpoint_directory=None) == replace(
         TrainerConfig.from_mapping(again.dump()), checkpoint_directory=None
     )
+
+
+# Batches of other shapes ---------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """A small language model with dropout: what it draws follows from the seed, the step and the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(32, 16)
+        layers = (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(4))
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def token_batches(*shapes: tuple[int, int]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(32, shape, generator=generator) for shape in shapes]
+    return [{"ids": each, "labels": torch.where(each < 3, -100, each)} for each in ids]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"dp": 2, "zero": 3},
+        {"dp": 2, "zero": 1, "micro_batches": 2},
+        {"tp": 2, "micro_batches": 2},
+        {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"},
+    ],
+)
+def test_batches_of_other_shapes_train_as_on_one_process(constraints: dict[str, Any], tmp_path: Path) -> None:
+    """Lengths in buckets, a short last batch, and a resumption in the middle of an epoch."""
+    shapes = ((8, 12), (8, 6), (4, 12), (8, 12), (4, 6))
+    given, held_out = token_batches(*shapes), token_batches((4, 12), (8, 3))
+    section = {"name": "sgd", "arguments": {"momentum": 0.9}}  # AdamW makes large what is round-off (biases of keys)
+    config = replace(CONFIG, steps=8, learning_rate=0.1, optimizer=section, evaluation={"every": 4})
+    plain = Trainer(Tokens(), config, given, eval_batches=held_out).fit()
+    parallel = replace(config, auto_parallel=True, cluster="2 cpu", constraints=constraints)
+    parallel = replace(parallel, checkpoint_directory=str(tmp_path))
+    Trainer(Tokens(), replace(parallel, steps=3), given, eval_batches=held_out).fit()
+    found = Trainer(model := Tokens(), parallel, given, eval_batches=held_out).fit()
+    assert found.first_step == 3 and found.losses == pytest.approx(plain.losses[3:], rel=2e-5)
+    assert found.num_samples == plain.num_samples == 32 + 20
+    for ours, theirs in zip(found.evaluations, plain.evaluations, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+    assert plain.model is not None
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_rows_that_ranks_cannot_share_are_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.launch.mp.get_context", lambda _: pytest.fail("a rank was started"))
+    uneven = [*batches(1), *batches(1, rows=7)]
+    with pytest.raises(DataError, match="shared out among the data-parallel ranks"):
+        Trainer(Net(), PARALLEL, uneven).fit()
+    loader: Any = torch.utils.data.DataLoader([{"x": b["x"][0], "y": b["y"][0]} for b in batches(11)], batch_size=8)
+    with pytest.raises(DataError, match="3 rows on dp2"):
+        Trainer(Net(), PARALLEL, loader).fit()
+    with pytest.raises(DataError, match="3 rows on dp2"):
+        Trainer(Net(), replace(PARALLEL, evaluation={"every": 1}), batches(), eval_batches=loader).fit()

@@ -278,7 +278,7 @@ def test_failing_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
 
 def test_list_of_batches_is_repeated_and_resumed() -> None:
     samples = [{"x": torch.full((2,), i)} for i in range(3)]
-    source = batches_from(samples, 2 * 4, 2)
+    source = batches_from(samples, 2 * 4)
     assert [int(next(source)["x"][0]) for _ in range(4)] == [1, 2, 0, 1]
 
 
@@ -286,11 +286,11 @@ def test_batches_that_cannot_start_again_are_refused() -> None:
     with pytest.raises(ConstraintError, match="able to start again"):
         Trainer(gpt2().model, CONFIG, iter([]))
     with pytest.raises(ConstraintError, match="there are no batches"):
-        next(batches_from([], 0, 1))
+        next(batches_from([], 0))
     with pytest.raises(ConstraintError, match="number of the sample to begin at"):
         Trainer(gpt2().model, CONFIG, lambda: iter([]))
     with pytest.raises(ConstraintError, match="gives no batches"):
-        next(batches_from(lambda start: None, 0, 1))
+        next(batches_from(lambda start: None, 0))
 
 
 def test_configuration_files(tmp_path: Path) -> None:
