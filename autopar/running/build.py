@@ -7,7 +7,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,8 @@ from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.surroundings import check_training
 from autopar.running.weights import value_source
 from autopar.settings.arguments import check_numbers
+from autopar.settings.loss_scale import loss_scale_of
+from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.optimizer_probe import OptimizerTrial
 from cost_models.mixed import AnyCluster
 
@@ -38,18 +40,20 @@ def build_step(
     device: torch.device | str | None = None,
     max_grad_norm: float | None = None,
     non_finite: str = "skip",
+    loss_scale: LossScale | Mapping[str, Any] | None = None,
     seed: int = 0,
     init: Callable[[str, torch.Size, torch.dtype], torch.Tensor] | None = None,
 ) -> Any:
     """This rank's `step`: call it with this rank's batch. Needs a process group of as many ranks as the plan has.
 
     init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
-    with equal results on every rank. non_finite: as in TrainerConfig. The step starts from the model's values;
-    what is done to the model later (frozen layers, loaded values) does not reach it.
+    with equal results on every rank. non_finite, loss_scale: as in TrainerConfig. The step starts from the model's
+    values; what is done to the model later (frozen layers, loaded values) does not reach it.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
+    scale = loss_scale_of(loss_scale, compiled.plan.precision)
     _check_world_size(compiled.plan)
     check_training("build")
     compiled.require_runnable()
@@ -65,6 +69,7 @@ def build_step(
         max_grad_norm=max_grad_norm,
         seed=seed,
         non_finite=non_finite,
+        loss_scale=scale,
     )
     step.load(value_source(compiled.model, init, compiled.loss_fn))
     return step

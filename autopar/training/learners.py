@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,11 +16,14 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, DataError
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
+from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
+from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call, settings_of
+from codegen.runtime.part import loss_gradient
 from codegen.runtime.reference import SameDropout
 
 
@@ -34,7 +37,12 @@ class RankLearner:
 
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
         self.program = program
-        self.step = program.build(max_grad_norm=config.max_grad_norm, non_finite=config.non_finite, seed=config.seed)
+        self.step = program.build(
+            max_grad_norm=config.max_grad_norm,
+            non_finite=config.non_finite,
+            loss_scale=config.loss_scale,
+            seed=config.seed,
+        )
         package = type(self.step).__module__.rpartition(".")[0]
         self.checkpoint = importlib.import_module(f"{package}.checkpoint")
         self.batch_error = importlib.import_module(f"{package}.batch").BatchError
@@ -73,7 +81,7 @@ class RankLearner:
 
 @dataclass
 class PlainLearner:
-    """The user's model trained eagerly, driven as a RankLearner is."""
+    """The user's model trained eagerly, driven as a RankLearner is, in the precision of a program on one rank."""
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor] | None
@@ -90,7 +98,6 @@ class PlainLearner:
     def __post_init__(self) -> None:
         config = self.config
         for is_asked, reason, value in (
-            (config.precision != "fp32", "a plain run is in fp32", config.precision),
             (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
             (config.fp8, "a plain run has no fp8", "fp8=True"),
             (config.backend != "eager", "a plain run is eager", config.backend),
@@ -99,9 +106,10 @@ class PlainLearner:
             if is_asked:
                 raise ConstraintError(reason, values=value, alternatives="auto_parallel")
         in_training(self.model)
-        self.guard = Guard(
-            cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]
-        )
+        scale = loss_scale_of(config.loss_scale, config.precision)
+        self.scaling = None if scale is None else scale.begin()
+        written = [b for b in self.model.buffers() if b.device.type != "meta"]
+        self.guard = Guard(cast(NonFinite, config.non_finite), written, self.scaling)
         self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         self.settings = settings_of(self.optimizer)
 
@@ -110,11 +118,14 @@ class PlainLearner:
         self.model.zero_grad()  # also what the optimiser leaves out
         self.guard.before_forward()
         with SameDropout(self.config.seed, self.num_steps):
-            loss = LossModule(self.model, self.loss_fn, named)(**named)
-        loss.backward()
+            loss = loss_in(self.config.dtype, LossModule(self.model, self.loss_fn, named), named)
+        torch.autograd.backward(loss, loss_gradient(loss, 1, self.scaling))
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.scaling is not None:
+            self.scaling.unscale(gradients)
+        norm = nn.utils.get_total_norm(gradients)
         if not self.guard.is_on or self.guard.lets_pass(norm):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
             self.optimizer.step()
@@ -129,9 +140,13 @@ class PlainLearner:
     def save(self, directory: Path) -> None:
         if not all(torch.isfinite(p.detach()).all() for p in self.model.parameters()):
             raise FloatingPointError("some parameters are inf or nan")
-        progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
+        progress: dict[str, Any] = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
+        if self.scaling is not None:
+            progress["loss_scale"] = self.scaling.state()
         checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings)
 
     def load(self, directory: Path) -> None:
         progress = checkpoints.load_plain(self.model, self.optimizer, directory, self.settings)
         self.num_steps, self.num_samples = progress["step"], progress["num_samples"]
+        if self.scaling is not None:
+            self.scaling.load(progress.get("loss_scale"))
