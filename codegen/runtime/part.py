@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -105,7 +105,7 @@ class Part:
             with torch.no_grad():
                 sums = [self.model.whole_sums(**inputs) for inputs in batches]
             self.mesh.finish()
-            given["sums"] = [sum(each[1:], each[0]) for each in zip(*sums, strict=True)]
+            given["sums"] = [_added(each) for each in zip(*sums, strict=True)]
         if not self.model.counts_targets:
             return batches, given
         with torch.no_grad():
@@ -221,6 +221,13 @@ class _Counts(list[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         self.mesh.finish()
         return super().__getitem__(index)
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum over the micro-batches. A number of fp16 becomes one of fp32, as losses are: m of them would overflow m
+    times before the mean does. With tensors that have dims it computes in their dtype all the same."""
+    first = parts[0].float() if parts[0].dtype == torch.float16 and not parts[0].ndim else parts[0]
+    return sum(parts[1:], first)
 
 
 def mean_loss(losses: list[Tensor]) -> Tensor:
