@@ -26,6 +26,7 @@ from autopar.launch import run_ranks
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from codegen.runtime.loss_scale import LossScale
+from examples.models import gpt2
 
 ROWS, LENGTH, WIDTH, VOCABULARY, STEPS = 8, 8, 16, 17, 30
 RULE = LossScale(init_scale=2.0**30, growth_interval=4)
@@ -210,3 +211,114 @@ CASES = {
 def test_four_ranks_scale_and_skip_as_one_process_does(name: str) -> None:
     constraints, num_chunks, options = CASES[name]
     check(constraints, num_chunks, **options)
+
+
+# Trainers and their checkpoints --------------------------------------------------------------------------------------
+
+CONFIG = TrainerConfig(
+    cluster="1 cpu", precision="fp16", loss_scale=RULE, steps=18, max_grad_norm=NORM, learning_rate=0.1, log_every=0
+)
+
+
+def fit(config: TrainerConfig) -> tuple[Any, nn.Module]:
+    trained = model()
+    return Trainer(trained, config, batches, weighted_loss, sgd).fit(), trained
+
+
+def check_near(found: nn.Module, expected: nn.Module, tolerance: float = 0.005) -> None:
+    for name, value in expected.state_dict().items():
+        assert (found.state_dict()[name] - value).norm() <= tolerance * value.norm(), name
+
+
+@pytest.mark.parametrize("auto_parallel", [False, True])
+def test_a_trainer_on_one_process_is_torchs_loop(auto_parallel: bool) -> None:
+    expected, trained = one_process(1, steps=CONFIG.steps)
+    result, own = fit(replace(CONFIG, auto_parallel=auto_parallel))
+    assert result.num_skipped == sum(expected.skipped)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-3)
+    check_near(own, trained)
+
+
+def test_bf16_trains_plainly_as_a_program_does() -> None:
+    config = replace(CONFIG, precision="bf16", loss_scale=None, steps=6)
+    (one, alone), (other, own) = (fit(replace(config, auto_parallel=given)) for given in (False, True))
+    assert one.losses == pytest.approx(other.losses, rel=0.01) and one.num_skipped == other.num_skipped == 0
+    check_near(own, alone, 0.02)
+
+
+@pytest.mark.parametrize("auto_parallel", [False, pytest.param(True, marks=pytest.mark.distributed)])
+def test_a_run_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path, auto_parallel: bool) -> None:
+    """Ended while the scale still falls and begun again, on two ranks from one: skips are those of one run."""
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path / "run"), auto_parallel=auto_parallel)
+    expected, trained = one_process(2 if auto_parallel else 1, steps=config.steps)
+    first, _ = fit(replace(config, steps=6))
+    ranks = {"cluster": "2 cpu", "constraints": {"dp": 2, "zero": 3}} if auto_parallel else {}
+    second, own = fit(replace(config, **ranks))
+    assert second.first_step == 6
+    assert first.num_skipped == 6 and second.num_skipped == sum(expected.skipped) - 6
+    assert second.losses == pytest.approx(expected.losses[6:], rel=1e-3)
+    check_near(own, trained)
+
+
+def test_gradients_that_overflow_at_a_scale_of_one_stop_a_run() -> None:
+    """No scale is to blame then: the weight alone takes gradients out of fp16's range. Else a scale below 1 is found."""
+    config = replace(CONFIG, loss_scale={"init_scale": 4}, steps=20)
+
+    def heavy(start: int) -> Iterator[dict[str, Tensor]]:
+        for found in batches(start):
+            yield {**found, "target1": torch.full((ROWS,), 60000.0)}
+
+    class Steep(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 1000.0
+
+    torch.manual_seed(0)
+    with pytest.raises(TrainingError, match="with a loss scale of 1: nothing was updated"):
+        Trainer(Steep(), replace(config, non_finite="stop"), heavy, weighted_loss, sgd).fit()
+    assert 3 < Trainer(Steep(), config, heavy, weighted_loss, sgd).fit().num_skipped < 20
+
+
+# What is asked for ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "for precision 'fp16'"),
+        ({"precision": "fp16", "loss_scale": {"init_scal": 2.0}}, "init_scale"),
+        ({"precision": "fp16", "loss_scale": {"growth_interval": 0}}, "growth_interval"),
+        ({"precision": "fp16", "loss_scale": 1024}, "loss_scale is a mapping"),
+        ({"precision": "half"}, "fp32, bf16, fp16"),
+    ],
+)
+def test_a_wrong_scale_is_refused_by_name(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConstraintError, match=text):
+        TrainerConfig(**fields)
+
+
+def test_fp8_is_refused_in_fp16() -> None:
+    with pytest.raises(ConstraintError, match="fp8 is combined with bf16"):
+        compiled({}, 1, fp8=True)
+
+
+def test_a_scale_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("precision: fp16\nloss_scale:\n  init_scale: 1024\n  growth_interval: 7\n")
+    found = TrainerConfig.from_file(path)
+    assert found.loss_scale == {"init_scale": 1024, "growth_interval": 7}
+
+
+def test_fp16_is_priced_by_what_devices_multiply_in() -> None:
+    """V100s have no bf16, and multiply it as fp32; where both are there they cost the same, in memory always."""
+    example = gpt2(layers=2, width=1024, num_heads=8, batch_size=16, seq_len=256)
+
+    def prediction(cluster: str, precision: str) -> Any:
+        own = {"constraints": {"dp": 8}, "kernels": "off", "example_inputs": example.inputs}
+        return autopar.compile(example.model, cluster, precision=precision, **own).plan.prediction
+
+    ampere, volta = (
+        [prediction(cluster, precision) for precision in ("fp16", "bf16")] for cluster in ("8 a100-80g", "8 v100-32g")
+    )
+    assert ampere[0].step_seconds == pytest.approx(ampere[1].step_seconds)
+    assert ampere[0].peak_bytes == ampere[1].peak_bytes and volta[0].peak_bytes == volta[1].peak_bytes
+    assert volta[0].step_seconds < 0.7 * volta[1].step_seconds
