@@ -261,7 +261,7 @@ def test_a_run_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path, auto_par
 
 
 def test_gradients_that_overflow_at_a_scale_of_one_stop_a_run() -> None:
-    """No scale is to blame then: the weight alone takes gradients out of fp16's range. Else a scale below 1 is found."""
+    """No scale is to blame then: the weight alone leaves fp16's range. Where it may go on, a scale below 1 is found."""
     config = replace(CONFIG, loss_scale={"init_scale": 4}, steps=20)
 
     def heavy(start: int) -> Iterator[dict[str, Tensor]]:
