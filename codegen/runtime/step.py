@@ -104,9 +104,7 @@ class Step:
         non_finite: NonFinite = "skip",
     ) -> None:
         _check(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
-        self.mesh = mesh
-        self.num_micro_batches = num_micro_batches
-        self.precision = precision
+        self.mesh, self.num_micro_batches, self.precision = mesh, num_micro_batches, precision
         self.max_grad_norm = max_grad_norm
         self.rng = RngState(seed=seed)
         self.offload, self.host_optimizer = offload, offload_optimizer
@@ -121,9 +119,8 @@ class Step:
             loss_scaling=self.loss_scaling,
         )
         self._executor = executor(program, mesh, self.rng, options)
-        programs, models = self._executor.programs, [part.model for part in self.parts]
+        self._compiled, programs, models = compiled, self._executor.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
-        self._compiled = compiled
         if compiled is not None:
             compiled.attach(models)
         parameters = parameters or tuple(parameters_of_programs(programs))
@@ -143,8 +140,7 @@ class Step:
         written = [value for part in self.parts for value in part.written_buffers()]
         self.guard = Guard(non_finite, written, self.loss_scaling)
         self.grad_norm: Tensor | None = None
-        """Global norm of the last step's unscaled gradients before clipping (0-dim), unless max_grad_norm is None and
-        nothing else needs it (non_finite "ignore", not in fp16)."""
+        """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
