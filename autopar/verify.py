@@ -15,42 +15,37 @@ VANISHING times the model's largest:
 What is left out is named in the report. What is kept may still be magnified round-off (a bias' gradient is a long sum
 that nearly cancels; Adam divides small gradients by their own size): the reference itself is then away from fp64. That
 distance is reported beside the error, and an error of at most FLOORS of them is as good as single-process fp32 is.
+
+Programs in bf16 and fp16 are compared with the same fp32 reference, which they are away from by the rounding of half
+precision, everywhere. How far is measured: a third reference computes in the program's precision, on one process, with
+fp32 masters. Its distance from fp64 is the floor then. A step that overflows in fp16 is run again with the next loss
+scale.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import NamedBatch, name_inputs
-from autopar.frontend.loss_module import LossModule
-from autopar.frontend.skeleton import in_training
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
 from autopar.running.surroundings import check_starting
 from autopar.settings.compile_options import VerifyOptions, check_verify, with_options
 from autopar.settings.fp8 import tolerance
+from autopar.verify_reference import Reference
 from autopar.verify_report import VerifyReport
-from codegen.runtime.optimizers import call
-from codegen.runtime.reference import SameDropout
+from codegen.runtime.precision import compute_dtype
 from cost_models.mixed import AnyCluster
 
 ROUND_OFF = 1e-3
-NO_DIGIT = 0.1
-VANISHING = 1e-12
 STILL = 1e-7
 """A loss that changes by less than this share over the steps does not move."""
 
@@ -119,18 +114,30 @@ def _compare(
     step = compiled.build(max_grad_norm=max_grad_norm, non_finite="ignore", seed=seed)
     found = _Comparison(compiled, max_grad_norm, seed) if dist.get_rank() == 0 else None
     for batch in batches:
-        loss = float(step.forward_backward(compiled.local_batch(batch)))
-        gradients = step.gradients()
+        loss, gradients = _one_step(step, compiled.local_batch(batch), found)
         if found is not None:
             found.step(batch, loss, gradients)
-        step.update()
     state = step.full_state_dict()
     return None if found is None else found.report(state)
 
 
+def _one_step(
+    step: Any, batch: Mapping[str, torch.Tensor], found: _Comparison | None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of a step that the program trains, after those that its loss scale makes it skip."""
+    while True:
+        scale, num_skipped = step.loss_scale, step.guard.num_skipped
+        loss, gradients = float(step.forward_backward(batch)), step.gradients()
+        step.update()
+        if step.guard.num_skipped == num_skipped or scale <= 1.0:
+            return loss, gradients
+        if found is not None:
+            found.pass_over()
+
+
 @dataclass
 class _Comparison:
-    """A program's numbers beside those of the reference, and of the reference in fp64.
+    """A program's numbers beside those of the reference, of the reference in fp64, and of that in half precision.
 
     noise: which elements of a parameter have had no right digit. round_off: gradients that are nothing but round-off.
     """
@@ -146,8 +153,21 @@ class _Comparison:
     has_gradient: bool = False
 
     def __post_init__(self) -> None:
-        self.reference = _Reference(self.compiled, self.max_grad_norm, self.seed)
-        self.exact = _Reference(self.compiled, self.max_grad_norm, self.seed, torch.float64)
+        self.reference = Reference(self.compiled, self.max_grad_norm, self.seed)
+        self.exact = Reference(self.compiled, self.max_grad_norm, self.seed, torch.float64)
+        self.low_dtype = compute_dtype(self.compiled.plan.precision)
+        self.low: Reference | None = None
+        if self.low_dtype is not None:
+            self.low = Reference(self.compiled, self.max_grad_norm, self.seed, low_dtype=self.low_dtype)
+
+    @property
+    def references(self) -> list[Reference]:
+        return [self.reference, self.exact, *([] if self.low is None else [self.low])]
+
+    def pass_over(self) -> None:
+        """A step was skipped: the dropout masks of the next one are those of its number."""
+        for each in self.references:
+            each.step += 1
 
     def step(self, batch: NamedBatch, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
         """One step of the references, compared with the program's loss and gradients."""
@@ -157,25 +177,29 @@ class _Comparison:
             self.round_off |= {name} if own_error > ROUND_OFF else set()
             self.noise[name] = self.noise[name] | mask if name in self.noise else mask
         truth = self.exact.gradients()
+        low = {} if self.low is None else self.low.gradients_of(batch)
         for name, gradient in self.reference.gradients().items():
             found = gradients.get(name, torch.zeros_like(gradient))  # of what the loss does not depend on there is none
             self.errors[name] = max(self.errors.get(name, 0.0), relative_error(found, gradient))
-            self.floors[name] = max(self.floors.get(name, 0.0), relative_error(gradient, truth[name]))
+            floor = relative_error(low.get(name, gradient), truth[name])
+            floor = floor if math.isfinite(floor) else relative_error(gradient, truth[name])
+            self.floors[name] = max(self.floors.get(name, 0.0), floor)
             self.has_gradient |= bool(gradient.any())
-        self.reference.update()
-        self.exact.update()
+        for each in self.references:
+            each.update()
 
     def report(self, state: Mapping[str, torch.Tensor]) -> VerifyReport:
         """The report, given the program's state after the last step."""
         initial = dict(self.compiled.model.named_parameters())
         trained, exact = dict(self.reference.model.named_parameters()), dict(self.exact.model.named_parameters())
+        rounded = trained if self.low is None else dict(self.low.model.named_parameters())
         parameters, floors = {}, {}
         for name, mask in self.noise.items():
             if mask.double().mean() <= 0.5:
                 kept = ~mask
                 own = state[name].cpu() if name in state else initial[name].detach()
                 parameters[name] = relative_error(own[kept], trained[name][kept])
-                floors[name] = relative_error(trained[name][kept], exact[name][kept])
+                floors[name] = relative_error(rounded[name][kept], exact[name][kept])
         buffers, buffer_floors = self._buffers(state)
         partly = (n for n, mask in self.noise.items() if mask.any() and n in parameters)
         counted = {f"{n} ({int(self.noise[n].sum())} of {self.noise[n].numel()} elements)" for n in partly}
@@ -188,20 +212,26 @@ class _Comparison:
             round_off=tuple(sorted(self.round_off | counted)),
             losses=tuple(self.losses),
             mesh=self.compiled.plan.mesh_text,
-            tolerance=tolerance(self.compiled.program),
+            tolerance=self._tolerance(),
             buffers=buffers,
             proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
         )
+
+    def _tolerance(self) -> float:
+        """What half precision rounds a single number by is no error, nor what fp8 is said to do."""
+        unit = 0.0 if self.low_dtype is None else torch.finfo(self.low_dtype).eps
+        return max(tolerance(self.compiled.program), unit)
 
     def _buffers(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:
         """Errors and floors of all persistent buffers; one that the program lacks is infinitely wrong."""
         persistent = self.reference.model.state_dict(keep_vars=True).keys()
         exact = dict(self.exact.model.named_buffers())
+        rounded = {} if self.low is None else dict(self.low.model.named_buffers())
         errors, floors = {}, {}
         for name, buffer in self.reference.model.named_buffers():
             if name in persistent:
                 errors[name] = _buffer_error(state[name].cpu(), buffer) if name in state else math.inf
-                floors[name] = _buffer_error(buffer, exact[name])
+                floors[name] = _buffer_error(rounded.get(name, buffer), exact[name])
         return errors, floors
 
     def _proves_nothing(
@@ -244,128 +274,3 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     difference = float((found.detach().double().cpu() - expected.detach().double().cpu()).norm())
     size = float(expected.detach().double().norm())
     return _size(difference / size if size > 0 else difference)
-
-
-def _cast(batch: NamedBatch, dtype: torch.dtype) -> NamedBatch:
-    return batch.map(lambda v: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v)
-
-
-_GROUPED = getattr(torch, "_grouped_mm", None)
-"""What torch.nn.functional.grouped_mm calls."""
-
-
-class _InDouble(TorchFunctionMode):
-    """Within it, what forward makes or casts to fp32 by name is fp64, and grouped products of experts, which torch's
-    own lack there, have it too."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _GROUPED and args[0].dtype == torch.float64:
-            rows, weight, ends = args[0], args[1], kwargs["offs"].tolist()
-            return torch.cat([rows[a:b] @ own for a, b, own in zip([0, *ends], ends, weight, strict=False)])
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        wide = {n: _wide(v) for n, v in (kwargs or {}).items()}
-        return func(*map(_wide, args), **wide)
-
-
-def _wide(argument: Any) -> Any:
-    return torch.float64 if argument is torch.float32 else argument
-
-
-_CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
-"""What keeps and recomputes for a checkpoint of torch: until 2.13, and since."""
-
-
-def _forward_once(*_: Any, **__: Any) -> Iterator[None]:
-    """In place of what torch's checkpointing keeps and recomputes: nothing, which has the same gradients."""
-    yield
-
-
-@contextlib.contextmanager
-def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within it, an eager forward is one that a program can be compared with, in `dtype` if given.
-
-    A checkpointed block is not run again in backward, where dropout would draw other masks.
-    """
-    usual = torch.get_default_dtype()
-    with contextlib.ExitStack() as stack:
-        for name in _CHECKPOINTING:
-            if hasattr(checkpoint, name):
-                stack.enter_context(mock.patch.object(checkpoint, name, _forward_once))
-        stack.enter_context(SameDropout(seed, step))
-        if dtype is not None:
-            stack.callback(torch.set_default_dtype, usual)
-            torch.set_default_dtype(dtype)
-            stack.enter_context(_InDouble())
-        yield
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy of the model, in which what a module keeps of its last forward (a recurrence's state) has no graph, which
-    torch does not copy."""
-    held = (tensor for module in model.modules() for tensor in tree_leaves(dict(vars(module))))
-    kept = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and not tensor.is_leaf]
-    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
-
-
-class _Reference:
-    """The user's model trained eagerly on one process, in the model's own precision or in `dtype`."""
-
-    def __init__(
-        self, compiled: CompiledProgram, max_grad_norm: float | None, seed: int, dtype: torch.dtype | None = None
-    ) -> None:
-        self.model = _copied(compiled.model).cpu().to(dtype)
-        in_training(self.model)
-        self.dtype = dtype
-        self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = call(compiled.optimizer, trained)
-        self.step = 0
-        self.found: dict[str, torch.Tensor] = {}
-
-    def forward_backward(self, batch: NamedBatch) -> float:
-        self.model.zero_grad()  # also what the optimiser leaves out
-        self.found = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        loss = self._loss(self.model, batch, self.dtype)
-        torch.autograd.backward(loss)
-        return float(loss.detach())
-
-    def _loss(self, model: nn.Module, batch: NamedBatch, dtype: torch.dtype | None) -> torch.Tensor:
-        """The batch's loss, all in dtype if given: the model is so already, a loss with own tensors becomes so."""
-        batch = batch if dtype is None else _cast(batch, dtype)
-        loss_fn = self.loss_fn
-        if isinstance(loss_fn, nn.Module) and dtype is not None:
-            loss_fn = copy.deepcopy(loss_fn).to(dtype)
-        with _as_compared(self.seed, self.step, dtype):
-            loss: torch.Tensor = LossModule(model, loss_fn, batch)(**batch)
-            return loss
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {
-            n: p.grad if p.grad is not None else torch.zeros_like(p)
-            for n, p in self.model.named_parameters()
-            if p.requires_grad
-        }
-
-    def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
-        """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
-        exact = _copied(self.model).double()
-        for name, buffer in exact.named_buffers():  # as the step found them, since a forward may read what it counts
-            buffer.copy_(self.found[name])
-        exact.zero_grad()
-        torch.autograd.backward(self._loss(exact, batch, torch.float64))
-        truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
-        nothing = VANISHING * max(float(gradient.abs().max()) for gradient in truth.values())
-        found = {}
-        for name, gradient in self.gradients().items():
-            right = truth.get(name, torch.zeros_like(gradient, dtype=torch.float64))
-            right = torch.where(right.abs() > nothing, right, 0.0)
-            mask = (gradient.double() - right).abs() > NO_DIGIT * right.abs()
-            difference, size = float((gradient - right).norm()), float(right.norm())
-            found[name] = (difference / size if size else float(difference > 0), mask)
-        return found
-
-    def update(self) -> None:
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        self.optimizer.step()
-        self.step += 1

@@ -122,6 +122,9 @@ class _Parts:
         if one.kernels:
             self.add("runtime.fused_update", "FusedUpdate")
             self.arguments.append("kernels=FusedUpdate()")
+        if one.precision == "fp16":
+            self.add("runtime.loss_scale", "LossScale")
+            self.before.append('options.setdefault("loss_scale", LossScale())')
         if one.fp8:
             self.add("runtime", "fp8")
             self.before.insert(0, "fp8.require(mesh.device)")

@@ -35,6 +35,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         # Gradients of micro-batches are accumulated and reduced in fp32: a bf16 sum (8 bits of mantissa) drops every
         # addend below 1/256 of it. ZeRO's table counts 2 bytes here, for gradients that are never accumulated.
         "bf16": Precision("bf16", compute_bytes=2, gradient_bytes=4, master_bytes=4),
+        "fp16": Precision("fp16", compute_bytes=2, gradient_bytes=4, master_bytes=4),
     }
 )
 

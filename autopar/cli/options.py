@@ -49,7 +49,7 @@ Batch = Annotated[
     typer.Option(help="rows of one optimiser step over all ranks \\[default: the factory's, or 8 per device]"),
 ]
 Seq = Annotated[int | None, typer.Option(help="tokens per row \\[default: the factory's, or at most 128]")]
-Precision = Annotated[str | None, typer.Option(help="fp32 or bf16 \\[default: a plan file's own, or fp32]")]
+Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 \\[default: a plan file's own, or fp32]")]
 Backend = Annotated[
     str | None,
     typer.Option(

@@ -190,6 +190,7 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
             values=f"{name}: {str(parameter.dtype).removeprefix('torch.')}",
             alternatives=[
                 'precision="bf16": the model computes in bf16, with fp32 masters and fp32 gradient sums',
+                'precision="fp16", which is the same in fp16 with a loss that is scaled',
                 "model.float(), which trains in fp32",
             ],
         )

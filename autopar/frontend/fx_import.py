@@ -204,7 +204,7 @@ class _Importer:
                 raise TraceError(
                     "the model switches autocast on inside forward",
                     values=_module_path(node),
-                    alternatives='remove it and pass precision="bf16" to autopar.compile',
+                    alternatives='remove it and pass precision="bf16" or "fp16" to autopar.compile',
                 )
             return self._inline(body, args, no_grad)
         if name.startswith("_has_compatible_shallow_copy_type"):

@@ -10,7 +10,6 @@ from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, Stored
 from autopar.ir.stage_mesh import StageMesh, stage_meshes_text
 
-PRECISIONS = ("fp32", "bf16")
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")
 """What becomes of a layer's activations until its backward: kept, held by the host, partly or wholly computed again."""
 OFFLOADS = ("none", "optimizer", "parameters")

@@ -21,7 +21,6 @@ from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import (
     OFFLOADS,
-    PRECISIONS,
     RECOMPUTE_MODES,
     Pipeline,
     PlanData,
@@ -34,6 +33,7 @@ from autopar.ir.plan_data import (
     stored_text,
 )
 from autopar.ir.stage_mesh import StageMesh, envelope
+from codegen.runtime.precision import PRECISIONS
 from cost_models.schedule import SCHEDULES
 
 FORMAT = 1

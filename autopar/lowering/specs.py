@@ -46,7 +46,7 @@ def _own_shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def _stored_dtype(parameter: Parameter) -> str:
-    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16."""
+    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16 or fp16."""
     is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
     return "float32" if is_master else dtype_name(parameter.meta.dtype)
 

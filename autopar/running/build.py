@@ -7,7 +7,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,8 @@ from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, value_source
 from autopar.settings.arguments import check_numbers
+from autopar.settings.loss_scale import loss_scale_of
+from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.optimizer_probe import OptimizerTrial
 from cost_models.mixed import AnyCluster
 
@@ -39,6 +41,7 @@ def build_step(
     device: torch.device | str | None = None,
     max_grad_norm: float | None = None,
     non_finite: str = "skip",
+    loss_scale: LossScale | Mapping[str, Any] | None = None,
     seed: int = 0,
     init: Init | None = None,
     also: Sequence[GeneratedProgram] = (),
@@ -47,15 +50,16 @@ def build_step(
     process group that the caller started.
 
     init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
-    with equal results on every rank. non_finite: as in TrainerConfig. The step starts from the model's values;
-    what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same model
-    and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step then
-    takes too, with the same parameters and optimiser.
+    with equal results on every rank. non_finite, loss_scale: as in TrainerConfig. The step starts from the model's
+    values; what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same
+    model and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step
+    then takes too, with the same parameters and optimiser.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
     join_launched()
+    scale = loss_scale_of(loss_scale, compiled.plan.precision)
     _check_world_size(compiled.plan)
     check_training("build")
     compiled.require_runnable()
@@ -71,6 +75,7 @@ def build_step(
         max_grad_norm=max_grad_norm,
         seed=seed,
         non_finite=non_finite,
+        loss_scale=scale,
     )
     step.load(value_source(compiled.model, init, compiled.loss_fn))
     for other in also:

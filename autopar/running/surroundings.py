@@ -15,7 +15,7 @@ def check_autocast() -> None:
         raise ConstraintError(
             "torch.autocast is on around the call, and a program has a precision of its own",
             values=", ".join(f"{kind} in {torch.get_autocast_dtype(kind)}" for kind in kinds),
-            alternatives='the call outside of it, with precision="bf16"',
+            alternatives='the call outside of it, with precision="bf16" or "fp16"',
         )
 
 

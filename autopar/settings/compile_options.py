@@ -23,11 +23,11 @@ from autopar.costs.updates import OptimizerFactory
 from autopar.errors import ConstraintError, PlanError
 from autopar.files.text_files import shown
 from autopar.ir.compression import Compression
-from autopar.ir.plan_data import PRECISIONS
 from autopar.plan import Plan
 from autopar.settings.arguments import check_batch, check_numbers, whole, word
 from autopar.settings.constraints import Constraints
 from codegen.runtime.compiled_layers import BACKENDS
+from codegen.runtime.precision import PRECISIONS, compute_dtype
 from cost_models.mixed import AnyCluster
 
 KERNEL_CHOICES = ("auto", "on", "off")
@@ -45,7 +45,8 @@ class PlanOptions:
     """The rows of one optimiser step over all ranks; None takes those of the example (for a Trainer, of the first
     batch)."""
     precision: str = "fp32"
-    """The numbers that layers compute with are "fp32", or "bf16" (bf16 compute, fp32 masters and reductions)."""
+    """The numbers that layers compute with are "fp32", or "bf16" or "fp16" (with fp32 masters and reductions). In fp16
+    the loss is scaled, as codegen/runtime/loss_scale.py says."""
     constraints: Mapping[str, Any] | None = None
     """What is pinned, as `autopar.settings.constraints` says."""
     kernels: str = "auto"
@@ -95,7 +96,7 @@ class PlanOptions:
     @property
     def dtype(self) -> torch.dtype | None:
         """What parameters are cast to before tracing; None leaves them as they are."""
-        return torch.bfloat16 if self.precision == "bf16" else None
+        return compute_dtype(self.precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

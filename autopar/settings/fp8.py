@@ -31,7 +31,13 @@ NOTHING_IN_FP8 = (
 
 
 def check_fp8(cluster: AnyCluster, precision: str) -> None:
-    """Raises ConstraintError for a cluster whose devices have no fp8 products, and for GPUs in fp32."""
+    """Raises ConstraintError for a cluster whose devices have no fp8 products, for fp16, and for GPUs in fp32."""
+    if precision == "fp16":
+        raise ConstraintError(
+            "fp8 is combined with bf16: scales of losses and of rows would be tuned against each other",
+            values="precision='fp16' with fp8=True",
+            alternatives=["precision='bf16'", OFF],
+        )
     for group in cluster.groups:
         if is_cpu(group):
             continue

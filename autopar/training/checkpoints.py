@@ -88,7 +88,7 @@ def require_own(directory: str | Path | None, model: nn.Module, factory: Factory
 def save_plain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    progress: dict[str, int],
+    progress: dict[str, Any],
     directory: Path,
     settings: list[dict[str, Any]] | None = None,
     notes: Mapping[str, str] | None = None,
@@ -135,7 +135,7 @@ def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 @readable()
 def load_plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, settings: list[dict[str, Any]] | None = None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Continue from a checkpoint of either kind; returns its progress. settings: as in `save_plain`.
 
     Raises CheckpointError for another model or optimiser, DamagedCheckpoint, both before anything is changed.
@@ -166,7 +166,7 @@ def load_plain(
     for parameter, state in states:
         optimizer.state[parameter] = state
     files.continue_settings(optimizer, settings or settings_of(optimizer), manifest.record)
-    progress: dict[str, int] = manifest.record["progress"]
+    progress: dict[str, Any] = manifest.record["progress"]
     return progress
 
 

@@ -17,6 +17,7 @@ from autopar.files.text_files import near, parse_yaml, read_mapping, shown
 from autopar.plan import Plan
 from autopar.settings.arguments import check_numbers, whole, word
 from autopar.settings.compile_options import PlanOptions
+from autopar.settings.loss_scale import loss_scale_of
 from autopar.training.sections import (
     EvaluationSection,
     LoggingSection,
@@ -27,6 +28,7 @@ from autopar.training.sections import (
     section,
 )
 from codegen.runtime.guard import NonFinite
+from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.options import RANGES
 from cost_models.mixed import AnyCluster
 
@@ -64,6 +66,8 @@ class TrainerConfig(PlanOptions):
     non_finite: what a step does whose loss or gradient norm is inf or nan: "skip" leaves parameters, optimiser state
     and buffers as they are (more than ten in a row stop the run), "stop" ends the run at once, "ignore" trains on.
     Checkpoints are only written of finite parameters, whatever it is.
+    loss_scale: of precision "fp16", init_scale, growth_factor, backoff_factor and growth_interval, by default those of
+    torch.amp.GradScaler. A step that overflows at a scale above 1 is skipped, whatever non_finite is.
     collective_seconds: how long ranks wait for one another before the run ends with an error, which is how a rank that
     hangs is noticed: longer than any rank takes for what the others wait for, such as to load a batch. By default 120
     where this process starts the ranks, and torch's own (1800, of NCCL 600) where a launcher does.
@@ -85,6 +89,7 @@ class TrainerConfig(PlanOptions):
     logging: LoggingSection = field(default_factory=LoggingSection)
     profiler: ProfilerSection = field(default_factory=ProfilerSection)
     non_finite: str = "skip"
+    loss_scale: LossScale | Mapping[str, Any] | None = None
     seed: int = 0
     checkpoint_directory: str | None = None
     checkpoint_every: int = 0
@@ -103,6 +108,7 @@ class TrainerConfig(PlanOptions):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
         word("non_finite", self.non_finite, get_args(NonFinite))
+        loss_scale_of(self.loss_scale, self.precision)
         for name in ("plan", "checkpoint_directory"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (str, Path, Plan)) and str(value)):
@@ -149,7 +155,9 @@ class TrainerConfig(PlanOptions):
             found["plan"] = yaml.safe_load(self.plan.to_yaml())
         elif self.plan is not None:
             found["plan"] = str(self.plan)
-        for name in ("constraints", "compression"):
+        if isinstance(self.loss_scale, LossScale):
+            found["loss_scale"] = dataclasses.asdict(self.loss_scale)
+        for name in ("constraints", "compression", "loss_scale"):
             found[name] = None if found[name] is None else dict(found[name])
         return found
 

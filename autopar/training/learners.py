@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,14 +16,17 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, DataError
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
+from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.running.build import take_also
+from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
 from autopar.training.loaders import num_rows
 from autopar.training.shapes import is_of_another_shape, program_of_shape
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call, settings_of
+from codegen.runtime.part import loss_gradient
 from codegen.runtime.reference import SameDropout
 
 
@@ -38,7 +41,12 @@ class RankLearner:
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
         self.program, self.config = program, config
         self._num_shapes = 1
-        self.step = program.build(max_grad_norm=config.max_grad_norm, non_finite=config.non_finite, seed=config.seed)
+        self.step = program.build(
+            max_grad_norm=config.max_grad_norm,
+            non_finite=config.non_finite,
+            loss_scale=config.loss_scale,
+            seed=config.seed,
+        )
         package = type(self.step).__module__.rpartition(".")[0]
         self.checkpoint = importlib.import_module(f"{package}.checkpoint")
         self.batch_error = importlib.import_module(f"{package}.batch").BatchError
@@ -63,6 +71,10 @@ class RankLearner:
     def optimizer(self) -> torch.optim.Optimizer:
         found: torch.optim.Optimizer = self.step.optimizer
         return found
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self.step.loss_scaling is None else float(self.step.loss_scaling.value)
 
     def __call__(self, batch: Batch) -> float:
         return self._of(batch, self.step)
@@ -102,7 +114,7 @@ class RankLearner:
 
 @dataclass
 class PlainLearner:
-    """The user's model trained eagerly, driven as a RankLearner is."""
+    """The user's model trained eagerly, driven as a RankLearner is, in the precision of a program on one rank."""
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor] | None
@@ -116,10 +128,13 @@ class PlainLearner:
     def num_skipped(self) -> int:
         return self.guard.num_skipped
 
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self.scaling is None else self.scaling.value
+
     def __post_init__(self) -> None:
         config = self.config
         for is_asked, reason, value in (
-            (config.precision != "fp32", "a plain run is in fp32", config.precision),
             (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
             (config.fp8, "a plain run has no fp8", "fp8=True"),
             (config.backend != "eager", "a plain run is eager", config.backend),
@@ -128,9 +143,10 @@ class PlainLearner:
             if is_asked:
                 raise ConstraintError(reason, values=value, alternatives="auto_parallel")
         in_training(self.model)
-        self.guard = Guard(
-            cast(NonFinite, config.non_finite), [b for b in self.model.buffers() if b.device.type != "meta"]
-        )
+        scale = loss_scale_of(config.loss_scale, config.precision)
+        self.scaling = None if scale is None else scale.begin()
+        written = [b for b in self.model.buffers() if b.device.type != "meta"]
+        self.guard = Guard(cast(NonFinite, config.non_finite), written, self.scaling)
         self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         self.settings = settings_of(self.optimizer)
 
@@ -139,11 +155,14 @@ class PlainLearner:
         self.model.zero_grad()  # also what the optimiser leaves out
         self.guard.before_forward()
         with SameDropout(self.config.seed, self.num_steps):
-            loss = LossModule(self.model, self.loss_fn, named)(**named)
-        loss.backward()
+            loss = loss_in(self.config.dtype, LossModule(self.model, self.loss_fn, named), named)
+        torch.autograd.backward(loss, loss_gradient(loss, 1, self.scaling))
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.scaling is not None:
+            self.scaling.unscale(gradients)
+        norm = nn.utils.get_total_norm(gradients)
         self.grad_norm = float(norm)
         if not self.guard.is_on or self.guard.lets_pass(norm):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
@@ -159,7 +178,7 @@ class PlainLearner:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            return float(LossModule(self.model, self.loss_fn, named)(**named))
+            return float(loss_in(self.config.dtype, LossModule(self.model, self.loss_fn, named), named))
         finally:
             for module, is_training in modes:
                 module.training = is_training
@@ -171,11 +190,15 @@ class PlainLearner:
     def save(self, directory: Path, notes: Mapping[str, str]) -> None:
         if not all(torch.isfinite(p.detach()).all() for p in self.model.parameters()):
             raise FloatingPointError("some parameters are inf or nan")
-        progress = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
+        progress: dict[str, Any] = {"step": self.num_steps, "num_samples": self.num_samples, "seed": self.config.seed}
+        if self.scaling is not None:
+            progress["loss_scale"] = self.scaling.state()
         checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings, notes)
 
     def load(self, directory: Path) -> Mapping[str, str]:
         """Continue from a checkpoint; its notes."""
         progress = checkpoints.load_plain(self.model, self.optimizer, directory, self.settings)
         self.num_steps, self.num_samples = progress["step"], progress["num_samples"]
+        if self.scaling is not None:
+            self.scaling.load(progress.get("loss_scale"))
         return checkpoints.notes_of(directory)

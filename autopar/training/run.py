@@ -99,7 +99,7 @@ class Run:
 
     def _step(self, batch: Batch, done: int) -> None:
         learner, skipped = self.learner, self.learner.num_skipped
-        rates = [float(group["lr"]) for group in learner.optimizer.param_groups]
+        rates, scale = [float(group["lr"]) for group in learner.optimizer.param_groups], learner.loss_scale
         started = time.perf_counter()
         with _stopping(self.checkpoint):
             self.losses.append(learner(batch))
@@ -112,11 +112,11 @@ class Run:
         self.memory.after_step(done - self.first)
         if self._progress is not None:
             self._progress.advance(done, self.losses[-1], self.seconds[-1], learner.num_skipped)
-        record = self._record(done, rates)
+        record = self._record(done, rates, scale)
         self._write(record)
         self._tell("step", record, rates)
 
-    def _record(self, done: int, rates: list[float]) -> Record:
+    def _record(self, done: int, rates: list[float], scale: float | None) -> Record:
         seconds, (items, unit) = self.seconds[-1], self._items
         peak = self.memory.peak_bytes
         record: dict[str, Any] = {"step": done, "loss": self.losses[-1]}
@@ -125,6 +125,8 @@ class Run:
         record |= {"learning_rate": rates[0], "step_seconds": seconds, f"{unit}_per_second": items / seconds}
         if peak is not None:
             record["peak_bytes"] = peak
+        if scale is not None:
+            record["loss_scale"] = scale
         if self.program is not None:
             prediction = self.program.plan.prediction
             record |= {

@@ -13,7 +13,9 @@ Formula, per row, with s = scale / num_targets, where scale is the gradient of t
 
 The gradients but for s are computed in the forward pass while a chunk's logits are there (Hsu et al. 2024, "Liger
 Kernel", section 3.2), dlogits in the place of the logits. s is applied in the backward pass in fp32, so that a small
-1 / num_targets neither rounds dlogits nor underflows in fp16.
+1 / num_targets neither rounds dlogits nor underflows in fp16, and a loss scale is in it exactly. In fp16 gradients wait
+times 2 ** 10: those of rows that are nearly right, whose dlogits are small, would else have lost digits before a loss
+scale came to them. A row's |dlogits| add up to 2 at most, so nothing overflows with weights below 31.
 
 Sharded vocabulary. Rank r of t holds rows [r V, (r + 1) V) of the weight, so its own logits. With m_r, z_r the maximum
 over its columns and the sum of exp(logits - m_r), and y_r the target's logit where it holds it, else 0:
@@ -54,6 +56,7 @@ from .tuning import choose
 _ELEMENTS_PER_CHUNK_CPU: Final = 1 << 20
 _ELEMENTS_PER_CHUNK_GPU: Final = 1 << 28
 _ROW_GRANULE: Final = 128
+_FP16_UNIT: Final = 2.0**10
 
 
 class VocabAxis(Protocol):
@@ -210,6 +213,10 @@ class _Chunks:
         self.chunk_rows = chunk_rows
         self.accumulate_dtype = accumulate_dtype
 
+    def unit(self, dtype: torch.dtype) -> float:
+        """What gradients are multiplied by until the backward pass, for inputs of a dtype: a power of two."""
+        return _FP16_UNIT if dtype == torch.float16 != self.accumulate_dtype else 1.0
+
     def run(
         self,
         x: torch.Tensor,
@@ -218,7 +225,7 @@ class _Chunks:
         target: torch.Tensor,
         needs: tuple[bool, bool, bool],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(losses `[N]`, dx, dweight, dbias), the gradients of sum_N(losses), None where not in `needs`."""
+        """(losses `[N]`, dx, dweight, dbias), the gradients of unit * sum_N(losses), None where not in `needs`."""
         x_NH, weight_VH, target_N = as_rows(x), as_rows(weight), target.contiguous()
         (num_rows, hidden), num_classes = x_NH.shape, weight_VH.shape[0]
         first_class = 0 if self.axis is None else self.axis.rank * num_classes
@@ -247,7 +254,8 @@ class _Chunks:
                 continue
             max_C, logsum_C, x_target_C = _over_ranks(stats_3C, self.axis)
             losses_N[rows] = self._losses(max_C, logsum_C, x_target_C, target_C, all_classes)
-            to_gradient(logits_CV, target_C, max_C, logsum_C, first_class, all_classes, self.ignore_index, tile)
+            bounds = first_class, all_classes, self.ignore_index
+            to_gradient(logits_CV, target_C, max_C, logsum_C, *bounds, self.unit(x.dtype), tile)
             if dx_NH is not None:
                 torch.mm(logits_CV, weight_VH, out=dx_NH[rows])
             if dw_VH is not None:
@@ -272,7 +280,7 @@ class _Chunks:
         bounds = first_class, all_classes, self.ignore_index
 
         def trial(tile: Tile) -> None:
-            to_gradient(buffer_CV, target_N[:num_rows], max_C, logsum_C, *bounds, tile)
+            to_gradient(buffer_CV, target_N[:num_rows], max_C, logsum_C, *bounds, self.unit(buffer_CV.dtype), tile)
 
         with launch_device(buffer_CV):
             return choose("linear_cross_entropy_gradient", ELEMENT_TILES, trial, tuple(buffer_CV.shape), buffer_CV)
@@ -305,12 +313,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         losses_N, *gradients = chunks.run(x, weight, bias, target, ctx.needs_input_grad[:3])
         ctx.save_for_backward(inverse, *gradients)
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.unit = x.dtype, chunks.unit(x.dtype)
         return losses_N.sum() * inverse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inverse, *gradients = ctx.saved_tensors
-        scale = dloss * inverse.masked_fill(inverse.isinf(), 0.0)
+        scale = dloss * inverse.masked_fill(inverse.isinf(), 0.0) / ctx.unit
         return *(None if g is None else scaled(g, scale, ctx.dtype) for g in gradients), None, None, None

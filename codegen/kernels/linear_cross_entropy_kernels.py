@@ -51,9 +51,10 @@ def _gradient_kernel(
     first_class: tl.tensor,
     all_classes: tl.tensor,
     ignore_index: tl.tensor,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dlogits in the place of the logits: a program reads and writes the same elements."""
+    """dlogits, times UNIT, in the place of the logits: a program reads and writes the same elements."""
     program = tl.program_id(0)
     row = (program // blocks_per_row).to(tl.int64)
     cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +67,7 @@ def _gradient_kernel(
     gradient = tl.exp(x - row_max - logsum) - tl.where(cols + first_class == target, 1.0, 0.0)
     gradient = tl.where((target >= 0) & (target < all_classes), gradient, float("nan"))
     # Selected, not multiplied by 0: an ignored row's logits may be nan.
-    gradient = tl.where(target == ignore_index, 0.0, gradient)
+    gradient = tl.where(target == ignore_index, 0.0, gradient * UNIT)
     tl.store(pointers, gradient.to(logits_ptr.dtype.element_ty), mask=ok)
 
 
@@ -119,9 +120,10 @@ def to_gradient(
     first_class: int,
     all_classes: int,
     ignore_index: int,
+    unit: float,
     tile: Tile,
 ) -> None:
-    """Overwrites the logits with dlogits."""
+    """Overwrites the logits with dlogits times `unit`."""
     num_rows, num_classes = logits_CV.shape
     if use_triton(logits_CV):
         _, block, _, warps = tile.fit(num_classes)
@@ -138,6 +140,7 @@ def to_gradient(
                 first_class,
                 all_classes,
                 ignore_index,
+                UNIT=unit,
                 BLOCK=block,
                 num_warps=warps,
             )
@@ -148,7 +151,7 @@ def to_gradient(
     at_target = -held.to(gradient.dtype)
     gradient.scatter_add_(1, column.clamp(0, num_classes - 1)[:, None], at_target[:, None])
     gradient.masked_fill_(((target_C < 0) | (target_C >= all_classes))[:, None], torch.nan)
-    logits_CV.copy_(gradient.masked_fill_((target_C == ignore_index)[:, None], 0.0))
+    logits_CV.copy_(gradient.mul_(unit).masked_fill_((target_C == ignore_index)[:, None], 0.0))
 
 
 def scaled(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

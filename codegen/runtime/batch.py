@@ -110,7 +110,7 @@ def _rows(name: str, value: Any, spec: Expected, count: int) -> bool:
     """Whether the input has the rows of all micro-batches. Raises BatchError for a wrong type, shape or dtype."""
     if not isinstance(value, Tensor):
         raise BatchError(f"{name} must be a tensor, got {type(value).__name__}")
-    is_rounded = spec.dtype == torch.bfloat16 and value.dtype == torch.float32
+    is_rounded = spec.dtype in (torch.bfloat16, torch.float16) and value.dtype == torch.float32
     if value.dtype != spec.dtype and not is_rounded:
         raise BatchError(f"{name} has dtype {value.dtype}; the program was made for {spec.dtype}")
     shape = tuple(value.shape)
@@ -172,8 +172,8 @@ class BatchCheck:
         all ranks if it is wrong on one, else on this one. Raises RuntimeError inside torch.autocast."""
         if torch.is_autocast_enabled(self.mesh.device.type):
             raise RuntimeError(
-                "torch.autocast is on around the step, which has a precision of its own: call it outside, and for bf16 "
-                'compile with precision="bf16"'
+                "torch.autocast is on around the step, which has a precision of its own: call it outside, and compile "
+                'with precision="bf16" or "fp16"'
             )
         error = self._local_error(batch)
         if self._is_due(step):

@@ -6,7 +6,8 @@ reads the boxes of the global tensor that it stores: a flat slice of a sharded p
 
 Hyperparameters are the optimiser factory's: a new learning rate counts when training is resumed. What training itself
 changed in the optimiser's groups, such as a schedule its rate, continues where the factory says what it said before.
-The seed of dropout masks is the step's own too: that of the checkpoint is for the record.
+The seed of dropout masks is the step's own too: that of the checkpoint is for the record. The loss scale of fp16 goes
+on where it was; in a checkpoint of another precision there is none, and it begins anew.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def save(
     if rank == 0:
         further = {name: value for name, value in (others or {}).items() if name not in named}
         pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
+    scale = {} if step.loss_scaling is None else {"loss_scale": step.loss_scaling.state()}
     record = {
-        "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed},
+        "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed, **scale},
         "optimizer": files.optimizer_record(step.optimizer, step.settings),
         "numbers": dict(itertools.chain(*(each.items() for each in gather(numbers)))),
         "notes": dict(notes or {}),
@@ -106,6 +108,8 @@ def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | No
     _place_scalars(step)
     progress = manifest.record["progress"]
     step.rng.step, step.num_samples = progress["step"], progress["num_samples"]
+    if step.loss_scaling is not None:
+        step.loss_scaling.load(progress.get("loss_scale"))
     for part in step.parts:
         part.zero.publish()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,6 +260,9 @@ def _parse(body: Any) -> Manifest:
     record = body["record"]
     if not all(isinstance(record["progress"][name], int) for name in ("step", "num_samples", "seed")):
         raise ValueError("its progress is no number of steps")
+    scale = record["progress"].get("loss_scale", {"value": 1.0, "num_good": 0})
+    if not (0 < float(scale["value"]) < math.inf and isinstance(scale["num_good"], int)):
+        raise ValueError("its loss scale is no number above 0")
     optimizer = record["optimizer"]
     if not optimizer["kinds"] or len(optimizer["initial"]) != len(optimizer["groups"]):
         raise ValueError("its optimiser's groups differ in number")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .mesh import Mesh
 from .parameters import Module, RngState, needs_first_pass
-from .part import Batches, Part, PartOptions, mean_loss
+from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
 
 What = Literal["gradients", "state"]
 
@@ -45,6 +45,7 @@ class Accumulation:
         self.executed: list[str] = []
         self.mesh = mesh
         self.rng = rng
+        self._loss_scaling = options.loss_scaling
 
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """Trains as `Executor.train` says."""
@@ -55,7 +56,7 @@ class Accumulation:
             self.rng.micro_batch = index
             part.zero.begin(accumulate=index > 0, is_last=index == len(batches) - 1)
             loss = part.model(**inputs, **targets)
-            (loss if len(batches) == 1 else loss / len(batches)).backward()
+            loss.backward(loss_gradient(loss, len(batches), self._loss_scaling))
             part.zero.end()
             losses.append(loss.detach())
         self.mesh.finish()

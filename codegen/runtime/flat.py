@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .host_memory import HostMemory
 
 _ALIGNMENT = 8
-"""Elements of which ranges are multiples: every rank's range starts at 16 bytes even in bf16."""
+"""Elements of which ranges are multiples: every rank's range starts at 16 bytes even in bf16 and fp16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,12 @@ class NotHere(Tensor):
 class Bucket:
     """The flat buffers of some parameters of equal key.
 
-    master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: the gradient of the whole line is kept, and reduced
-    once per step (stages 0 and 1), rather than reduced every micro-batch. host: where the master lives if the optimiser
-    is offloaded; the gradient then stays on the device, and is attached to the stored parameters for the update only.
-    attached: stored parameters with their gradients, or with what stands there for a script to find. compression: of
-    its gathers and reductions, where it has any and its master is in fp32; `flat` is then rounded to it on the owner of
-    a range too, and never the master itself.
+    compute_dtype: of floats; None: their own. master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: that of
+    the whole line is kept, and reduced once per step (stages 0 and 1), rather than every micro-batch. host: where the
+    master lives if the optimiser is offloaded; the gradient then stays on the device, and is attached to the stored
+    parameters for the update only. attached: stored parameters with their gradients, or with what stands there for a
+    script to find. compression: of its gathers and reductions, where it has any and its master is in fp32; `flat` is
+    then rounded to it on the owner of a range too, and never the master itself.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Bucket:
         key: Key,
         slots: Sequence[Slot],
         mesh: Mesh,
-        low_precision: bool,
+        compute_dtype: torch.dtype | None,
         whole_gradient: bool,
         host: HostMemory | None = None,
         compression: Compression | None = None,
@@ -122,7 +122,7 @@ class Bucket:
         self._work: Work | None = None
         self._sent: Tensor | None = None
         floating = key.dtype.is_floating_point
-        self.compute_dtype = torch.bfloat16 if low_precision and floating else key.dtype
+        self.compute_dtype = compute_dtype if compute_dtype is not None and floating else key.dtype
         self.master_dtype = torch.float32 if floating and key.dtype.itemsize < 4 else key.dtype
         can_compress = compression is not None and self.axis.size > 1 and self.master_dtype == torch.float32
         self.compression = compression if can_compress else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,12 +14,14 @@ from .flat import Bucket, Entry
 from .mesh import Mesh
 from .names import argument
 from .parameters import Module, Param, Slot, shard, unshard
+from .precision import compute_dtype
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
-    # Only programs that compress or offload have these beside them.
+    # Only programs that compress, offload or compute in fp16 have these beside them.
     from .compressed import Compression
     from .host_memory import HostMemory
+    from .loss_scale import LossScaling
     from .offload import Offload
 
 Source = Mapping[str, Tensor] | Callable[[str], Tensor]
@@ -52,14 +54,15 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed. shared: this
-    rank's parts of a program whose parameters and buffers these use in place of their own."""
+    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed, not scaled.
+    shared: this rank's parts of a program whose parameters and buffers these use in place of their own."""
 
     precision: str = "fp32"
     num_micro_batches: int = 1
     offload: Offload | None = None
     host: HostMemory | None = None
     compression: Compression | None = None
+    loss_scaling: LossScaling | None = None
     shared: tuple[Part, ...] = ()
 
 
@@ -70,10 +73,10 @@ class Part:
         self.model = model
         self.mesh: Mesh = model.mesh
         self.tied = tied or Tied()
-        self.precision, self.num_micro_batches = options.precision, options.num_micro_batches
+        self.compute_dtype, self.num_micro_batches = compute_dtype(options.precision), options.num_micro_batches
         for module in model.units():
             module.offload = options.offload
-        settings = (options.precision, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
+        settings = (self.compute_dtype, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
         self.zero = _adopted(model, options.shared) or ZeroUnits(model, self.mesh, *settings)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
@@ -104,7 +107,7 @@ class Part:
             with torch.no_grad():
                 sums = [self.model.whole_sums(**inputs) for inputs in batches]
             self.mesh.finish()
-            given["sums"] = [sum(each[1:], each[0]) for each in zip(*sums, strict=True)]
+            given["sums"] = [_added(each) for each in zip(*sums, strict=True)]
         if not self.model.counts_targets:
             return batches, given
         with torch.no_grad():
@@ -118,8 +121,8 @@ class Part:
     def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """One for each, of an input that is as `BatchCheck` wants it: of all micro-batches, or the same for each."""
         value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
-        if self.precision == "bf16" and value.is_floating_point():
-            value = value.to(torch.bfloat16)
+        if self.compute_dtype is not None and value.is_floating_point():
+            value = value.to(self.compute_dtype)
         expected = self._input_shapes[name]
         if not expected or value.shape != (expected[0] * count, *expected[1:]):
             return (value,) * count
@@ -240,9 +243,26 @@ class _Counts(list[Tensor]):
         return super().__getitem__(index)
 
 
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum over the micro-batches. A number of fp16 becomes one of fp32, as losses are: m of them would overflow m
+    times before the mean does. With tensors that have dims it computes in their dtype all the same."""
+    first = parts[0].float() if parts[0].dtype == torch.float16 and not parts[0].ndim else parts[0]
+    return sum(parts[1:], first)
+
+
 def mean_loss(losses: list[Tensor]) -> Tensor:
     """The mean of the losses, in fp32 at least; the micro-batches' shares of the targets are in them already."""
     return _full(losses[0]) if len(losses) == 1 else torch.stack([_full(loss) for loss in losses]).mean()
+
+
+def loss_gradient(loss: Tensor, num_micro_batches: int, scaling: LossScaling | None) -> Tensor:
+    """What a micro-batch's backward starts from, like the loss: its share of the mean, times the loss scale if any.
+
+    inf where the loss is in fp16 itself and its range ends, as the scale's rule has it: that step has overflowed.
+    """
+    share = (1.0 if scaling is None else scaling.value) / num_micro_batches
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    return torch.full_like(loss, share, dtype=wide).to(loss.dtype)
 
 
 def _full(x: Tensor) -> Tensor:

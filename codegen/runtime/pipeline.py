@@ -18,6 +18,7 @@ from .mesh import Mesh, Shape
 from .parameters import Mode, Module, Param, declared
 from .part import Tied
 from .pipeline_ranks import tiled
+from .precision import compute_dtype
 from .transfer import Edge, StageMesh, plan_slices
 
 
@@ -157,7 +158,8 @@ class Pipeline:
                 dtype = received.dtype
                 has_gradient = received.requires_grad and (dtype.is_floating_point or dtype.is_complex)
                 backward = plan_slices(received, here, sent, there) if has_gradient else ()
-                dtype = torch.bfloat16 if precision == "bf16" and sent.dtype.is_floating_point else sent.dtype
+                low = compute_dtype(precision)
+                dtype = sent.dtype if low is None or not sent.dtype.is_floating_point else low
                 found.append(
                     Edge(
                         name=name,

@@ -26,7 +26,7 @@ from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .mesh import Mesh
 from .parameters import Module, RngState, needs_first_pass
-from .part import Batches, Part, PartOptions, mean_loss
+from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
 from .pipeline import Pipeline
 from .tied_gradients import TiedGradients
 from .transfer import Channels, Edge, Mailbox, Message, Transfer, incoming_to
@@ -100,6 +100,7 @@ class PipelineExecutor:
             raise ValueError("the schedule defers weight gradients: PipelineExecutor needs deferred=DeferredGradients")
         self._is_double = False
         self._agree(schedule)
+        self._loss_scaling = options.loss_scaling
         self._edges = pipeline.edges(options.precision)
         self._stages = {
             number: self._make_stage(number, options, deferred)
@@ -260,7 +261,9 @@ class PipelineExecutor:
         if torch.is_grad_enabled():
             outputs = {
                 name: _Output(
-                    get_gradient_edge(x), x.dtype, torch.full_like(x, 1 / self.num_micro_batches) if is_last else None
+                    get_gradient_edge(x),
+                    x.dtype,
+                    loss_gradient(x, self.num_micro_batches, self._loss_scaling) if is_last else None,
                 )
                 for name, x in named.items()
                 if x.requires_grad

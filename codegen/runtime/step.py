@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
 from .options import problem
 from .parameters import Module, RngState
 from .part import Batches, Part, PartOptions, Source
+from .precision import PRECISIONS, Precision
 from .update import Update, buckets_of, parameters_of_programs, rank_optimizer, stored_whole
 from .zero import ZeroUnits
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .compressed import Compression
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
+    from .loss_scale import LossScale
     from .offload import Offload
 
 
@@ -64,8 +66,9 @@ class Step:
     parameters in its own order, where that matters to the factory; by default as the program has them. trial: finds out
     what the update of an optimiser needs and what its checkpoints would lack; not needed for AdamW, Adam and SGD.
     Raises OptimizerError for a factory that cannot be honoured.
-    precision: "bf16" computes in bf16 with fp32 masters and fp32 gradient reduction. max_grad_norm: clips by the global
-    norm (inf: only computes it). All ranks must make the same calls.
+    precision: "bf16" and "fp16" compute in that with fp32 masters and fp32 gradient reduction. loss_scale: how the loss
+    is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only computes
+    it). All ranks must make the same calls.
     offload: moves the saved activations of layers that say so; its `traffic` counts the bytes of a step.
     offload_optimizer: keeps the optimiser's state and the masters in host memory or files, and updates there.
     compression: ZeRO's gathers of parameters and sums of gradients move blocks of 8-bit codes, which is lossy
@@ -74,7 +77,9 @@ class Step:
     compiled: compiles what layers compute between collectives. kernels: where they can run, the gradient's norm is one
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
-    "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host.
+    "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
+    fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one of
+    these: a loss that is not finite, and gradients that are not at a scale of 1 or below, do.
     shared: a step of the same plan for batches of other shapes, whose parameters, buffers, optimiser and position this
     one uses; what it then does for that one's `take_also` is run batches of its own shapes.
     """
@@ -89,7 +94,8 @@ class Step:
         parameters: Sequence[GlobalParameter] = (),
         trial: Trial | None = None,
         num_micro_batches: int = 1,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Precision = "fp32",
+        loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         offload: Offload | None = None,
@@ -100,26 +106,27 @@ class Step:
         non_finite: NonFinite = "skip",
         shared: Step | None = None,
     ) -> None:
-        _check(num_micro_batches, precision, max_grad_norm, seed)
-        self.mesh = mesh
-        self.num_micro_batches = num_micro_batches
-        self.precision = precision
+        _check(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
+        self.mesh, self.num_micro_batches, self.precision = mesh, num_micro_batches, precision
         self.max_grad_norm = max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
+        self.loss_scaling = None if loss_scale is None else loss_scale.begin()
+        if shared is not None:
+            self.loss_scaling = shared.loss_scaling
         options = PartOptions(
             precision=precision,
             num_micro_batches=num_micro_batches,
             offload=offload,
             host=host,
             compression=compression,
+            loss_scaling=self.loss_scaling,
             shared=() if shared is None else shared.parts,
         )
         self._executor = executor(program, mesh, self.rng, options)
-        programs, models = self._executor.programs, [part.model for part in self.parts]
+        self._compiled, programs, models = compiled, self._executor.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
-        self._compiled = compiled
         if compiled is not None:
             compiled.attach(models)
         self._others: list[Step] = []
@@ -140,10 +147,10 @@ class Step:
         )
         self._by_hand = ByHand(self.parts, self.optimizer)
         self.num_samples, self._num_rows = 0, 0
-        self.guard = Guard(non_finite, [value for part in self.parts for value in part.written_buffers()])
+        written = [value for part in self.parts for value in part.written_buffers()]
+        self.guard = Guard(non_finite, written, self.loss_scaling)
         self.grad_norm: Tensor | None = None
-        """Global gradient norm of the last step before clipping (0-dim), unless max_grad_norm is None and non_finite
-        "ignore"."""
+        """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
@@ -206,6 +213,11 @@ class Step:
         return buckets_of(self.parts)
 
     @property
+    def loss_scale(self) -> float:
+        """What the next backward's gradients are scaled by until they are summed: 1.0 but in fp16."""
+        return 1.0 if self.loss_scaling is None else self.loss_scaling.value
+
+    @property
     def executed(self) -> list[str]:
         """The actions of the last step or evaluation, in the order in which this rank ran them; none if no pipeline."""
         return self._executor.executed
@@ -223,7 +235,7 @@ class Step:
         return loss if self.guard.loss is None else self.guard.loss
 
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """All micro-batches forward and backward, gradients reduced; no update. Returns the global mean loss.
+        """All micro-batches forward and backward, gradients reduced and unscaled; no update. The global mean loss.
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
@@ -237,6 +249,8 @@ class Step:
         self.rng.micro_batch_rows = 0
         with taking._running(is_training=True):
             loss = taking._executor.train(local_batch)
+        if self.loss_scaling is not None:
+            self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
         for part in taking.parts:
             part.count_forward()
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
@@ -247,9 +261,10 @@ class Step:
     def update(self) -> None:
         """Clip, let the optimiser step, bring the new parameters to all ranks.
 
-        A step that `non_finite` makes skip changes neither parameters nor the optimiser's state nor buffers, on any
-        rank, but counts: the next one reads on in the data. Raises FloatingPointError where training is to stop, and
-        RuntimeError where a script did to gradients or optimiser what would be dropped or differ between ranks.
+        A step that `non_finite` or an overflow in fp16 makes skip changes neither parameters nor the optimiser's state
+        nor buffers, on any rank, but counts: the next one reads on in the data. Raises FloatingPointError where
+        training is to stop, and RuntimeError where a script did to gradients or optimiser what would be dropped or
+        differ between ranks.
         """
         self._update_parameters(is_at_once=False)
 
@@ -370,12 +385,17 @@ class Step:
                 yield names, whole
 
 
-def _check(num_micro_batches: int, precision: str, max_grad_norm: float | None, seed: int) -> None:
+def _check(
+    num_micro_batches: int, precision: str, has_loss_scale: bool, max_grad_norm: float | None, seed: int
+) -> None:
     """Raises ValueError for options that no step can be made with."""
     if num_micro_batches < 1:
         raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
-    if precision not in ("fp32", "bf16"):
-        raise ValueError(f"precision must be 'fp32' or 'bf16', got {precision!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    if has_loss_scale != (precision == "fp16"):
+        wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
+        raise ValueError(f"precision {precision!r} {wrong}")
     for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
         if wrong := problem(name, value):
             raise ValueError(f"{wrong}, got {value!r}")

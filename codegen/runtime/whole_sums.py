@@ -45,7 +45,8 @@ class SummingModule(Module):
         """The sum of x over the step's m micro-batches; its gradient is that of this micro-batch's x, times m.
 
         So the mean of gradients over the micro-batches, which a step takes, is that of the sum. In the first pass x as
-        it is. number: of the sum in this module. Half precision is added up in fp32.
+        it is. number: of the sum in this module. Half precision is added up in fp32, in which a number of fp16 stays:
+        m of them would overflow m times before their mean does.
         """
         if self._is_first_pass:
             wide = x.detach().float() if x.dtype in (torch.bfloat16, torch.float16) else x.detach()
@@ -53,5 +54,5 @@ class SummingModule(Module):
             self._sums[number] = whole + wide, count + 1
             return x
         whole, count = self._sums[number]
-        whole = whole.to(x.dtype)
+        whole = whole.to(x.dtype) if x.ndim or x.dtype != torch.float16 else whole
         return torch.add(whole, x - x.detach(), alpha=count) if x.requires_grad else whole

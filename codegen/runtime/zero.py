@@ -89,7 +89,8 @@ class _Unit:
 class ZeroUnits:
     """All parameters of a module tree, allocated as their ZeRO stages say.
 
-    precision: "fp32" computes in the parameters' own dtypes, "bf16" in bf16 (masters and gradients stay fp32).
+    compute_dtype: of floating-point parameters as the program uses them (masters and gradients stay fp32); None: their
+    own.
     num_micro_batches: with one, stage 1 works as stage 2, which needs no more communication and less memory.
     host: where masters live if the optimiser is offloaded.
     tied: names of parameters that get buckets of their own, because their gradients are summed with other stages'.
@@ -104,7 +105,7 @@ class ZeroUnits:
         self,
         model: Module,
         mesh: Mesh,
-        precision: str = "fp32",
+        compute_dtype: torch.dtype | None = None,
         num_micro_batches: int = 1,
         host: HostMemory | None = None,
         tied: Collection[str] = (),
@@ -122,7 +123,7 @@ class ZeroUnits:
         for unit, slots in _groups(model, mesh, tied):
             key = key_of(slots[0].spec, mesh)
             whole = key.stage == 0 or (key.stage == 1 and num_micro_batches > 1)
-            bucket = Bucket(key, slots, mesh, precision == "bf16", whole, host, compression)
+            bucket = Bucket(key, slots, mesh, compute_dtype, whole, host, compression)
             self.buckets.append(bucket)
             if key.stage == 3:
                 bucket.release()

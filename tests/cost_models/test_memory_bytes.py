@@ -12,9 +12,9 @@ def test_bytes_per_parameter_of_the_named_precisions() -> None:
     widths = {
         name: (own.compute_bytes, own.gradient_bytes, own.master_bytes) for name, own in memory.PRECISIONS.items()
     }
-    assert widths == {"fp32": (4, 4, 0), "bf16": (2, 4, 4)}
-    with pytest.raises(ValueError, match="unknown precision 'fp16'; known: fp32, bf16"):
-        memory.precision("fp16")
+    assert widths == {"fp32": (4, 4, 0), "bf16": (2, 4, 4), "fp16": (2, 4, 4)}
+    with pytest.raises(ValueError, match="unknown precision 'fp8'; known: fp32, bf16, fp16"):
+        memory.precision("fp8")
 
 
 def test_the_workspace_of_every_gpu_is_of_the_usual_size() -> None:

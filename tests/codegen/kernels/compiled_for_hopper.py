@@ -191,7 +191,8 @@ def linear_cross_entropy_cases():
         ("gradient", element_tiles),
         ("scale", element_tiles),
     ):
-        yield from block_cases(f"linear_ce_{name}", getattr(linear_ce, f"_{name}_kernel"), tiles)
+        constants = {"UNIT": 1.0} if name == "gradient" else {}
+        yield from block_cases(f"linear_ce_{name}", getattr(linear_ce, f"_{name}_kernel"), tiles, **constants)
 
 
 def grouped_cases():

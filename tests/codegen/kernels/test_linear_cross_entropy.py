@@ -72,6 +72,22 @@ def test_accumulating_in_bf16_rounds_once_more_per_chunk() -> None:
     assert errors[torch.float32] < 2**-8 < errors[torch.bfloat16] < 16 * 2**-8
 
 
+def test_small_gradients_keep_their_digits_in_fp16_under_a_loss_scale() -> None:
+    """Rows that are all but right: dlogits near 1e-5, whose products with weights are below fp16's normal numbers."""
+    torch.manual_seed(0)
+    weight = 0.02 * torch.randn(16, 64).half()
+    target = torch.arange(16)
+    x = (weight.float() * 12 / weight.float().square().sum(1, keepdim=True)).half()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    wide = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    scale = 2.0**12
+    exact = torch.autograd.grad(linear_cross_entropy_reference(*wide, target) * scale, wide)
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, target) * scale, (x, weight))
+    for own, right in zip(found, exact, strict=True):
+        assert float(right.abs().max()) > 1e-4
+        assert ((own.double() - right).norm() / right.norm()).item() < 2e-3
+
+
 class LargestResult(TorchDispatchMode):
     """The most elements of any tensor that an operation returned."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.pipeline import Pipeline
 from codegen.runtime.step import Step
 from cost_models.schedules.actions import schedule_text
@@ -66,7 +67,8 @@ def check_training(
 ) -> None:
     """options: of make_pipeline, and some of Step."""
     tolerance = options.pop("tolerance", 1e-12)
-    memory = {key: options.pop(key) for key in ("precision", "offload_optimizer") if key in options}
+    names = ("precision", "loss_scale", "offload_optimizer")
+    memory = {key: options.pop(key) for key in names if key in options}
     case = f"{name}, {num_pipeline_ranks} ranks, {micro} micro-batches, {kind}, clipping {norm}, {options}, {memory}"
     pipeline = make_pipeline(placement(name, num_pipeline_ranks), ROWS // micro, **options)
     schedule = lines(name, num_pipeline_ranks, micro)
@@ -115,6 +117,9 @@ def two_ranks(rank: int, world_size: int) -> None:
     check_training(rank, "zero-bubble-v", 2, 4, norm=0.05, offload_optimizer="host")
     check_training(rank, "1f1b", 2, 4, dtype="float32", tolerance=1e-4, kind="sgd")
     check_training(rank, "zero-bubble-v", 2, 4, dtype="float32", tolerance=0.1, kind="sgd", precision="bf16")
+    scaled: dict[str, Any] = {"precision": "fp16", "loss_scale": LossScale(init_scale=2.0**10)}
+    for name in ("1f1b", "interleaved", "zero-bubble"):
+        check_training(rank, name, 2, 4, dtype="float32", tolerance=0.02, kind="sgd", norm=0.05, **scaled)
 
 
 @pytest.mark.slow

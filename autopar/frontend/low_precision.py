@@ -1,0 +1,43 @@
+"""The loss of an eager model in the precision of a program: what a plain run trains with, and verification compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from autopar.frontend.loss_module import LossModule
+
+
+def loss_in(dtype: torch.dtype | None, module: LossModule, batch: Mapping[str, Any]) -> Tensor:
+    """The module's loss with floating-point parameters and inputs cast to `dtype`; its own parameters are the masters.
+
+    Gradients come to the masters in their dtype, rounded to `dtype` before, as to those of a program. None: as it is.
+    """
+    if dtype is None:
+        loss: Tensor = module(**batch)
+        return loss
+    cast = {name: _cast(p, dtype) for name, p in module.named_parameters()}
+    with _WideLoss():
+        loss = functional_call(module, cast, kwargs={name: _cast(value, dtype) for name, value in batch.items()})
+        return loss
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _WideLoss(TorchFunctionMode):
+    """Within it, the cross-entropy of half-precision logits is computed in fp32, as programs do."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.cross_entropy and args and args[0].dtype.itemsize < 4:
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))

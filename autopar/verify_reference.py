@@ -1,0 +1,168 @@
+"""The user's model trained eagerly on one process, as a program can be compared with it (`verify.py` has the rule)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+
+from autopar.compiled import CompiledProgram
+from autopar.frontend.inputs import NamedBatch
+from autopar.frontend.loss_module import LossModule
+from autopar.frontend.low_precision import loss_in
+from autopar.frontend.skeleton import in_training
+from codegen.runtime.optimizers import call
+from codegen.runtime.reference import SameDropout
+
+NO_DIGIT = 0.1
+VANISHING = 1e-12
+_SCALE = 2.0**10
+"""What the loss of the eager model in fp16 is multiplied by: enough against underflow, and no batch is to overflow."""
+
+
+def _cast(batch: NamedBatch, dtype: torch.dtype) -> NamedBatch:
+    return batch.map(lambda v: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v)
+
+
+_GROUPED = getattr(torch, "_grouped_mm", None)
+"""What torch.nn.functional.grouped_mm calls."""
+
+
+class _InDouble(TorchFunctionMode):
+    """Within it, what forward makes or casts to fp32 by name is fp64, and grouped products of experts, which torch's
+    own lack there, have it too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _GROUPED and args[0].dtype == torch.float64:
+            rows, weight, ends = args[0], args[1], kwargs["offs"].tolist()
+            return torch.cat([rows[a:b] @ own for a, b, own in zip([0, *ends], ends, weight, strict=False)])
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {n: _wide(v) for n, v in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wide)
+
+
+def _wide(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+_CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+"""What keeps and recomputes for a checkpoint of torch: until 2.13, and since."""
+
+
+def _forward_once(*_: Any, **__: Any) -> Iterator[None]:
+    """In place of what torch's checkpointing keeps and recomputes: nothing, which has the same gradients."""
+    yield
+
+
+@contextlib.contextmanager
+def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within it, an eager forward is one that a program can be compared with, in `dtype` if given.
+
+    A checkpointed block is not run again in backward, where dropout would draw other masks.
+    """
+    usual = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        for name in _CHECKPOINTING:
+            if hasattr(checkpoint, name):
+                stack.enter_context(mock.patch.object(checkpoint, name, _forward_once))
+        stack.enter_context(SameDropout(seed, step))
+        if dtype is not None:
+            stack.callback(torch.set_default_dtype, usual)
+            torch.set_default_dtype(dtype)
+            stack.enter_context(_InDouble())
+        yield
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of the model, in which what a module keeps of its last forward (a recurrence's state) has no graph, which
+    torch does not copy."""
+    held = (tensor for module in model.modules() for tensor in tree_leaves(dict(vars(module))))
+    kept = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and not tensor.is_leaf]
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
+
+
+class Reference:
+    """The user's model trained eagerly on one process, in the model's own precision, in `dtype`, or in `low_dtype` with
+    masters of its own."""
+
+    def __init__(
+        self,
+        compiled: CompiledProgram,
+        max_grad_norm: float | None,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        low_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = _copied(compiled.model).cpu().to(dtype)
+        in_training(self.model)
+        self.dtype, self.low_dtype = dtype, low_dtype
+        self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.optimizer = call(compiled.optimizer, trained)
+        self.step = 0
+        self.found: dict[str, torch.Tensor] = {}
+
+    def forward_backward(self, batch: NamedBatch) -> float:
+        self.model.zero_grad()  # also what the optimiser leaves out
+        self.found = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
+        scale = 1.0 if self.low_dtype != torch.float16 else _SCALE
+        torch.autograd.backward(loss * scale)
+        for parameter in self.model.parameters() if scale != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+        return float(loss.detach())
+
+    def gradients_of(self, batch: NamedBatch) -> dict[str, torch.Tensor]:
+        self.forward_backward(batch)
+        return self.gradients()
+
+    def _loss(
+        self, model: nn.Module, batch: NamedBatch, dtype: torch.dtype | None, low_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The batch's loss, all in dtype if given: the model is so already, a loss with own tensors becomes so."""
+        batch = batch if dtype is None else _cast(batch, dtype)
+        loss_fn = self.loss_fn
+        if isinstance(loss_fn, nn.Module) and dtype is not None:
+            loss_fn = copy.deepcopy(loss_fn).to(dtype)
+        with _as_compared(self.seed, self.step, dtype):
+            return loss_in(low_dtype, LossModule(model, loss_fn, batch), batch)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            n: p.grad if p.grad is not None else torch.zeros_like(p)
+            for n, p in self.model.named_parameters()
+            if p.requires_grad
+        }
+
+    def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
+        """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
+        exact = _copied(self.model).double()
+        for name, buffer in exact.named_buffers():  # as the step found them, since a forward may read what it counts
+            buffer.copy_(self.found[name])
+        exact.zero_grad()
+        torch.autograd.backward(self._loss(exact, batch, torch.float64))
+        truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
+        nothing = VANISHING * max(float(gradient.abs().max()) for gradient in truth.values())
+        found = {}
+        for name, gradient in self.gradients().items():
+            right = truth.get(name, torch.zeros_like(gradient, dtype=torch.float64))
+            right = torch.where(right.abs() > nothing, right, 0.0)
+            mask = (gradient.double() - right).abs() > NO_DIGIT * right.abs()
+            difference, size = float((gradient - right).norm()), float(right.norm())
+            found[name] = (difference / size if size else float(difference > 0), mask)
+        return found
+
+    def update(self) -> None:
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.step += 1
