@@ -98,6 +98,14 @@ Timeline = Annotated[
     str | None,
     typer.Option(help="write the simulated step to this file, for Perfetto or chrome://tracing", metavar="FILE"),
 ]
+Page = Annotated[
+    str | None,
+    typer.Option("--html", help="write the report as a page with drawings to this file; no network", metavar="FILE"),
+]
+Log = Annotated[
+    str | None,
+    typer.Option("--log", help="with --html: a run's metrics.jsonl, to be shown beside the prediction", metavar="FILE"),
+]
 Force = Annotated[
     bool, typer.Option("--force", help="write over files that autopar did not write, or that were edited since")
 ]

@@ -16,9 +16,11 @@ from autopar.cli.options import (
     Fp8,
     GivenCluster,
     GivenModel,
+    Log,
     Memory,
     Model,
     Options,
+    Page,
     Processes,
     Seq,
     Settings,
@@ -33,12 +35,14 @@ from autopar.cli.options import (
     require_outputs,
 )
 from autopar.compiled import CompiledProgram
+from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
 from autopar.explain.compare import comparison_panels
 from autopar.explain.questions import explain as ask
 from autopar.explain.render import explanation_panels
 from autopar.files.outputs import write_output
 from autopar.integrations.job import parse_settings
+from autopar.page.run_log import read_log
 from autopar.plan import Plan
 from autopar.report import report_panels
 from autopar.report.summary import plan_summary
@@ -59,10 +63,11 @@ def plan(
         str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
     ] = None,
     timeline: Timeline = None,
+    html: Page = None,
     force: Force = False,
 ) -> None:
     """Choose the fastest plan that fits, and report what it does."""
-    require_outputs(code, [out, timeline], force)
+    require_outputs(code, [out, timeline, html], force)
     spec = read_cluster(cluster, flags.processes)
     job = read_job(model, spec.num_devices, flags, meta=code is None)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
@@ -72,6 +77,7 @@ def plan(
     if code:
         print(f"program written to {compiled.save(code)}")
     _write_timeline(compiled, timeline, force)
+    _write_page(compiled, html, None, force)
 
 
 def report(
@@ -80,12 +86,16 @@ def report(
     model: GivenModel = None,
     cluster: GivenCluster = None,
     timeline: Timeline = None,
+    html: Page = None,
+    log: Log = None,
     force: Force = False,
 ) -> None:
     """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
-    require_outputs(None, [timeline], force)
+    require_outputs(None, [timeline, html], force)
     flags.plan_options()  # what is wrong in a flag is said also where the flag changes nothing
-    if is_plan_file(source) and model is None and timeline is None:
+    if log is not None:
+        _require_log(log, html)
+    if is_plan_file(source) and model is None and timeline is None and html is None:
         for panel in plan_summary(Plan.from_file(source)):
             console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
@@ -93,6 +103,7 @@ def report(
     compiled = program_of_source(source, model, cluster, flags)
     _print_report(compiled)
     _write_timeline(compiled, timeline, force)
+    _write_page(compiled, html, log, force)
 
 
 def simulate(
@@ -187,8 +198,21 @@ def compare(
 
 
 def _print_report(compiled: CompiledProgram) -> None:
-    for panel in report_panels(compiled):
-        console().print(panel)
+    screen = console()
+    for panel in report_panels(compiled, screen.width):
+        screen.print(panel)
+
+
+def _require_log(log: str, html: str | None) -> None:
+    """Raises ConstraintError for a log without a page, and OutputError for what is no log, before anything is done."""
+    if html is None:
+        raise ConstraintError("a log is shown on the page", values=f"--log {log}", alternatives="--html FILE beside it")
+    read_log(log)
+
+
+def _write_page(compiled: CompiledProgram, path: str | None, log: str | None, force: bool) -> None:
+    if path is not None:
+        print(f"page written to {compiled.report_html(path, log=log, force=force)}")
 
 
 def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:
