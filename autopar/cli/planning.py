@@ -16,6 +16,7 @@ from autopar.cli.options import (
     Fp8,
     GivenCluster,
     GivenModel,
+    Json,
     Log,
     Memory,
     Model,
@@ -34,6 +35,7 @@ from autopar.cli.options import (
     read_job,
     require_outputs,
 )
+from autopar.cli.output import print_json, working
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
@@ -45,6 +47,8 @@ from autopar.integrations.job import parse_settings
 from autopar.page.run_log import read_log
 from autopar.plan import Plan
 from autopar.report import report_panels
+from autopar.report.facts import facts_of
+from autopar.report.json_facts import facts_json, plan_json, record_json
 from autopar.report.summary import plan_summary
 from autopar.report.timeline import write_timeline
 from autopar.simulate import predict
@@ -64,6 +68,7 @@ def plan(
     ] = None,
     timeline: Timeline = None,
     html: Page = None,
+    as_json: Json = False,
     force: Force = False,
 ) -> None:
     """Choose the fastest plan that fits, and report what it does."""
@@ -71,7 +76,7 @@ def plan(
     spec = read_cluster(cluster, flags.processes)
     job = read_job(model, spec.num_devices, flags, meta=code is None)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
-    _print_report(compiled)
+    _print_report(compiled, as_json)
     if out:
         print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
     if code:
@@ -88,6 +93,7 @@ def report(
     timeline: Timeline = None,
     html: Page = None,
     log: Log = None,
+    as_json: Json = False,
     force: Force = False,
 ) -> None:
     """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
@@ -96,12 +102,16 @@ def report(
     if log is not None:
         _require_log(log, html)
     if is_plan_file(source) and model is None and timeline is None and html is None:
-        for panel in plan_summary(Plan.from_file(source)):
+        given = Plan.from_file(source)
+        if as_json:
+            print_json(plan_json(given))
+            return
+        for panel in plan_summary(given):
             console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
     compiled = program_of_source(source, model, cluster, flags)
-    _print_report(compiled)
+    _print_report(compiled, as_json)
     _write_timeline(compiled, timeline, force)
     _write_page(compiled, html, log, force)
 
@@ -166,13 +176,19 @@ def explain(
     cluster: GivenCluster = None,
     timeline: Timeline = None,
     seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
+    as_json: Json = False,
     force: Force = False,
 ) -> None:
     """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
     require_outputs(None, [timeline], force)
     compiled = program_of_source(source, model, cluster, flags)
-    for panel in explanation_panels(ask(compiled, seconds=seconds)):
-        console().print(panel)
+    with working("planning again, to see what binds"):
+        found = ask(compiled, seconds=seconds)
+    if as_json:
+        print_json(record_json("explanation", found))
+    else:
+        for panel in explanation_panels(found):
+            console().print(panel)
     _write_timeline(compiled, timeline, force)
 
 
@@ -186,6 +202,7 @@ def compare(
     processes: Processes = None,
     seq: Seq = None,
     option: Options = None,
+    as_json: Json = False,
 ) -> None:
     """Two plans side by side: decisions, stages, placements, time and memory."""
     plans = [Plan.from_file(path) for path in (first, second)]
@@ -193,11 +210,18 @@ def compare(
         flags = Flags(processes=processes, seq=seq, option=option)
         programs = (program_of_source(path, model, cluster, flags) for path in (first, second))
         plans = [program.plan for program in programs]
-    for panel in comparison_panels(compare_plans(*plans), (first, second)):
+    found = compare_plans(*plans)
+    if as_json:
+        print_json(record_json("comparison", found))
+        return
+    for panel in comparison_panels(found, (first, second)):
         console().print(panel)
 
 
-def _print_report(compiled: CompiledProgram) -> None:
+def _print_report(compiled: CompiledProgram, as_json: bool) -> None:
+    if as_json:
+        print_json(facts_json(facts_of(compiled)))
+        return
     screen = console()
     for panel in report_panels(compiled, screen.width):
         screen.print(panel)
@@ -212,7 +236,9 @@ def _require_log(log: str, html: str | None) -> None:
 
 def _write_page(compiled: CompiledProgram, path: str | None, log: str | None, force: bool) -> None:
     if path is not None:
-        print(f"page written to {compiled.report_html(path, log=log, force=force)}")
+        with working("pricing what-ifs and leaner plans"):
+            written = compiled.report_html(path, log=log, force=force)
+        print(f"page written to {written}")
 
 
 def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:

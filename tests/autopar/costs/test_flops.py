@@ -46,7 +46,9 @@ def test_six_per_weight_and_token() -> None:
     sizes = {"layers": 3, "width": 64, "num_heads": 4, "seq_len": 16, "batch_size": 4, "vocab_size": 128}
     loaded = load_model("examples.models:gpt2", meta=True, **sizes)
     program = autopar.compile(loaded.model, "2 cpu", example_inputs=loaded.inputs, loss_fn=loaded.loss_fn)
-    matrices = sum(p.numel() for n, p in loaded.model.named_parameters() if p.ndim == 2 and "wte" not in n and "wpe" not in n)
+    matrices = sum(
+        p.numel() for n, p in loaded.model.named_parameters() if p.ndim == 2 and "wte" not in n and "wpe" not in n
+    )
     matrices += 128 * 64  # the LM head, which shares the table of embeddings
     own = figures_of(program)
     assert own.tokens == 4 * 16

@@ -1,4 +1,4 @@
-"""The page in a real browser without a screen: nothing overflows, nothing fails, and text can be read in both themes."""
+"""The page in a real browser without a screen: nothing overflows, nothing fails, text can be read in both themes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ function beyond() {  // what sticks out at the right, but for what scrolls by it
 }
 const results = {
   width: innerWidth, scrolls: document.documentElement.scrollWidth, beyond: beyond(), unreadable: unreadable(),
-  paper: rgb(getComputedStyle(document.body).backgroundColor), requests: performance.getEntriesByType("resource").length,
+  paper: rgb(getComputedStyle(document.body).backgroundColor),
+  requests: performance.getEntriesByType("resource").length,
 };
 const theme = document.getElementById("theme");
 const paper = () => rgb(getComputedStyle(document.body).backgroundColor)[0];
