@@ -12,6 +12,7 @@ import torch.distributed as dist
 from autopar.explain import explain, render_explanation
 from autopar.frontend.inputs import name_inputs
 from autopar.launch import launch_program
+from autopar.page import write_page
 from autopar.program import GeneratedProgram
 from autopar.report import render_report
 from autopar.running.batch import local_batch
@@ -24,6 +25,7 @@ class CompiledProgram(GeneratedProgram):
     """A generated program; its methods are the functions of other modules that take one."""
 
     report = render_report
+    report_html = write_page
     save = save_program
     build = build_step
     load_package = load_package

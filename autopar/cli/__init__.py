@@ -1,15 +1,19 @@
 """The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
-verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70.
+verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70. docs/cli.md
+has all of them.
 """
 
 from __future__ import annotations
 
+import platform
 import signal
 import sys
+from importlib import metadata
 from typing import Annotated
 
+import torch
 import typer
 
 from autopar.cli import planning as cli_planning
@@ -18,7 +22,6 @@ from autopar.cli.options import as_command, shows_traceback
 from autopar.running.supervise import exit_on
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -32,9 +35,18 @@ def main() -> None:
     app([*asked, *(word for word in words if word != "--traceback")])
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"autopar {metadata.version('autopar')} (torch {torch.__version__}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
 @app.callback()
 def everywhere(
     traceback: Annotated[bool, typer.Option("--traceback", help="show where an error was raised")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version, and end", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     """From a single-GPU PyTorch model to a distributed training program."""
     shows_traceback.set(traceback)

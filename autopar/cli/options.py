@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from autopar.cli.output import words_to, working
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
@@ -98,6 +99,18 @@ Timeline = Annotated[
     str | None,
     typer.Option(help="write the simulated step to this file, for Perfetto or chrome://tracing", metavar="FILE"),
 ]
+Page = Annotated[
+    str | None,
+    typer.Option("--html", help="write the report as a page with drawings to this file; no network", metavar="FILE"),
+]
+Log = Annotated[
+    str | None,
+    typer.Option("--log", help="with --html: a run's metrics.jsonl, to be shown beside the prediction", metavar="FILE"),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="print one JSON object (docs/cli.md) instead; words go to standard error")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors, and JSON that is asked for")]
 Force = Annotated[
     bool, typer.Option("--force", help="write over files that autopar did not write, or that were edited since")
 ]
@@ -134,7 +147,8 @@ class Flags:
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """What typer is given for a command: its `flags` as one option each, its errors in words with their exit code."""
+    """What typer is given for a command: its `flags` as one option each, `--quiet`, its errors in words with their exit
+    code."""
     signature = inspect.signature(function, eval_str=True)
     parts = {field.name: field for field in dataclasses.fields(Flags)}
     hints = get_type_hints(Flags, include_extras=True)
@@ -147,14 +161,16 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             ]
         else:
             taken.append(parameter)
+    taken.append(inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet))
 
     @functools.wraps(function)
     def called(**given: Any) -> None:
         if "flags" in signature.parameters:
             given["flags"] = Flags(**{name: given.pop(name) for name in parts})
         try:
-            function(**given)
-            sys.stdout.flush()
+            with words_to(given.pop("quiet"), given.get("as_json", False)):
+                function(**given)
+                sys.stdout.flush()
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
@@ -226,7 +242,8 @@ def compile_job(
 ) -> CompiledProgram:
     """autopar.compile of a job. options: fields of PlanOptions by name."""
     asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, optimizer=optimizer, **options)
-    return compile_with(job.model, cluster, asked)
+    with working(f"planning for {cluster}"):
+        return compile_with(job.model, cluster, asked)
 
 
 def program_of_source(source: str, model: str | None, cluster: str | None, flags: Flags) -> CompiledProgram:

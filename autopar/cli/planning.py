@@ -16,9 +16,12 @@ from autopar.cli.options import (
     Fp8,
     GivenCluster,
     GivenModel,
+    Json,
+    Log,
     Memory,
     Model,
     Options,
+    Page,
     Processes,
     Seq,
     Settings,
@@ -32,15 +35,20 @@ from autopar.cli.options import (
     read_job,
     require_outputs,
 )
+from autopar.cli.output import print_json, working
 from autopar.compiled import CompiledProgram
+from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
 from autopar.explain.compare import comparison_panels
 from autopar.explain.questions import explain as ask
 from autopar.explain.render import explanation_panels
 from autopar.files.outputs import write_output
 from autopar.integrations.job import parse_settings
+from autopar.page.run_log import read_log
 from autopar.plan import Plan
 from autopar.report import report_panels
+from autopar.report.facts import facts_of
+from autopar.report.json_facts import facts_json, plan_json, record_json
 from autopar.report.summary import plan_summary
 from autopar.report.timeline import write_timeline
 from autopar.simulate import predict
@@ -59,19 +67,22 @@ def plan(
         str | None, typer.Option(help="write the generated program to this folder", metavar="FOLDER")
     ] = None,
     timeline: Timeline = None,
+    html: Page = None,
+    as_json: Json = False,
     force: Force = False,
 ) -> None:
     """Choose the fastest plan that fits, and report what it does."""
-    require_outputs(code, [out, timeline], force)
+    require_outputs(code, [out, timeline, html], force)
     spec = read_cluster(cluster, flags.processes)
     job = read_job(model, spec.num_devices, flags, meta=code is None)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
-    _print_report(compiled)
+    _print_report(compiled, as_json)
     if out:
         print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
     if code:
         print(f"program written to {compiled.save(code)}")
     _write_timeline(compiled, timeline, force)
+    _write_page(compiled, html, None, force)
 
 
 def report(
@@ -80,19 +91,29 @@ def report(
     model: GivenModel = None,
     cluster: GivenCluster = None,
     timeline: Timeline = None,
+    html: Page = None,
+    log: Log = None,
+    as_json: Json = False,
     force: Force = False,
 ) -> None:
     """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
-    require_outputs(None, [timeline], force)
+    require_outputs(None, [timeline, html], force)
     flags.plan_options()  # what is wrong in a flag is said also where the flag changes nothing
-    if is_plan_file(source) and model is None and timeline is None:
-        for panel in plan_summary(Plan.from_file(source)):
+    if log is not None:
+        _require_log(log, html)
+    if is_plan_file(source) and model is None and timeline is None and html is None:
+        given = Plan.from_file(source)
+        if as_json:
+            print_json(plan_json(given))
+            return
+        for panel in plan_summary(given):
             console().print(panel)
         print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
     compiled = program_of_source(source, model, cluster, flags)
-    _print_report(compiled)
+    _print_report(compiled, as_json)
     _write_timeline(compiled, timeline, force)
+    _write_page(compiled, html, log, force)
 
 
 def simulate(
@@ -155,13 +176,19 @@ def explain(
     cluster: GivenCluster = None,
     timeline: Timeline = None,
     seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
+    as_json: Json = False,
     force: Force = False,
 ) -> None:
     """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
     require_outputs(None, [timeline], force)
     compiled = program_of_source(source, model, cluster, flags)
-    for panel in explanation_panels(ask(compiled, seconds=seconds)):
-        console().print(panel)
+    with working("planning again, to see what binds"):
+        found = ask(compiled, seconds=seconds)
+    if as_json:
+        print_json(record_json("explanation", found))
+    else:
+        for panel in explanation_panels(found):
+            console().print(panel)
     _write_timeline(compiled, timeline, force)
 
 
@@ -175,6 +202,7 @@ def compare(
     processes: Processes = None,
     seq: Seq = None,
     option: Options = None,
+    as_json: Json = False,
 ) -> None:
     """Two plans side by side: decisions, stages, placements, time and memory."""
     plans = [Plan.from_file(path) for path in (first, second)]
@@ -182,13 +210,35 @@ def compare(
         flags = Flags(processes=processes, seq=seq, option=option)
         programs = (program_of_source(path, model, cluster, flags) for path in (first, second))
         plans = [program.plan for program in programs]
-    for panel in comparison_panels(compare_plans(*plans), (first, second)):
+    found = compare_plans(*plans)
+    if as_json:
+        print_json(record_json("comparison", found))
+        return
+    for panel in comparison_panels(found, (first, second)):
         console().print(panel)
 
 
-def _print_report(compiled: CompiledProgram) -> None:
-    for panel in report_panels(compiled):
-        console().print(panel)
+def _print_report(compiled: CompiledProgram, as_json: bool) -> None:
+    if as_json:
+        print_json(facts_json(facts_of(compiled)))
+        return
+    screen = console()
+    for panel in report_panels(compiled, screen.width):
+        screen.print(panel)
+
+
+def _require_log(log: str, html: str | None) -> None:
+    """Raises ConstraintError for a log without a page, and OutputError for what is no log, before anything is done."""
+    if html is None:
+        raise ConstraintError("a log is shown on the page", values=f"--log {log}", alternatives="--html FILE beside it")
+    read_log(log)
+
+
+def _write_page(compiled: CompiledProgram, path: str | None, log: str | None, force: bool) -> None:
+    if path is not None:
+        with working("pricing what-ifs and leaner plans"):
+            written = compiled.report_html(path, log=log, force=force)
+        print(f"page written to {written}")
 
 
 def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:

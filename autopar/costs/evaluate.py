@@ -7,7 +7,8 @@ counted in stored_costs.py.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
@@ -25,6 +26,7 @@ from autopar.ir.placement import Placements
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import Scope, scopes_of
 from autopar.options.strategies import Operator
+from codegen.program import ModuleClass, Statement
 
 
 def layer_costs(
@@ -62,6 +64,26 @@ def layer_seconds(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class StatementCost:
+    """A statement of a program with its seconds on one rank per micro-batch. hidden: of a sum in backward that runs
+    beside weight gradients, which `backward` does not have."""
+
+    statement: Statement
+    forward: float
+    backward: float
+    hidden: float
+
+
+def statement_costs(
+    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
+) -> dict[str, tuple[StatementCost, ...]]:
+    """By scope, what every statement takes of the seconds that `layer_costs` adds up."""
+    made = emitted(graph, operators, pricer, assignment, {})
+    evaluation = _Evaluation(made, graph, operators, pricer, assignment)
+    return {scope.name: tuple(evaluation.statements(scope)) for scope in scopes_of(graph)}
+
+
 class _Evaluation:
     """One walk over a program. graph: of any number of rows, with the calls that the program was made of."""
 
@@ -95,13 +117,26 @@ class _Evaluation:
         """What happens in the units of a scope. anew: with the calls of this graph, of which bytes need the sizes."""
         key = scope.name, self.pricer.mesh
         if anew or key not in self.made.units:
-            fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
-            own = self.operators, self.assignment, fusions, segments(self.graph)
-            before = () if scope.layer else self.made.program.whole_sums
-            cls = dict(classes(self.made.program))[scope.name]
-            self.made.units[key] = Reader(scope, self.pricer.mesh, *own).units(cls, before)
+            self.made.units[key] = self._reader(scope).units(*self._body(scope))
         found: Mapping[str, Unit] = self.made.units[key]
         return found
+
+    def _reader(self, scope: Scope) -> Reader:
+        fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
+        own = self.operators, self.assignment, fusions, segments(self.graph)
+        return Reader(scope, self.pricer.mesh, *own)
+
+    def _body(self, scope: Scope) -> tuple[ModuleClass, tuple[Statement, ...]]:
+        """A scope's class, and the statements that run ahead of its body."""
+        before = () if scope.layer else self.made.program.whole_sums
+        return dict(classes(self.made.program))[scope.name], before
+
+    def statements(self, scope: Scope) -> Iterator[StatementCost]:
+        """Every statement of a scope with its own seconds."""
+        for statement, unit in self._reader(scope).each(*self._body(scope)):
+            cost = LayerCost()
+            self._seconds(scope, unit, cost)
+            yield StatementCost(statement, cost.forward_seconds, cost.backward_seconds, cost.overlapped_seconds)
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 

@@ -113,11 +113,7 @@ class Reader:
         """The units of the class by name. before: statements that run ahead of its body."""
         body = (*before, *cls.body)
         flow = Flow.of(body, cls.outputs)
-        overlapped = {
-            flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
-            for index, call in enumerate(body)
-            if isinstance(call, Call) and call.target in OVERLAPPED
-        }
+        overlapped = _overlapped(body, flow)
         found: dict[str, Unit] = {}
         homes = self._homes(body)
         previous: tuple[str, int] = "", -1
@@ -131,6 +127,18 @@ class Reader:
                 previous = statement.result.name, index
         self._end(found, body, homes, cls.outputs, flow)
         return found
+
+    def each(self, cls: ModuleClass, before: tuple[Statement, ...] = ()) -> Iterator[tuple[Statement, Unit]]:
+        """Every statement of the class with what happens in it alone: steps of one reshard are several events here."""
+        body = (*before, *cls.body)
+        overlapped = _overlapped(body, Flow.of(body, cls.outputs))
+        for index, statement in enumerate(body):
+            unit = Unit()
+            if isinstance(statement, Call):
+                self._call(statement, unit)
+            elif isinstance(statement, Reshard):
+                self._reshard(statement, unit, False, overlapped.get(index, ()))
+            yield statement, unit
 
     def _homes(self, body: tuple[Statement, ...]) -> list[str]:
         """The unit of every statement: that of its calls, else of the next ones before a layer, else of the last."""
@@ -248,6 +256,15 @@ class Reader:
         """The graph's tensor that a variable holds, or that it stands for; None for counts and the like."""
         name, index = variable.type.tensor
         return (Ref(name, index), placements_of(variable.type, self.mesh)) if name else self.stand_in.get(variable.name)
+
+
+def _overlapped(body: tuple[Statement, ...], flow: Flow) -> dict[int, tuple[str, ...]]:
+    """Number of a reshard -> the linear layers beside whose weight gradients the sum of its backward runs."""
+    return {
+        flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
+        for index, call in enumerate(body)
+        if isinstance(call, Call) and call.target in OVERLAPPED
+    }
 
 
 def _is_loop(statement: Statement) -> bool:

@@ -1,7 +1,8 @@
 """Files that commands write: looked at before any work is done, written whole or not at all, never over a stranger's.
 
-A file of ours says so, with a checksum of its text: in its last line where `#` begins a comment, in "otherData" of a
-trace. What a person has edited, or another program wrote, has no such line or another sum, and is not overwritten.
+A file of ours says so, with a checksum of its text: in its last line, as a comment of YAML, TOML or HTML; in
+"otherData" of a trace. What a person has edited, or another program wrote, has no such line or another sum, and is not
+overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from autopar.errors import OutputError
 
-_LINE = re.compile(r"# written by autopar, sha256 of the above: ([0-9a-f]{64})\n?\Z")
+_LINE = re.compile(r"(?:#|<!--) written by autopar, sha256 of the above: ([0-9a-f]{64})(?: -->)?\n?\Z")
 _OTHER_DATA = re.compile(r'\A\{"otherData": \{"written by autopar, sha256": "([0-9a-f]{64})"\}, ')
 
 
@@ -54,7 +55,7 @@ def require_folder(folder: Path) -> None:
 def write_output(path: str | Path, text: str, force: bool = False) -> Path:
     """Write marked text, all of it or nothing; returns the path. Raises OutputError. Folders on the way are made.
 
-    text: of a format with `#` comments, or of a JSON object.
+    text: of a format with `#` comments, an HTML page, or a JSON object.
     """
     path = Path(path)
     require_writable(path, force)
@@ -84,6 +85,8 @@ def _marked(text: str) -> str:
     if text.startswith("{"):
         return f'{{"otherData": {{"written by autopar, sha256": "{_digest(text)}"}}, {text[1:]}'
     text = text if text.endswith("\n") else text + "\n"
+    if text.startswith("<"):
+        return f"{text}<!-- written by autopar, sha256 of the above: {_digest(text)} -->\n"
     return f"{text}# written by autopar, sha256 of the above: {_digest(text)}\n"
 
 

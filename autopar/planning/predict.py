@@ -40,14 +40,21 @@ def simulate_plan(request: Request, candidate: Candidate) -> Simulated:
     plan, graph, operators = candidate.plan, candidate.graph, candidate.operators
     chains: dict[StageMesh, ChainCosts] = {}
     for stage_mesh in dict.fromkeys(plan.stage_meshes):
-        group, mesh = request.of_group(stage_mesh.group), stage_mesh.mesh.compact
-        pricer = pricer_for(group, mesh, plan.num_micro_batches, plan.pipeline.offload, graph.has_first_pass)
-        assignment = on_axes(candidate.assignment, plan.mesh.axes, mesh.axes)
+        pricer, assignment = priced_decisions(request, candidate, stage_mesh)
         chains[stage_mesh] = _chain_costs(graph, operators, pricer, assignment, stage_mesh.group)
     capacities = [float(request.capacity_bytes(stage_mesh.group)) for stage_mesh in plan.stage_meshes]
     return pipeline_costs(
         [chains[stage_mesh] for stage_mesh in plan.stage_meshes], plan.pipeline, request.whole
     ).simulated(capacities)
+
+
+def priced_decisions(request: Request, candidate: Candidate, stage_mesh: StageMesh) -> tuple[Pricer, Assignment]:
+    """The prices on the mesh of a pipeline rank, and the plan's decisions on its axes."""
+    plan = candidate.plan
+    group, mesh = request.of_group(stage_mesh.group), stage_mesh.mesh.compact
+    has_first_pass = candidate.graph.has_first_pass
+    pricer = pricer_for(group, mesh, plan.num_micro_batches, plan.pipeline.offload, has_first_pass)
+    return pricer, on_axes(candidate.assignment, plan.mesh.axes, mesh.axes)
 
 
 def _chain_costs(

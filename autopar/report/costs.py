@@ -46,23 +46,43 @@ def kind_words(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """A plan that lost: what it is, its time in words, and why it lost."""
+    """A plan that lost: what it is, what it would cost, and why it lost.
+
+    seconds: of its step; is_bound: it takes at least so many; None for what does not fit. peak_bytes: None where only
+    a bound is known.
+    """
 
     plan: str
-    seconds: str
+    seconds: float | None
     why: str
+    peak_bytes: float | None = None
+    is_bound: bool = False
+
+    @property
+    def seconds_text(self) -> str:
+        """Its seconds in words: `1.2 s`, `> 1.2 s`, `-`."""
+        if self.seconds is None:
+            return "-"
+        return f"{'> ' if self.is_bound else ''}{seconds_text(self.seconds)}"
 
 
 def runner_ups(result: SearchResult) -> list[RunnerUp]:
     """Slower plans, meshes whose lower bound was already too slow, and what did not fit."""
     best = result.best.plan
     rows = [
-        RunnerUp(plan_words(c.plan), seconds_text(c.plan.prediction.step_seconds), why_slower(c.plan, best))
+        RunnerUp(
+            plan=plan_words(c.plan),
+            seconds=c.plan.prediction.step_seconds,
+            why=why_slower(c.plan, best),
+            peak_bytes=c.plan.prediction.peak_bytes,
+        )
         for c in result.candidates[1:]
     ]
     for bound, layout in result.skipped:
-        rows.append(RunnerUp(layout, f"> {seconds_text(bound)}", "even with memory to spare it would be slower"))
-    return rows + [RunnerUp(text, "-", "does not fit the memory of one rank") for text in result.infeasible]
+        why = "even with memory to spare it would be slower"
+        rows.append(RunnerUp(plan=layout, seconds=bound, why=why, is_bound=True))
+    lost = "does not fit the memory of one rank"
+    return rows + [RunnerUp(plan=text, seconds=None, why=lost) for text in result.infeasible]
 
 
 def why_slower(plan: Plan, best: Plan) -> str:

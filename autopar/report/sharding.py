@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,26 +18,27 @@ SHOWN_MODULES = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: which parameters or modules, and how they lie."""
+    """One line: which parameters or modules, and how they lie, as one text and axis by axis."""
 
     what: str
     how: str
+    parts: tuple[str, ...] = ()
 
 
 def parameter_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: DimNames) -> list[Row]:
     """The scope's trained parameters, those stored alike in one part of the model together, in the model's order."""
-    words: dict[str, str] = {}
+    words: dict[str, tuple[str, ...]] = {}
     for (owner, name), stored in assignment.parameters.items():
         if owner == scope.name and scope.metas[Ref(name)].requires_grad:
-            words[name] = stored_words(scope, name, stored, mesh, names)
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, text in words.items():
+            words[name] = _stored_parts(scope, name, stored, mesh, names)
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, parts in words.items():
         parent = name.rpartition(".")[0].rpartition(".")[0]
-        groups.setdefault((parent, text), []).append(name)
-    return [Row(_joined(members, words), text) for (_, text), members in groups.items()]
+        groups.setdefault((parent, parts), []).append(name)
+    return [Row(_joined(members, words), _stored_text(parts), parts) for (_, parts), members in groups.items()]
 
 
-def _joined(members: list[str], words: dict[str, str]) -> str:
+def _joined(members: list[str], words: Mapping[str, object]) -> str:
     """`self_attn.q_proj, k_proj`; a parameter's own name only where its module's parameters are stored differently."""
     items: list[str] = []
     for name in members:
@@ -54,6 +55,14 @@ def _joined(members: list[str], words: dict[str, str]) -> str:
 
 def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: DimNames) -> str:
     """How one parameter is stored on every axis of the mesh."""
+    return _stored_text(_stored_parts(scope, name, stored, mesh, names))
+
+
+def _stored_text(parts: tuple[str, ...]) -> str:
+    return "; ".join(parts) or "whole"
+
+
+def _stored_parts(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: DimNames) -> tuple[str, ...]:
     meta = scope.metas[Ref(name)]
     parts = []
     for axis, placement in sorted(
@@ -67,7 +76,7 @@ def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: Dim
             parts.append(zero_words(stored.zero, axis, bool(scope.layer)))
         else:
             parts.append(f"copied over {axis}" + (", gradients summed" if placement.kind == "Rp" else ""))
-    return "; ".join(parts) or "whole"
+    return tuple(parts)
 
 
 def zero_words(stage: int, axis: str, is_layer: bool) -> str:
@@ -83,12 +92,12 @@ def activation_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: Dim
     rows = []
     for name, _ in scope.layer.inputs if scope.layer else ():
         if scope.metas[Ref(name)].requires_grad:
-            how = activation_words(scope, Ref(name), assignment.tensors[scope.name, Ref(name)], mesh, names)
-            rows.append(Row("(enters)", how))
+            parts = _activation_parts(scope, Ref(name), assignment.tensors[scope.name, Ref(name)], mesh, names)
+            rows.append(Row("(enters)", _activation_text(parts), parts))
     phases = [(_words(scope, node, assignment, mesh, names), node) for node in _matter(scope)]
-    for how, group in groupby(phases, key=lambda pair: pair[0]):
+    for parts, group in groupby(phases, key=lambda pair: pair[0]):
         modules = list(dict.fromkeys(relative(scope, node.module) for _, node in group))
-        rows.append(Row(_modules_text(modules), how))
+        rows.append(Row(_modules_text(modules), _activation_text(parts), parts))
     return rows
 
 
@@ -97,12 +106,17 @@ def _matter(scope: Scope) -> Iterator[Node]:
     return (n for n in scope.nodes if n.outputs and n.outputs[0].requires_grad and n.outputs[0].shape)
 
 
-def _words(scope: Scope, node: Node, assignment: Assignment, mesh: Mesh, names: DimNames) -> str:
-    return activation_words(scope, Ref(node.name), assignment.operators[scope.name, node.name].outputs[0], mesh, names)
+def _words(scope: Scope, node: Node, assignment: Assignment, mesh: Mesh, names: DimNames) -> tuple[str, ...]:
+    placements = assignment.operators[scope.name, node.name].outputs[0]
+    return _activation_parts(scope, Ref(node.name), placements, mesh, names)
 
 
-def activation_words(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh, names: DimNames) -> str:
-    """How an activation lies, in words: `batch over dp, sequence over tp`."""
+def _activation_text(parts: tuple[str, ...]) -> str:
+    return ", ".join(parts) or "whole"
+
+
+def _activation_parts(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh, names: DimNames) -> tuple[str, ...]:
+    """How an activation lies, axis by axis: `batch over dp`, `sequence over tp`."""
     num_dims = len(scope.metas[ref].shape)
     parts = []
     for axis, placement in zip(mesh.axes, placements, strict=True):
@@ -110,7 +124,7 @@ def activation_words(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh,
             parts.append(f"{names.of(scope.name, ref, placement, num_dims)} over {axis}")
         else:
             parts.append(f"partial sums over {axis}" if placement.kind == "P" else f"same on all of {axis}")
-    return ", ".join(parts) or "whole"
+    return tuple(parts)
 
 
 def relative(scope: Scope, path: str) -> str:

@@ -14,7 +14,7 @@ from autopar.report.plan_words import recompute_words
 
 PICTURE_PIPELINE_RANKS = 8
 PICTURE_MICRO_BATCHES = 10
-PICTURE_WIDTH = 96
+PICTURE_WIDTH = 66
 
 
 @dataclass(frozen=True, slots=True)

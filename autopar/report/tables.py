@@ -5,33 +5,49 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 WIDTH = 110
-"""Columns of what is printed, unless a terminal is narrower."""
+"""Columns of what is printed, unless a terminal is narrower. Everything can be read at 80."""
+
+BAR_WIDTH = 16
 
 
 def table_of(title: str, *columns: tuple[str, int] | tuple[str, int, str]) -> Table:
-    """columns: (header, width, "right" for numbers); width 0 takes what is left."""
+    """columns: (header, width, "right" for numbers); width 0 takes what is left, -n a share n of it."""
     table = Table(
         title=title or None,
         title_justify="left",
         title_style="bold",
-        box=box.SIMPLE_HEAD,
+        box=None,
+        header_style="dim",
+        show_header=any(header for header, *_ in columns),
         expand=True,
+        pad_edge=False,
         padding=(0, 1, 0, 0),
     )
     for header, width, *justify in columns:
         table.add_column(
             header,
-            width=width or None,
-            ratio=None if width else 1,
+            width=width if width > 0 else None,
+            ratio=None if width > 0 else -width or 1,
             justify="right" if justify else "left",
             overflow="fold",
         )
     return table
+
+
+def bar(part: float, whole: float) -> str:
+    """A share as a bar of BAR_WIDTH characters."""
+    filled = round(BAR_WIDTH * min(part / whole, 1.0)) if whole else 0
+    return "█" * filled + "·" * (BAR_WIDTH - filled)
+
+
+def percent(part: float, whole: float) -> str:
+    """A share in per cent: `0.4%`, `12%`."""
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.1f}%" if share < 9.95 else f"{share:.0f}%"
 
 
 def plain_text(panels: Iterable[RenderableType], width: int) -> str:

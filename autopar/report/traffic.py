@@ -24,31 +24,33 @@ from codegen.program import Call, ModuleClass, Reshard, TensorType
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """words: what happens. traffic: bytes forward and collective backward, of one. count: per optimiser step."""
+    """words: what happens. traffic: bytes forward and collective backward, of one, in words. count: per optimiser step.
+    num_bytes: of one, which one rank gathers, reduces or exchanges."""
 
     words: str
     traffic: str
     count: int
+    num_bytes: float
 
 
 def reshard_rows(scope: Scope, module: ModuleClass, names: DimNames, num_micro_batches: int) -> list[Transfer]:
     """The class' reshards in the order of execution, equal ones once with their number."""
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str, float], int] = {}
     for index, reshard in enumerate(module.body):
         if isinstance(reshard, Reshard):
             following = next((s for s in module.body[index + 1 :] if not isinstance(s, Reshard)), None)
-            words = _reshard_words(scope, reshard, names)
+            words = reshard_words(scope, reshard, names)
             if isinstance(following, Call) and following.section:
                 words += f", for {relative(scope, following.section)}"
-            row = words, _moved(reshard)
+            row = words, _moved(reshard), reshard.num_bytes
             found[row] = found.get(row, 0) + 1
     times = scope.count * num_micro_batches
-    return [Transfer(text, traffic, number * times) for (text, traffic), number in found.items()]
+    return [Transfer(text, traffic, number * times, size) for (text, traffic, size), number in found.items()]
 
 
-def _reshard_words(scope: Scope, reshard: Reshard, names: DimNames) -> str:
+def reshard_words(scope: Scope, reshard: Reshard, names: DimNames) -> str:
     axis, what = reshard.axis, reshard.source.name.removeprefix("self.")
-    before, after = (_dim_word(scope, variable.type, axis, names) for variable in (reshard.source, reshard.result))
+    before, after = (dim_word(scope, variable.type, axis, names) for variable in (reshard.source, reshard.result))
     return {
         "all_gather": f"{what}: gather {before} over {axis}",
         "reduce_scatter": f"{what}: sum over {axis}, each keeps its part of {after}",
@@ -61,7 +63,7 @@ def _reshard_words(scope: Scope, reshard: Reshard, names: DimNames) -> str:
     }.get(reshard.method, f"{what}: {reshard.method} over {axis}")
 
 
-def _dim_word(scope: Scope, held: TensorType, axis: str, names: DimNames) -> str:
+def dim_word(scope: Scope, held: TensorType, axis: str, names: DimNames) -> str:
     """What is sharded over the axis; the placement's text where nothing is."""
     placement, ref = Placement.parse(held.placement(axis)), Ref(*held.tensor)
     if not placement.is_shard:
@@ -88,14 +90,16 @@ def context_rows(
         if isinstance(call, NearCall):
             words = f"{node.name}: keys and values of neighbours on {axis}"
             back = bytes_text(call.near + call.wide_near)
-            found.append(Transfer(words, f"{bytes_text(call.near)}, backward {back} p2p", times))
+            found.append(Transfer(words, f"{bytes_text(call.near)}, backward {back} p2p", times, call.near))
         elif call.exchange == "ring":
             words, once = f"{node.name}: keys and values around {axis}", call.size - 1
             back = bytes_text(once * call.part + call.size * call.wide_part)
-            found.append(Transfer(words, f"{bytes_text(once * call.part)}, backward {back} p2p", times))
+            traffic = f"{bytes_text(once * call.part)}, backward {back} p2p"
+            found.append(Transfer(words, traffic, times, once * call.part))
         else:
             words = f"{node.name}: gather keys and values of all rows over {axis}"
-            found.append(Transfer(words, f"{bytes_text(call.whole)}, backward all_gather, reduce_scatter", times))
+            traffic = f"{bytes_text(call.whole)}, backward all_gather, reduce_scatter"
+            found.append(Transfer(words, traffic, times, call.whole))
     return found
 
 
@@ -104,7 +108,8 @@ def parameter_traffic(
 ) -> list[Transfer]:
     """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer."""
     totals = traffic_bytes(scope, assignment, mesh, training, num_micro_batches)
-    return [Transfer(words, bytes_text(size), count * scope.count) for (words, count), size in totals.items()]
+    rows = ((words, bytes_text(size), count * scope.count, size) for (words, count), size in totals.items())
+    return [Transfer(*row) for row in rows]
 
 
 def traffic_bytes(

@@ -17,7 +17,7 @@ from autopar.compiled import CompiledProgram
 from autopar.integrations.loading import load_model
 from autopar.ir.chain import chain
 from autopar.ir.plan_data import StagePlan
-from autopar.report.render import capacity_bytes
+from autopar.report.figures import capacity_bytes
 from autopar.report.stages import picture, stage_rows, units_words
 from autopar.report.timeline import simulation_of, write_timeline
 from autopar.simulate.trace_file import trace_of

@@ -1,0 +1,72 @@
+"""What one rank holds from moment to moment of a simulated step, by the counts of which the prediction is the most.
+
+While an action runs, its peak stands for all of it: when inside a forward or a backward the most is alive is not told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs.stage_costs import Simulated
+
+PASSING = ("activations", "transient")
+"""Kinds of bytes that come and go within a step; all others stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """From `start` to `end`, in seconds after the step's begin. kept: bytes that micro-batches in flight keep. running:
+    more, while an action or the update runs."""
+
+    start: float
+    end: float
+    kept: float
+    running: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank of a pipeline rank. fixed: bytes that stay all the time. moments: without gaps, in order."""
+
+    fixed: float
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that it holds."""
+        return self.fixed + max((moment.kept + moment.running for moment in self.moments), default=0.0)
+
+
+def memory_over_time(simulated: Simulated) -> tuple[RankMemory, ...]:
+    """Of a rank of each pipeline rank."""
+    step_end = max(simulated.prediction.step_seconds, simulated.timeline.makespan)
+    found = []
+    for rank, sizes in enumerate(simulated.memory):
+        fixed = sum(size for kind, size in sizes.items() if kind not in PASSING)
+        found.append(RankMemory(fixed, tuple(_moments(simulated, rank, step_end))))
+    return tuple(found)
+
+
+def _moments(simulated: Simulated, rank: int, step_end: float) -> list[Moment]:
+    own = {index: simulated.stages[index].peaks for index, home in enumerate(simulated.home) if home == rank}
+    held = {stage: 0 for stage in own}
+    deferred = {stage: 0 for stage in own}
+
+    def kept() -> float:
+        return sum(peaks.kept * held[s] + peaks.deferred * deferred[s] for s, peaks in own.items())
+
+    moments, now = [], 0.0
+    timeline = simulated.timeline
+    columns = zip(timeline.schedule[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+    for action, start, end in columns:
+        if start > now:
+            moments.append(Moment(now, start, kept(), 0.0))
+        peaks, stage = own[action.stage], action.stage
+        held[stage] -= action.kind in "BI"
+        running = {"F": peaks.forward, "B": peaks.backward, "I": peaks.deferring, "W": 2 * peaks.weight}[action.kind]
+        moments.append(Moment(start, end, kept(), running))
+        held[stage] += action.kind == "F"
+        deferred[stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+        now = end
+    updated = sum(peaks.updated for peaks in own.values())
+    return [*moments, Moment(now, max(step_end, now), kept(), updated)]

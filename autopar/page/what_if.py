@@ -1,0 +1,192 @@
+"""The same plan priced under changed conditions, and the fastest plans within less memory: what takes seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.costs.flops import model_flops, model_flops_utilisation
+from autopar.errors import AutoparError, ConstraintError
+from autopar.explain.conditions import faster_compute, faster_link, faster_memory
+from autopar.options.assignment import Candidate, expand
+from autopar.plan import Plan
+from autopar.planning.candidates import candidate_of
+from autopar.planning.pipelines import EqualSearch
+from autopar.planning.predict import predicted
+from autopar.planning.request import Request, operators_at
+from autopar.planning.solved_layers import SolvedLayers
+from autopar.program import GeneratedProgram
+from autopar.report.plan_words import full_words
+from cost_models.machine import Cluster
+
+SECONDS = 10.0
+"""After which no further question is asked."""
+
+FACTORS = (0.5, 2.0)
+
+BUDGETS = (0.85, 0.7, 0.55, 0.4, 0.25)
+"""Shares of the chosen plan's memory within which the fastest plan is looked for."""
+
+
+MOST_DEVICES = 64
+"""On more of them, leaner plans are looked for among those with the chosen one's pp and tp: others take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The step under a condition. rows: of its batch. problem: why there is none; then the numbers are 0."""
+
+    words: str
+    seconds: float = 0.0
+    rows: int = 0
+    mfu: float = 0.0
+    peak_bytes: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeanPlan:
+    """The fastest plan within so many bytes of a rank."""
+
+    budget_bytes: float
+    words: str
+    seconds: float
+    peak_bytes: float
+
+
+def outcomes(compiled: GeneratedProgram) -> list[Outcome]:
+    """The plan as it is, priced anew under one change at a time; nothing else is decided otherwise."""
+    request = compiled.request
+    if request is None:
+        return []
+    best, limit = compiled.best, time.monotonic() + SECONDS
+    found = []
+    for words, make in _changes(request, best):
+        if time.monotonic() > limit:
+            break
+        found.append(_outcome(words, make))
+    return found
+
+
+def _changes(request: Request, best: Candidate) -> Iterator[tuple[str, _Change]]:
+    count, rows = best.plan.num_micro_batches, request.global_batch_size
+    shares = math.lcm(*(stage_mesh.mesh.num_data_ranks for stage_mesh in best.plan.stage_meshes))
+    if request.splits(2 * count):
+        yield "batch x2, micro-batches x2", _Batch(request, best, 2 * rows, 2 * count)
+        if rows % (2 * count * shares) == 0:
+            yield "micro-batches x2, as many rows", _Batch(request, best, rows, 2 * count)
+    if count % 2 == 0:
+        yield "micro-batches x0.5, as many rows", _Batch(request, best, rows, count // 2)
+    if request.mixed is not None:
+        return
+    cluster = request.cluster
+    if cluster.num_nodes > 1:
+        for factor in FACTORS:
+            link = faster_link(cluster.inter_node, factor)
+            yield f"bandwidth between nodes x{factor:g}", _Machine(request, best, replace(cluster, inter_node=link))
+    if cluster.devices_per_node > 1:
+        for factor in FACTORS:
+            link = faster_link(cluster.intra_node, factor)
+            yield f"bandwidth inside a node x{factor:g}", _Machine(request, best, replace(cluster, intra_node=link))
+    device = cluster.device
+    yield "arithmetic rate x2", _Machine(request, best, replace(cluster, device=faster_compute(device)))
+    yield "memory bandwidth x2", _Machine(request, best, replace(cluster, device=faster_memory(device)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """The plan on another cluster of as many devices."""
+
+    request: Request
+    best: Candidate
+    cluster: Cluster
+
+    def priced(self) -> tuple[Request, Candidate]:
+        request = replace(self.request, cluster=self.cluster)
+        return request, predicted(request, self.best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The plan's decisions for another batch, or other micro-batches."""
+
+    request: Request
+    best: Candidate
+    rows: int
+    count: int
+
+    def priced(self) -> tuple[Request, Candidate]:
+        request = replace(self.request, global_batch_size=self.rows)
+        plan = replace(self.best.plan, global_batch_size=self.rows, num_micro_batches=self.count)
+        graph, operators = operators_at(request, self.rows // self.count)
+        candidate = Candidate(
+            plan=plan, graph=graph, operators=operators, assignment=expand(graph, operators, plan), solution=None
+        )
+        return request, predicted(request, candidate)
+
+
+_Change = _Machine | _Batch
+
+
+def _outcome(words: str, change: _Change) -> Outcome:
+    try:
+        request, candidate = change.priced()
+    except AutoparError as error:
+        return Outcome(words, problem=error.constraint)
+    plan, prediction = candidate.plan, candidate.plan.prediction
+    flops = plan.num_micro_batches * model_flops(candidate.graph, candidate.operators)
+    lacking = prediction.peak_bytes > request.capacity_bytes(plan.fullest_group)
+    return Outcome(
+        words=words,
+        seconds=prediction.step_seconds,
+        rows=plan.global_batch_size,
+        mfu=model_flops_utilisation(flops, prediction.step_seconds, request.whole, plan.precision),
+        peak_bytes=prediction.peak_bytes,
+        problem="does not fit the memory" if lacking else "",
+    )
+
+
+def _kept_degrees(plan: Plan) -> dict[str, int]:
+    if plan.num_ranks <= MOST_DEVICES:
+        return {}
+    return {"pp": plan.pipeline.num_pipeline_ranks, "tp": plan.mesh.size("tp")}
+
+
+def limits_words(plan: Plan) -> str:
+    """Among which plans `lean_plans` looks, where not among all."""
+    kept = _kept_degrees(plan)
+    return f"those of {' and '.join(f'{axis} = {size}' for axis, size in kept.items())}" if kept else ""
+
+
+def lean_plans(compiled: GeneratedProgram) -> list[LeanPlan]:
+    """The fastest plan within less and less memory, while there is one and time for it; none for a plan that was
+    given, or on unlike nodes."""
+    request = compiled.request
+    if request is None or compiled.result.is_given or request.mixed is not None:
+        return []
+    limit, peak = time.monotonic() + SECONDS, compiled.plan.prediction.peak_bytes
+    limits, plan = request.constraints, compiled.plan
+    limits = replace(limits, degrees=_kept_degrees(plan) | dict(limits.degrees))
+    solved_layers: SolvedLayers | None = None
+    found: list[LeanPlan] = []
+    for share in BUDGETS:
+        if time.monotonic() > limit:
+            break
+        budget = share * peak
+        if found and found[-1].peak_bytes <= budget:
+            continue
+        lean = replace(request, constraints=replace(limits, memory_bytes=int(budget)))
+        try:
+            search = EqualSearch(lean, solved_layers)
+        except ConstraintError:  # only unlike stage meshes make the cluster's number of devices
+            break
+        solved_layers = search.solved_layers
+        best = search.run().best
+        if best is None:
+            break
+        plan = candidate_of(best, lean).plan
+        prediction = plan.prediction
+        found.append(LeanPlan(budget, full_words(plan), prediction.step_seconds, prediction.peak_bytes))
+    return found

@@ -1,0 +1,75 @@
+"""The figures by which a plan is judged: seconds, tokens per second, model FLOPs utilisation, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs.flops import model_flops, model_flops_utilisation
+from autopar.ir.graph import Graph
+from autopar.program import GeneratedProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Predicted figures of one step.
+
+    rows: of the batch, over all ranks. tokens: of the batch, 0 for a model that takes none. flops: "model FLOPs" over
+    all ranks (costs/flops.py). mfu: the share of all devices' peak that these are. peak_bytes, capacity_bytes: of the
+    fullest rank.
+    """
+
+    num_devices: int
+    step_seconds: float
+    rows: int
+    tokens: int
+    flops: float
+    mfu: float
+    peak_bytes: float
+    capacity_bytes: float
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens_per_second / self.num_devices
+
+    @property
+    def memory_share(self) -> float:
+        """The peak as a share of the capacity."""
+        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+def figures_of(compiled: GeneratedProgram) -> Figures:
+    """The figures of a program's plan, as its prediction has them."""
+    plan, best = compiled.plan, compiled.best
+    flops = plan.num_micro_batches * model_flops(best.graph, best.operators)
+    seconds = plan.prediction.step_seconds
+    return Figures(
+        num_devices=compiled.cluster.num_devices,
+        step_seconds=seconds,
+        rows=plan.global_batch_size,
+        tokens=plan.num_micro_batches * _tokens(best.graph),
+        flops=flops,
+        mfu=model_flops_utilisation(flops, seconds, compiled.cluster, plan.precision),
+        peak_bytes=plan.prediction.peak_bytes,
+        capacity_bytes=float(capacity_bytes(compiled)),
+    )
+
+
+def capacity_bytes(compiled: GeneratedProgram) -> int:
+    """What a rank may use: the user's budget, or the device's memory."""
+    budget = compiled.request.constraints.memory_bytes if compiled.request else None
+    return budget or compiled.cluster.groups[compiled.plan.fullest_group].device.memory_bytes
+
+
+def _tokens(graph: Graph) -> int:
+    """Of a micro-batch: elements of its largest input of integers with two dims, as training counts them."""
+    metas = [given.meta for given in graph.inputs if given.batch_dim is not None]
+    ids = [m.numel for m in metas if len(m.shape) == 2 and not (m.dtype.is_floating_point or m.dtype.is_complex)]
+    return max(ids, default=0)

@@ -1,0 +1,35 @@
+"""What a reader should know of a plan beside its numbers: unknown operators, checks left out, idle axes."""
+
+from __future__ import annotations
+
+from autopar.ir.compression import NOTHING_COMPRESSED
+from autopar.program import GeneratedProgram
+from codegen.functions import function_of
+
+
+def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
+    """A sentence each."""
+    notes: list[str] = []
+    unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.known})
+    if unknown:
+        notes.append(
+            f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
+        )
+    cut = {op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.known and function_of(op.node.op)}
+    if cut:
+        notes.append(f"custom Functions, cut as the operators that they call may be: {', '.join(sorted(cut))}")
+    notes += [f"a check of values that the program leaves out: {line}" for line in compiled.best.graph.unchecked]
+    if compiled.plan.compression and not compiled.plan.compresses:
+        notes.append(NOTHING_COMPRESSED)
+    notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in _idle_axes(compiled)]
+    return tuple(notes)
+
+
+def _idle_axes(compiled: GeneratedProgram) -> list[str]:
+    """Axes that no call makes use of."""
+    mesh, options = compiled.plan.mesh, compiled.best.assignment.operators.values()
+    return [
+        axis
+        for i, axis in enumerate(mesh.axes)
+        if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))
+    ]
