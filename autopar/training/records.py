@@ -1,9 +1,9 @@
 """What is logged of each step and evaluation: one record, and who writes it down.
 
 A record of a step has "step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second" (or
-"samples_per_second"), "mfu", "peak_bytes", "loss_scale" (of fp16), "skipped" (steps without an update so far), and where there is a plan
-"predicted_step_seconds" and "predicted_peak_bytes" beside them; one of an evaluation has "step", "eval_loss" and the
-metrics. What is not known is left out.
+"samples_per_second"), "mfu", "peak_bytes", "loss_scale" (in fp16), "skipped" (steps without an update so far), and
+where there is a plan "predicted_step_seconds" and "predicted_peak_bytes" beside them; one of an evaluation has "step",
+"eval_loss" and the metrics. What is not known is left out.
 """
 
 from __future__ import annotations
