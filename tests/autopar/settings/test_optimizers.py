@@ -325,7 +325,7 @@ def test_a_saved_program_stops_rather_than_train_with_another_optimiser(tmp_path
 
 @pytest.mark.slow
 def test_a_saved_program_trains_with_its_optimiser(tmp_path):
-    """Which losses tell from AdamW's; under ZeRO-3 too, by one that updates whole tensors too, but by no coupled one."""
+    """Which losses tell from AdamW's; under ZeRO-3 too, also by one of whole tensors, but by no coupled one."""
     expected = plain_losses(by_name, 6)
     assert expected != pytest.approx(plain_losses(torch.optim.AdamW, 6), abs=0.05)
     folder = saved(by_name, tmp_path / "program")
