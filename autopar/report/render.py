@@ -162,7 +162,9 @@ def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> Ren
         training_of(compiled.optimizer, plan.precision, parameters=parameters_of(compiled.model)),
         compression=plan.compression,
     )
-    rows += parameter_traffic(scope, compiled.best.assignment, plan.mesh, training, plan.num_micro_batches)
+    is_shared = not (compiled.needs.is_coupled or plan.pipeline.offload)
+    whole = compiled.needs.whole if is_shared else frozenset[str]()
+    rows += parameter_traffic(scope, compiled.best.assignment, plan.mesh, training, plan.num_micro_batches, whole)
     if not rows:
         return Text(f"  {_scope_title(scope)}: nothing is sent\n")
     table = table_of("", ("what is sent", 0), ("each time", 34), ("times a step", 12, "right"))
