@@ -157,7 +157,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     limits.check(traced(rows))
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
-    limits = limited(limits, needs, traced(rows), is_searched=given is None)
+    limits = limited(limits, needs, traced(rows))
     training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model), needs)
     training = replace(training, compression=compression)
     fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))

@@ -125,16 +125,14 @@ def _settings(made: WholeOptimizer) -> list[dict[str, str]]:
     return [{k: repr(v) for k, v in group.items() if k not in _SETTINGS_OF_NAMES} for group in groups]
 
 
-def limited(limits: Constraints, needs: Needs, graph: Graph, *, is_searched: bool = True) -> Constraints:
+def limited(limits: Constraints, needs: Needs, graph: Graph) -> Constraints:
     """The constraints, with what an update that couples parameters or is offloaded needs whole held whole; what a user
-    pinned stays, and is checked in the plan. Else the update of whole parameters bars offloading from searches only.
+    pinned stays, and is checked in the plan.
 
     Warns where plans are fewer.
     """
-    if not needs.problem:
-        return limits
     if not _bars_parts(needs, limits.offload or ""):
-        return replace(limits, offload="") if is_searched else limits
+        return limits
     names = _names(needs, graph)
     is_all = all(p.is_buffer or p.name in names for p in graph.parameters)
     whole = tuple((axis, Placement("R")) for axis in AXIS_NAMES[1:])

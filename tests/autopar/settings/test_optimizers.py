@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import NamedBatch
 from autopar.launch import run_ranks
+from autopar.planning.equal_configs import offloads
 from autopar.settings.constraints import Constraints
 from autopar.settings.optimizers import examine, keeps_zeros
 from autopar.verify import _compare, _rotated
@@ -36,6 +38,7 @@ from tests.autopar.optimizer_factories import (
     model,
     refused,
 )
+from tests.autopar.requests import request_for
 
 PLANS = {
     **{f"zero {zero}": {"dp": 2, "zero": zero} for zero in range(4)},
@@ -296,7 +299,14 @@ def test_updates_of_whole_tensors_bar_no_plan_but_offloading():
     for constraints in ({"tp": 2, "parameters": {"*.up.weight": {"tp": "S(0)"}}}, {"dp": 2, "zero": 3}):
         program = compiled(WHOLE["LAMB"], constraints)
         assert any(s.zero or any(p.is_shard for p in s.placements) for _, s in stored_of(program))
-    assert compiled(WHOLE["Muon"], {}).plan.pipeline.offload == ""
+
+
+def test_searches_offload_no_update_of_whole_tensors():
+    elementwise = request_for("llama")
+    whole = replace(elementwise, needs=examine(WHOLE["LAMB"], model()))
+    assert offloads(elementwise, 1) == ("", "optimizer") and offloads(whole, 1) == ("",)
+    pinned = replace(whole, constraints=Constraints({}, offload="optimizer"))
+    assert offloads(pinned, 1) == ("optimizer",)
 
 
 def test_a_saved_program_has_the_path_of_its_optimiser(tmp_path):
