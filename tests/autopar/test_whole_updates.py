@@ -16,8 +16,10 @@ import autopar
 from autopar.frontend.inputs import NamedBatch
 from autopar.launch import run_ranks
 from autopar.training import checkpoints
-from autopar.verify import _compare, _rotated
+from autopar.verify import _compare, _rotated, verify_program
+from benchmarks.verify_pipelines import cluster_of, mixed_cluster
 from codegen.runtime.optimizers import call
+from examples.models import gpt2
 from tests.autopar.optimizer_factories import WHOLE, Lamb, TinyNet, inputs, loss_fn, model, muon_by_ndim
 from tests.autopar.test_expert_parallel import Routed
 from tests.autopar.test_expert_parallel import batch as routed_batch
@@ -100,6 +102,27 @@ def test_padding_is_not_seen() -> None:
         assert program.plan.padded_to == 4
         cases[name] = program, [NamedBatch(dict(zip(("tokens", "target"), given, strict=True)), {})] * 3
     require_exact(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("cluster", "pinned"),
+    [
+        (cluster_of(4), {"pp": 2, "dp": 2, "schedule": "interleaved", "chunks": 2, "micro_batches": 4, "zero": 1}),
+        (mixed_cluster((2, 1)), {"pp": 2, "tp": 1, "schedule": "1f1b", "micro_batches": 2, "zero": 1}),
+    ],
+    ids=["several stages each", "unlike pipeline ranks"],
+)
+def test_stages_with_tied_weights(cluster: Any, pinned: dict[str, Any]) -> None:
+    """The table of GPT-2 is on its first and last stage, each with an owner of its own."""
+    example = gpt2(layers=4, width=32, seq_len=8, vocab_size=64, batch_size=8)
+    program = autopar.compile(
+        example.model, cluster, example_inputs=example.inputs, loss_fn=example.loss_fn, optimizer=muon_by_ndim,
+        constraints=pinned,
+    )  # fmt: skip
+    report = verify_program(program, example.inputs)
+    assert report.ok(TOLERANCE) and len(report.parameters) > 40, str(report)
 
 
 # Balance --------------------------------------------------------------------------------------------------------------
