@@ -122,6 +122,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         traits=traits,
         loss_fn=options.loss_fn,
         request=request,
+        needs=request.needs,
     )
 
 
@@ -147,9 +148,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
-    rows_of_tables, experts, heads = paddings_of(
-        limits, given, lambda: not needs.problem and keeps_zeros(optimizer, model)
-    )
+    rows_of_tables, experts, heads = paddings_of(limits, given, lambda: keeps_zeros(optimizer, model, needs, limits))
 
     @functools.cache
     def trace_at(micro_rows: int) -> Graph:
@@ -162,7 +161,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
-    training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model))
+    training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model), needs)
     training = replace(training, compression=compression)
     fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(

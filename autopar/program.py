@@ -17,6 +17,7 @@ from autopar.planning.request import Request
 from autopar.settings.backend import require_backend
 from autopar.units import bytes_text
 from codegen.program import PipelineProgram, Program
+from codegen.runtime.optimizer_probe import Needs
 from cost_models.mixed import AnyCluster
 
 
@@ -28,7 +29,7 @@ class GeneratedProgram:
     of a pipeline of its stages, by name; a rank that gets the program writes them as they are, since it need not know
     every operator that the model calls.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
-    was when it was traced (`frontend/admission.traits_of`).
+    was when it was traced (`frontend/admission.traits_of`). needs: what the optimiser's update must see whole.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class GeneratedProgram:
     traits: dict[str, str]
     loss_fn: Callable[..., torch.Tensor] | None = None
     request: Request | None = None
+    needs: Needs = Needs()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "request": None}

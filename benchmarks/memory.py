@@ -36,6 +36,7 @@ from autopar.launch import run_ranks
 from cost_models.machine import Cluster
 from cost_models.mixed import MixedCluster
 from examples.models import EXAMPLES
+from tests.autopar.optimizer_factories import Lamb, muon_by_ndim
 
 ROOT = Path(__file__).resolve().parent.parent
 IDEAL = str(ROOT / "examples" / "clusters" / "ideal.toml")
@@ -45,12 +46,14 @@ SETTLE = 0.003
 """Seconds that a peak must last, in which gloo's threads let go of what they have finished."""
 FIXED = ("parameters", "gradients", "optimizer state")
 SIZES = {"layers": 4, "width": 128, "seq_len": 64, "vocab_size": 1024, "batch_size": 8}
+OPTIMIZERS = {"LAMB": Lamb, "Muon": muon_by_ndim}
 IMAGES = {"layers": 4, "width": 128, "image_height": 32, "image_width": 32, "batch_size": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A model and a pinned plan. groups: ranks of each group of nodes, where there are several. fp8: as of compile."""
+    """A model and a pinned plan. groups: ranks of each group of nodes, where there are several. fp8: as of compile.
+    optimizer: by name of OPTIMIZERS, "" for the default."""
 
     model: str
     constraints: Mapping[str, Any]
@@ -58,12 +61,13 @@ class Pair:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[int, ...] = ()
     fp8: bool = False
+    optimizer: str = ""
 
     @property
     def text(self) -> str:
         words = [f"{k}={v}" for k, v in (*self.constraints.items(), *self.sizes.items())]
         where = f" on {' + '.join(map(str, self.groups))}" if self.groups else ""
-        words += ["" if self.precision == "fp32" else self.precision, "fp8" if self.fp8 else ""]
+        words += ["" if self.precision == "fp32" else self.precision, "fp8" if self.fp8 else "", self.optimizer]
         return f"{self.model}{where}: {' '.join(filter(None, words))}"
 
 
@@ -122,6 +126,9 @@ def pairs() -> Iterator[Pair]:
         yield Pair(model, {"dp": 2, "zero": 2, "recompute": "selective"}, fp8=True)
     yield Pair("llama", {"tp": 2}, fp8=True)
     yield Pair("gpt2", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}, fp8=True)
+    for optimizer in OPTIMIZERS:
+        for constraints in ({"dp": 4, "zero": 0}, {"dp": 4, "zero": 3}, {"dp": 2, "tp": 2, "zero": 1}):
+            yield Pair("llama", constraints, optimizer=optimizer)
     pinned: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "micro_batches": 4}
     yield Pair("llama", pinned | {"tp": 1, "zero": 2}, groups=(2, 1))
     yield Pair("gpt2", pinned | {"tp": 2, "recompute": "selective"}, groups=(4, 2))
@@ -145,6 +152,7 @@ def compile_pair(pair: Pair) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
         constraints=pair.constraints,
         precision=pair.precision,
         fp8=pair.fp8,
+        optimizer=OPTIMIZERS.get(pair.optimizer),
     )
     return compiled, example.inputs
 

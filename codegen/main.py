@@ -226,7 +226,7 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
     else:
         why = f"the optimiser that was compiled in ({optimizer.unnamed}) has no import path"
         line = f"raise SystemExit({why + ': give --optimizer module:factory'!r})"
-    modules = ("checkpoint", "checkpoint_folder", "optimizer_probe", "optimizers", "options", "processes")
+    modules = ("checkpoint", "checkpoint_folder", "optimizer_trial", "optimizers", "options", "processes")
     return {
         "partial_import": "",
         "imports": _imports(*modules),
@@ -235,7 +235,7 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
         "optimizer_option": _OPTIMIZER_OPTION,
         "optimizer_choice": _OPTIMIZER_CHOICE,
         "step": """parameters = optimizers.read_parameters(HERE / "parameters.json")
-    trial = optimizer_probe.OptimizerTrial()
+    trial = optimizer_trial.OptimizerTrial()
     step = create_step(mesh, factory, parameters=parameters, trial=trial, max_grad_norm=given.max_grad_norm)""",
     }
 

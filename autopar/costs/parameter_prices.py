@@ -12,7 +12,8 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Stored
 from autopar.options.strategies import num_local
-from cost_models import collective
+from codegen.runtime.whole_updates import ROUND_BYTES
+from cost_models import collective, compute
 
 
 def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
@@ -97,9 +98,8 @@ class ParameterPrices(Rates):
         are shared by many parameters)."""
         if not meta.requires_grad:
             return 0.0
-        elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
+        elements = self.stored_elements(meta, stored)
         device, training = self.cluster.device, self.training
-        traffic = training.update_traffic + self.copy_traffic(meta, stored)
         if training.offload:
             # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
@@ -108,10 +108,61 @@ class ParameterPrices(Rates):
                 moved = 2 * elements * (training.state_bytes + training.master_bytes)
                 updated += moved / device.disk_bytes_per_second
             return max(updated, copied / device.host_link_bytes_per_second)
+        moved = self.updated_elements(meta, stored) * training.update_traffic
+        moved += elements * self.copy_traffic(meta, stored)
+        beside = self.whole_update_seconds(meta, stored)
         if is_cpu(self.cluster):
-            moved = elements * traffic
-            return moved / device.host_memory_bytes_per_second + host.UPDATE * host.launch_seconds(self.cluster)
-        return elements * traffic / (device.memory_bytes_per_second * device.memory_efficiency)
+            launches = host.UPDATE * host.launch_seconds(self.cluster)
+            return moved / device.host_memory_bytes_per_second + launches + beside
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
+
+    def stored_elements(self, meta: TensorMeta, stored: Stored) -> float:
+        """Elements of a parameter whose master a rank has."""
+        return num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
+
+    @property
+    def whole_share(self) -> float:
+        """Of the trained elements, the share that ranks of the mesh update whole for one another."""
+        return 0.0 if self.training.offload or self.num_ranks == 1 else self.training.whole_share
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(self.mesh.sizes)
+
+    def updated_elements(self, meta: TensorMeta, stored: Stored) -> float:
+        """Elements of a parameter that a rank updates, with their state: what it stores, or an owner's share."""
+        share = self.whole_share
+        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.num_ranks
+
+    def taken_bytes(self, meta: TensorMeta, stored: Stored) -> float:
+        """Values and gradients of whole parameters that an owner stores in part, while it updates them."""
+        if not meta.requires_grad or self.stored_elements(meta, stored) >= meta.numel:
+            return 0.0
+        width = self.training.gradient_bytes  # of masters too
+        return 2 * width * self.whole_share * meta.numel / self.num_ranks
+
+    def update_temporary_bytes(self, meta: TensorMeta, stored: Stored) -> float:
+        """Temporaries of one parameter's update, of which an owner's is of all of it."""
+        if self.training.offload:
+            return 0.0
+        is_whole = self.whole_share > 0 and not self.training.updates_together
+        elements = meta.numel if is_whole else self.updated_elements(meta, stored)
+        return elements * self.training.update_bytes
+
+    def whole_update_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+        """Products of the updates of whole parameters, and what goes to their owners and back, at the rate of long
+        messages: many parameters share them."""
+        share = self.whole_share
+        if not share:
+            return 0.0
+        training, device = self.training, self.cluster.device
+        flops = training.update_flops * share * meta.numel / self.num_ranks
+        work = compute.Work("matmul", flops, 0.0, training.update_dtype)
+        axes = tuple(range(len(self.mesh.sizes)))
+        back = share * self.stored_elements(meta, stored) * training.gradient_bytes
+        rate = ROUND_BYTES / self.joint_seconds("all_to_all", axes, ROUND_BYTES)
+        return compute.seconds(work, device) + (self.taken_bytes(meta, stored) + back) / rate
 
     def copy_traffic(self, meta: TensorMeta, stored: Stored) -> float:
         """Bytes per stored element that bring an updated master to what the model computes with.
@@ -183,7 +234,8 @@ class ParameterPrices(Rates):
         # micro-batches add up, and works as stage 2 where one does not.
         shares = 1 / size if zero >= 2 or (zero and training.num_micro_batches == 1) else 1 + (1 / size if zero else 0)
         gradients = training.gradient_bytes * local * shares
-        return weights, gradients, training.state_bytes * local / size if on_device else 0.0
+        state = training.state_bytes * self.updated_elements(meta, stored)
+        return weights, gradients, state if on_device else 0.0
 
     def gathered_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""

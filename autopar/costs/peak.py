@@ -28,7 +28,8 @@ class Slot:
     buckets are cut. gradient: as autograd makes it; waiting: the same where it stays until its bucket is complete;
     line: in the buffer that is then reduced; arriving: where the sum arrives, if it is added later; gathered: of the
     whole parameter under ZeRO-3.
-    updated: temporaries of the optimiser, of all parameters together or of one at a time. last_reader: the unit that
+    updated: temporaries of the optimiser, of all parameters together or of one at a time; taken: what it has of other
+    ranks' parts beside, of all together. last_reader: the unit that
     uses the parameter last. sent: of the line while it is summed, if not the line itself.
     """
 
@@ -40,6 +41,7 @@ class Slot:
     arriving: float
     gathered: float
     updated: float = 0.0
+    taken: float = 0.0
     is_updated_together: bool = False
     last_reader: str = ""
     sent: float | None = None
@@ -72,7 +74,8 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
         line=message if is_whole else line * scale + message,
         arriving=0.0 if is_whole else partial_sum * scale,
         gathered=local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
-        updated=0.0 if training.offload else local / size * training.update_bytes,
+        updated=pricer.update_temporary_bytes(meta, stored),
+        taken=pricer.taken_bytes(meta, stored),
         is_updated_together=training.updates_together,
         last_reader=last_reader,
         sent=2 * message if message else None,
@@ -153,7 +156,7 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
         deferring=deferring + received_bytes,
         deferred=sum(life.live.deferred for life in units),
         weight=max((life.live.weight for life in units), default=0.0),
-        updated=sum(slot.updated for slot in slots if slot.is_updated_together)
+        updated=sum(slot.taken + (slot.updated if slot.is_updated_together else 0.0) for slot in slots)
         + max((slot.updated for slot in slots if not slot.is_updated_together), default=0.0),
     )
 

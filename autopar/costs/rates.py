@@ -33,7 +33,9 @@ class Training:
     at once or (updates_together: no) of one after the other; update_traffic: bytes that it moves per element;
     writes_copies: whether, in programs with kernels, it also writes what the model computes with. compute_bytes,
     master_bytes: of a weight as computed with, and of a separate fp32 copy (0 if the weight itself is fp32).
-    gradient_bytes: as accumulated and reduced. offload: "optimizer": state and separate masters live in host memory,
+    gradient_bytes: as accumulated and reduced. whole_share: of the trained elements, the share that one rank each
+    updates whole for all (codegen/runtime/whole_updates.py); update_flops: of matrix products per such element, in
+    update_dtype. offload: "optimizer": state and separate masters live in host memory,
     and the host updates them; "parameters": under ZeRO-3 the shards of the parameters too. compression: of ZeRO's
     collectives (quantised_collectives.py). has_first_pass: whether the forwards of all micro-batches run twice, first
     without gradients.
@@ -48,6 +50,9 @@ class Training:
     update_bytes: float = 0.0
     updates_together: bool = False
     update_traffic: float = ADAM_BYTES
+    whole_share: float = 0.0
+    update_flops: float = 0.0
+    update_dtype: str = "fp32"
     writes_copies: bool = False
     compression: Compression = Compression()
     has_first_pass: bool = False

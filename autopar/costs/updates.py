@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import Training
+from codegen.runtime.optimizer_probe import Needs
 from codegen.runtime.optimizers import GlobalParameter, whole_optimizer
 from cost_models import memory
 
-PROBE_ELEMENTS = 1024
+PROBE_ELEMENTS, PROBE_ROWS = 1024, 32
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """`params -> optimizer` or `named_parameters -> optimizer` (codegen/runtime/optimizers.py)."""
@@ -47,38 +50,74 @@ def training_of(
     precision: str,
     on_gpu: bool = False,
     parameters: Sequence[GlobalParameter] = (GlobalParameter("weight", (PROBE_ELEMENTS,)),),
+    needs: Needs | None = None,
 ) -> Training:
     """How the optimiser and the precision bear on memory and time; one update of small parameters is watched.
 
-    parameters: the model's; the small ones are updated as most of their elements are.
+    parameters: the model's; the small ones are updated as most of their elements are. needs: what must be updated
+    whole: it and the rest are then watched apart, and count by their elements.
     """
-    one = _Probe(factory, parameters, 1, on_gpu)
-    eight = _Probe(factory, parameters, 8, on_gpu)
+    whole = frozenset[str]() if needs is None or needs.is_coupled else needs.whole
+    mine, others = ([p for p in parameters if (p.name in whole) == is_whole] for is_whole in (True, False))
+    share = _numel(mine) / max(_numel(parameters), 1)
+    parts = [(weight, part) for weight, part in ((share, mine), (1.0 - share, others)) if part]
+    ones = [(weight, _Probe(factory, parameters, part, 1, on_gpu)) for weight, part in parts]
+    one = max(ones, key=lambda pair: pair[0])[1]
+    eight = _Probe(factory, parameters, max(parts, key=lambda pair: pair[0])[1], 8, on_gpu)
     widths = memory.precision(precision)
     return Training(
-        state_bytes=one.state_bytes / PROBE_ELEMENTS,
+        state_bytes=sum(weight * each.state_bytes for weight, each in ones) / PROBE_ELEMENTS,
         compute_bytes=widths.compute_bytes,
         master_bytes=widths.master_bytes,
         gradient_bytes=widths.gradient_bytes,
         update_bytes=one.temporary_bytes / PROBE_ELEMENTS,
         updates_together=eight.temporary_bytes >= 4 * one.temporary_bytes > 0,
-        update_traffic=one.moved_bytes / PROBE_ELEMENTS,
+        update_traffic=sum(weight * each.moved_bytes for weight, each in ones) / PROBE_ELEMENTS,
+        whole_share=share,
+        update_flops=ones[0][1].flops / PROBE_ELEMENTS / PROBE_ROWS * _mean_rows(mine),
+        update_dtype=ones[0][1].product_dtype,
         writes_copies=isinstance(factory, DefaultAdamW),
     )
 
 
+def _numel(parameters: Iterable[GlobalParameter]) -> int:
+    return sum(math.prod(parameter.shape) for parameter in parameters)
+
+
+def _mean_rows(parameters: Sequence[GlobalParameter]) -> float:
+    """The smaller dim of the matrices that parameters are or are stacks of, on average over elements: products of a
+    matrix with its like take that many multiplications per element."""
+    rows = sum(math.prod(p.shape) * min(p.shape[-2:]) for p in parameters if len(p.shape) > 1)
+    return rows / max(_numel(parameters), 1)
+
+
 class _Probe:
-    """An optimiser's second update of `count` parameters: bytes of its state, temporaries, and what it moves.
+    """An optimiser's second update of `count` parameters: bytes of its state and temporaries, what it moves, and what
+    it multiplies. given: the model's parameters; watched: those that the small ones are like; nothing of any that the
+    optimiser has none of.
 
     On a GPU torch's optimisers update all parameters with one call per operation (foreach) unless told otherwise.
     """
 
-    def __init__(self, factory: OptimizerFactory, given: Sequence[GlobalParameter], count: int, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        given: Sequence[GlobalParameter],
+        watched: Sequence[GlobalParameter],
+        count: int,
+        on_gpu: bool,
+    ) -> None:
         made = whole_optimizer(factory, given)
+        self.state_bytes = self.temporary_bytes = self.moved_bytes = self.flops = 0
+        self.product_dtype = "fp32"
+        known = {parameter.name for parameter in watched}
+        held = [name for names in made.groups for name in names if name in known]
+        if not held:
+            return
         # Most elements are in the group with the largest parameter, which is a matrix or more if that is.
-        largest = max((n for names in made.groups for n in names), key=lambda n: made.stand_ins[n].numel())
-        dims = made.stand_ins[largest].ndim
-        shape = (32, PROBE_ELEMENTS // 32, *(1 for _ in range(dims - 2))) if dims > 1 else (PROBE_ELEMENTS,)
+        largest = max(held, key=lambda name: made.stand_ins[name].numel())
+        dims, matrix = made.stand_ins[largest].ndim, (PROBE_ROWS, PROBE_ELEMENTS // PROBE_ROWS)
+        shape = (*(1 for _ in range(dims - 2)), *matrix) if dims > 1 else (PROBE_ELEMENTS,)
         parameters = [nn.Parameter(torch.zeros(shape, device="cpu")) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -87,11 +126,14 @@ class _Probe:
             if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
         optimizer.step()
-        live, moved = LiveBytes(), MovedBytes()
+        live, moved, products = LiveBytes(), MovedBytes(), FlopCounterMode(display=False)
         with live:
             optimizer.step()
         with moved:
             optimizer.step()
+        with products:
+            optimizer.step()
+        self.flops, self.product_dtype = products.get_total_flops(), moved.product_dtype
         gradients = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
         tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         self.state_bytes = sum(value.nbytes for value in tensors if value.numel() > 1)
@@ -100,20 +142,27 @@ class _Probe:
         self.moved_bytes = moved.num_bytes - (gradients if moved.names_gradients else 0)
 
 
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+
+
 class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
     """`with MovedBytes() as moved:` counts what operators read and write, each tensor once per operator; views are
-    free. names_gradients: whether a fused update was among them."""
+    free. names_gradients: whether a fused update was among them. product_dtype: of the last product of matrices."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.names_gradients = False
+        self.product_dtype = "fp32"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         schema = func._schema
+        if func.overloadpacket in _PRODUCTS:
+            self.product_dtype = "bf16" if result.dtype == torch.bfloat16 else "fp32"
         self.names_gradients |= str(func.overloadpacket.__name__).startswith("_fused_")
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs or {})
         read = {id(t): t.nbytes for t in tree_leaves(named) if isinstance(t, torch.Tensor)}

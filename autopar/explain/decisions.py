@@ -59,7 +59,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
             degrees["dp"] = data_ranks // plan.mesh.size("ddp")
         for count in neighbours(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
-    if limits.offload is None and not is_cpu(request.cluster):
+    if limits.offload is None and not is_cpu(request.cluster) and not request.needs.whole:
         for offload in OFFLOADS:
             if offload != (plan.pipeline.offload or "none"):
                 other = "" if offload == "none" else offload

@@ -188,13 +188,14 @@ def inter_node_rate(cluster: Cluster) -> float:
 
 
 def offloads(request: Request, zero: int) -> tuple[str, ...]:
-    """What may live in host memory: parameters only in shards. A rank on a CPU has no memory but its host's."""
+    """What may live in host memory: parameters only in shards. A rank on a CPU has no memory but its host's. Unless it
+    is pinned, nothing does of what an optimiser must see whole, which the host has in part."""
     pinned = request.constraints.offload
     if pinned == "parameters" and zero != 3:
         return ()
     if pinned is not None:
         return (pinned,)
-    if is_cpu(request.cluster):
+    if is_cpu(request.cluster) or request.needs.whole:
         return ("",)
     return ("", "optimizer", "parameters") if zero == 3 else ("", "optimizer")
 

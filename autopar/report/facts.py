@@ -197,4 +197,6 @@ def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> lis
         training_of(compiled.optimizer, plan.precision, parameters=parameters_of(compiled.model)),
         compression=plan.compression,
     )
-    return rows + parameter_traffic(scope, best.assignment, plan.mesh, training, plan.num_micro_batches)
+    is_shared = not (compiled.needs.is_coupled or plan.pipeline.offload)
+    whole = compiled.needs.whole if is_shared else frozenset[str]()
+    return rows + parameter_traffic(scope, best.assignment, plan.mesh, training, plan.num_micro_batches, whole)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.costs.context import NearCall, context_call
 from autopar.costs.parameter_prices import summed_axes
 from autopar.costs.quantised_collectives import sent_bytes_of
 from autopar.costs.rates import Training
-from autopar.ir.graph import Ref
+from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.mesh import Mesh, zero_axes
-from autopar.ir.placement import Placement
+from autopar.ir.placement import Placement, Stored
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import Scope
 from autopar.options.strategies import Operator, num_local
@@ -104,10 +104,21 @@ def context_rows(
 
 
 def parameter_traffic(
-    scope: Scope, assignment: Assignment, mesh: Mesh, training: Training, num_micro_batches: int
+    scope: Scope,
+    assignment: Assignment,
+    mesh: Mesh,
+    training: Training,
+    num_micro_batches: int,
+    whole: frozenset[str] = frozenset(),
 ) -> list[Transfer]:
-    """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer."""
+    """Gradient synchronisation and ZeRO's gathers of the scope, by kind and axis; bytes of one layer.
+
+    whole: names of the parameters that one rank each updates for all.
+    """
     totals = traffic_bytes(scope, assignment, mesh, training, num_micro_batches)
+    for name, stored in _trained(scope, assignment):
+        if not whole.isdisjoint(scope.full_names(name)):
+            _add_whole_updates(totals, scope.metas[Ref(name)], stored, mesh, training)
     rows = ((words, bytes_text(size), count * scope.count, size) for (words, count), size in totals.items())
     return [Transfer(*row) for row in rows]
 
@@ -118,9 +129,7 @@ def traffic_bytes(
     """(what, how often per step) -> bytes each time on one rank: as gathered, or before they are summed."""
     totals: dict[tuple[str, int], float] = {}
     packed = {name: f" of {code} blocks" for name, code in training.compression.names.items()}
-    for (owner, name), stored in assignment.parameters.items():
-        if owner != scope.name or not scope.metas[Ref(name)].requires_grad:
-            continue
+    for name, stored in _trained(scope, assignment):
         meta = scope.metas[Ref(name)]
         local = num_local(meta, stored.placements, mesh)
         over = zero_axes(mesh.axes, stored.placements)
@@ -142,6 +151,26 @@ def traffic_bytes(
         for axes in summed_axes(mesh.axes, stored):
             _add(totals, f"gradients: all_reduce over {_names(mesh, axes)}", 1, local * training.gradient_bytes / size)
     return totals
+
+
+def _trained(scope: Scope, assignment: Assignment) -> Iterator[tuple[str, Stored]]:
+    for (owner, name), stored in assignment.parameters.items():
+        if owner == scope.name and scope.metas[Ref(name)].requires_grad:
+            yield name, stored
+
+
+def _add_whole_updates(
+    totals: dict[tuple[str, int], float], meta: TensorMeta, stored: Stored, mesh: Mesh, training: Training
+) -> None:
+    """What an owner gets of one parameter, on average over ranks, and what a rank gets back."""
+    num_ranks = math.prod(mesh.sizes)
+    over = zero_axes(mesh.axes, stored.placements) if stored.zero else ()
+    own = num_local(meta, stored.placements, mesh) / math.prod(mesh.sizes[axis] for axis in over)
+    if num_ranks > 1 and own < meta.numel:
+        size = 2 * meta.numel * training.gradient_bytes / num_ranks
+        _add(totals, "values and gradients: to the ranks that update them whole", 1, size)
+    if num_ranks > 1:
+        _add(totals, "parameters: from the ranks that update them whole", 1, own * training.gradient_bytes)
 
 
 def _names(mesh: Mesh, axes: tuple[int, ...]) -> str:

@@ -29,7 +29,7 @@ from autopar.running.weights import Init, value_source
 from autopar.settings.arguments import check_numbers
 from autopar.settings.loss_scale import loss_scale_of
 from codegen.runtime.loss_scale import LossScale
-from codegen.runtime.optimizer_probe import OptimizerTrial
+from codegen.runtime.optimizer_trial import OptimizerTrial
 from cost_models.mixed import AnyCluster
 
 _numbers = itertools.count()
@@ -71,7 +71,7 @@ def build_step(
         program.create_mesh(where),
         _optimizer_factory(compiled, package),
         parameters=parameters,
-        trial=None if isinstance(compiled.optimizer, DefaultAdamW) else OptimizerTrial(is_tried=True),
+        trial=None if isinstance(compiled.optimizer, DefaultAdamW) else OptimizerTrial(compiled.needs),
         max_grad_norm=max_grad_norm,
         seed=seed,
         non_finite=non_finite,

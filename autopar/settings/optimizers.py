@@ -64,9 +64,19 @@ def examine(factory: Factory, model: nn.Module) -> Needs:
 
 
 @fakes.probing()
-def keeps_zeros(factory: Factory, model: nn.Module) -> bool:
-    """Whether the update of an optimiser that `examine` found fit leaves padding zeros, whose gradients are zeros."""
-    return isinstance(factory, DefaultAdamW) or zeros_stay(factory, parameters_of(model))
+def keeps_zeros(factory: Factory, model: nn.Module, needs: Needs, limits: Constraints) -> bool:
+    """Whether the update of an optimiser that `examine` found fit leaves padding zeros, whose gradients are zeros.
+
+    Parameters that one rank updates whole have no padding there.
+    """
+    if isinstance(factory, DefaultAdamW):
+        return True
+    return not _bars_parts(needs, limits.offload or "") and zeros_stay(factory, parameters_of(model), needs.whole)
+
+
+def _bars_parts(needs: Needs, offload: str) -> bool:
+    """Whether every rank must store all that the update needs whole: no other rank can update it then."""
+    return needs.is_coupled or bool(needs.whole and offload)
 
 
 @contextlib.contextmanager
@@ -116,18 +126,20 @@ def _settings(made: WholeOptimizer) -> list[dict[str, str]]:
 
 
 def limited(limits: Constraints, needs: Needs, graph: Graph) -> Constraints:
-    """The constraints, and what must be whole held whole; what a user pinned stays, and is checked in the plan.
+    """The constraints, with what an update that couples parameters or is offloaded needs whole held whole; what a user
+    pinned stays, and is checked in the plan.
 
-    Warns, since plans are fewer then.
+    Warns where plans are fewer.
     """
-    if not needs.problem:
+    if not _bars_parts(needs, limits.offload or ""):
         return limits
     names = _names(needs, graph)
     is_all = all(p.is_buffer or p.name in names for p in graph.parameters)
     whole = tuple((axis, Placement("R")) for axis in AXIS_NAMES[1:])
     globs = ["*"] if is_all else [glob.escape(name) for name in _one_of_each_class(names, graph)]
     pins: tuple[Pattern, ...] = tuple((each, whole) for each in globs)
-    warnings.warn(f"{needs.problem}: only plans that do so are considered", stacklevel=6)
+    offloaded = f", and with offload={limits.offload} parameters must be held whole" * (not needs.is_coupled)
+    warnings.warn(f"{needs.problem}{offloaded}: only plans that do so are considered", stacklevel=6)
     degrees = {"pp": 1, **limits.degrees} if needs.is_coupled else limits.degrees
     zero = 0 if limits.zero is None else limits.zero
     return replace(limits, degrees=degrees, zero=zero, parameters=(*limits.parameters, *pins))
@@ -150,32 +162,34 @@ def _one_of_each_class(names: list[str], graph: Graph) -> Iterator[str]:
 
 
 def check_plan(plan: Plan, needs: Needs, graph: Graph) -> None:
-    """Raises ConstraintError if the plan gives a rank a part of what its optimiser must see whole."""
-    if not needs.problem:
+    """Raises ConstraintError if the plan gives a rank a part of what it must update whole by itself."""
+    offload = plan.pipeline.offload
+    if not _bars_parts(needs, offload):
         return
-    if needs.is_coupled and (len(plan.stage_meshes) > 1 or plan.pipeline.offload):
-        what = f"pp={len(plan.stage_meshes)}" if len(plan.stage_meshes) > 1 else f"offload={plan.pipeline.offload}"
-        raise _refused(needs, what)
+    if needs.is_coupled and (len(plan.stage_meshes) > 1 or offload):
+        raise _refused(needs, f"pp={len(plan.stage_meshes)}" if len(plan.stage_meshes) > 1 else f"offload={offload}")
     names = set(_names(needs, graph))
     for scope in scopes_of(graph):
         for name, stored in plan.scopes[scope.name].parameters.items():
             full = [each for each in scope.full_names(name) if each in names]
             for stage_mesh in plan.stage_meshes if full else ():
-                _check_whole(needs, full[0], stored, plan.mesh.axes, stage_mesh.mesh)
+                if found := _sharding(stored, plan.mesh.axes, stage_mesh.mesh):
+                    raise _refused(needs, f"{full[0]} {found}" + (f" and offload={offload}" if offload else ""))
 
 
-def _check_whole(needs: Needs, name: str, stored: Stored, axes: tuple[str, ...], mesh: Mesh) -> None:
+def _sharding(stored: Stored, axes: tuple[str, ...], mesh: Mesh) -> str:
+    """How a rank stores a part of a parameter, in words; "" where it stores all."""
     for axis, placement in zip(axes, stored.placements, strict=True):
         if not placement.is_replicated and mesh.size(axis) > 1:
-            raise _refused(needs, f"{name} is {placement} on {axis}{mesh.size(axis)}")
+            return f"is {placement} on {axis}{mesh.size(axis)}"
     sharing = [axes[number] for number in zero_axes(axes, stored.placements) if mesh.size(axes[number]) > 1]
     if stored.zero and sharing:
-        over = " x ".join(f"{axis}{mesh.size(axis)}" for axis in sharing)
-        raise _refused(needs, f"{name} has zero={stored.zero} on {over}")
+        return f"has zero={stored.zero} on " + " x ".join(f"{axis}{mesh.size(axis)}" for axis in sharing)
+    return ""
 
 
 def _refused(needs: Needs, found: str) -> ConstraintError:
-    pins = "zero=0, tp=1" + ", pp=1, no offload" * needs.is_coupled
+    pins = "zero=0, tp=1, pp=1, no offload" if needs.is_coupled else "no offload, or zero=0 and tp=1"
     return ConstraintError(
         needs.problem, values=found, alternatives=[pins, "an optimiser whose update is elementwise, such as AdamW"]
     )

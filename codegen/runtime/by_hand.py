@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, is_not
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from torch import Tensor
 from .flat import Bucket
 from .part import Part
 from .update import buckets_of
+
+if TYPE_CHECKING:
+    # Only programs that try an optimiser have it beside them.
+    from .whole_updates import WholeUpdates
 
 _IS_TRAINABLE, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
 
@@ -26,8 +31,10 @@ class ByHand:
     What nobody touched is passed over in loops of C: a step of a small model with many parameters is short.
     """
 
-    def __init__(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, wholes: WholeUpdates | None = None
+    ) -> None:
+        self._optimizer, self._wholes = optimizer, wholes
         self._known = {id(parameter) for parameter in _updated(optimizer)}
         self._buckets = buckets_of(parts)
         self._trainable = [bucket for bucket in self._buckets if bucket.key.requires_grad]
@@ -42,7 +49,7 @@ class ByHand:
         ]
         self._parameters = [parameter for parameter, _, _ in flags]
         self._flags, self._names = [flag for _, flag, _ in flags], [name for _, _, name in flags]
-        self._holds_wholes = len(parts) == 1 and all(map(_is_whole, self._trainable))
+        self._holds_wholes = len(parts) == 1 and wholes is None and all(map(_is_whole, self._trainable))
         self._writes: list[int] = []
         self._num_unused = 0
 
@@ -74,6 +81,8 @@ class ByHand:
         if self._are_replaced():
             for stored, gradient in zip(self._stored, self._gradients, strict=True):
                 stored.grad = gradient
+        if self._wholes is not None:
+            self._wholes.attach()
         self._writes = [_num_writes(bucket.gradient) for bucket in self._trainable]
         self._num_unused += 1
 
@@ -107,8 +116,8 @@ class ByHand:
         return any(map(is_not, map(_GRADIENT, self._stored), self._gradients))
 
     def _were_dropped(self) -> bool:
-        """Whether zero_grad() was called; told by what this rank stores, and believed where it stores nothing."""
-        return all(stored.grad is None for stored in self._stored)
+        """Whether zero_grad() was called; told by what this rank updates, and believed where that is nothing."""
+        return all(parameter.grad is None for parameter in _updated(self._optimizer))
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:

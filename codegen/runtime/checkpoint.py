@@ -13,7 +13,6 @@ on where it was; in a checkpoint of another precision there is none, and it begi
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,8 +28,8 @@ from .checkpoint_files import DamagedError as DamagedError
 from .checkpoint_files import DiskError as DiskError
 from .checkpoint_files import UnsavableError as UnsavableError
 from .flat import Bucket, Entry
-from .mesh import Mesh
-from .parameters import Param, runs
+from .parameters import Param
+from .pieces import pieces_of
 from .step import Step
 
 OPTIMIZER = "optimizer."
@@ -165,7 +164,7 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
                 raise UnsavableError(
                     f"optimiser state {name} is no tensor but {type(value).__name__}; it cannot be saved"
                 )
-            elif _is_scalar(key, value, entry) or _is_of_the_whole(value.shape, parameter, entry):
+            elif _is_scalar(key, value, entry) or _is_whole(parameter, entry):
                 pieces.append(Piece(name, tuple(value.shape), (0,) * value.ndim, value))
             elif value.numel() == entry.hi - entry.lo:
                 pieces += pieces_of(name, entry.slot.spec, step.mesh, value.view(-1), entry.lo)
@@ -190,15 +189,15 @@ def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.
             stored = manifest.tensors.get(full)
             if stored is None:
                 state[key] = manifest.record["numbers"][full]
-            elif key != "step" and stored.shape == entry.slot.spec.shape:
-                state[key] = torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
-                pieces += pieces_of(full, entry.slot.spec, step.mesh, state[key].view(-1), entry.lo)
-            elif key == "step" or stored.shape == ():
+            elif key == "step" or (stored.shape == () != entry.slot.spec.shape):
                 state[key] = torch.zeros(stored.shape, dtype=stored.dtype)
                 pieces.append(Piece(full, stored.shape, (0,) * len(stored.shape), state[key]))
-            elif _is_of_the_whole(stored.shape, parameter, entry):
+            elif _is_whole(parameter, entry):
                 state[key] = torch.zeros(stored.shape, dtype=stored.dtype, device=parameter.device)
                 pieces.append(Piece(full, stored.shape, (0,) * len(stored.shape), state[key]))
+            elif stored.shape == entry.slot.spec.shape:
+                state[key] = torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+                pieces += pieces_of(full, entry.slot.spec, step.mesh, state[key].view(-1), entry.lo)
             else:
                 raise CheckpointError(f"optimiser state {full} of shape {stored.shape} is not elementwise")
         if state:
@@ -265,57 +264,6 @@ def _fits(piece: Piece, manifest: Manifest) -> bool:
     return stored is not None and stored.shape == piece.global_shape
 
 
-def pieces_of(name: str, spec: Param, mesh: Mesh, values: Tensor, start: int = 0) -> list[Piece]:
-    """Elements start, start + 1, ... of this rank's flattened local tensor, as boxes of the global one."""
-    local, stop = spec.local_shape(mesh), start + values.numel()
-    held = [runs(dim, spec, mesh) for dim in range(len(local))]
-    pieces = []
-    for first, offsets, sizes in _boxes(local, start, stop):
-        box = values[first - start : first - start + math.prod(sizes)].view(sizes)
-        for cut in itertools.product(*(_cuts(*each) for each in zip(held, offsets, sizes, strict=True))):
-            value = box
-            for dim, (begin, _, length) in enumerate(cut):
-                value = value.narrow(dim, begin, length)
-            pieces.append(Piece(name, spec.shape, tuple(at for _, at, _ in cut), value))
-    return pieces
-
-
-def _boxes(
-    shape: tuple[int, ...], start: int, stop: int, before: int = 0
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(flat start, offsets, sizes) of the fewest boxes that make up elements start to stop of a row-major tensor."""
-    if stop <= start:
-        return
-    if not shape:
-        yield before, (), ()
-        return
-    row = math.prod(shape[1:])
-    full_from, full_to = -(-start // row), stop // row
-    if full_from < full_to:
-        parts = [(start, full_from * row), (full_to * row, stop)]
-    elif full_from == full_to:
-        parts = [(start, full_from * row), (full_from * row, stop)]
-    else:
-        parts = [(start, stop)]
-    for index, (lo, hi) in enumerate(parts):
-        if index == 1 and full_from < full_to:
-            offsets = (full_from, *(0 for _ in shape[1:]))
-            yield before + full_from * row, offsets, (full_to - full_from, *shape[1:])
-        at = lo // row
-        for first, offsets, sizes in _boxes(shape[1:], lo - at * row, hi - at * row, before + at * row):
-            yield first, (at, *offsets), (1, *sizes)
-
-
-def _cuts(held: list[tuple[int, int, int]], offset: int, size: int) -> list[tuple[int, int, int]]:
-    """(start in the box, global start, length) of the runs within offset to offset + size."""
-    found = []
-    for local, at, length in held:
-        lo, hi = max(local, offset), min(local + length, offset + size)
-        if lo < hi:
-            found.append((lo - offset, at + lo - local, hi - lo))
-    return found
-
-
 def _model_pieces(step: Step, with_copies: bool) -> Iterator[Piece]:
     """with_copies: also of what an earlier stage of the pipeline has too, on a mesh that may be cut otherwise."""
     for _, entry in _entries(step, with_copies):
@@ -336,17 +284,19 @@ def _entries(step: Step, with_copies: bool) -> Iterator[tuple[Bucket, Entry]]:
 
 def _optimized(step: Step, with_copies: bool) -> Iterator[tuple[Entry, nn.Parameter]]:
     for bucket, entry in _entries(step, with_copies):
-        if bucket.key.requires_grad and entry.stored is not None:
-            yield entry, entry.stored
+        parameter = step.updated(entry)
+        if bucket.key.requires_grad and parameter is not None:
+            yield entry, parameter
 
 
 def _is_scalar(key: str, value: Tensor, entry: Entry) -> bool:
     return key == "step" or (value.ndim == 0 and entry.slot.spec.shape != ())
 
 
-def _is_of_the_whole(shape: tuple[int, ...], parameter: nn.Parameter, entry: Entry) -> bool:
-    """Whether state is of a parameter that is stored whole, and not of its elements (Adafactor's of rows, columns)."""
-    return tuple(parameter.shape) == entry.slot.spec.shape != tuple(shape)
+def _is_whole(parameter: nn.Parameter, entry: Entry) -> bool:
+    """Whether the optimiser has all of a parameter, whose state then may have any shape (Adafactor's rows, columns)."""
+    spec = entry.slot.spec  # a part with its padding may be as large as the whole without
+    return parameter is not entry.stored or (not spec.padding and tuple(parameter.shape) == spec.shape)
 
 
 def _place_scalars(step: Step) -> None:

@@ -78,13 +78,13 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
 
 
 class NotHere(Tensor):
-    """What a parameter in host memory has for a gradient while that is on the device: nothing may be done with it."""
+    """What a parameter has for a gradient that is elsewhere (on the device, on other ranks): of no use to anybody."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "the optimiser is offloaded, and its gradients are not in host memory where its parameters are: clip with "
-            "max_grad_norm, and read step.grad_norm or step.gradients()"
+            "the gradients are not in host memory where an offloaded optimiser has its parameters, or not all on the "
+            "rank that updates them whole: clip with max_grad_norm, and read step.grad_norm or step.gradients()"
         )
 
 

@@ -1,8 +1,9 @@
 """What an update depends on, found by running the optimiser on small tensors.
 
 A rank may update a part of a parameter by itself only where every element's update depends on that element's own
-gradients and values (SGD, Adam, Lion). Some need the whole tensor (Adafactor, LAMB, Muon), some all tensors at once (a
-clip by the global norm inside a step). Runs of a few steps tell them apart:
+gradients and values (SGD, Adam, Lion). Some need the whole tensor (Adafactor, LAMB, Muon), which one rank then updates
+for all (`whole_updates.py`), some all tensors at once (a clip by the global norm inside a step). Runs of a few steps
+tell them apart:
 
     together   two tensors for every kind of parameter, in one optimiser
     apart      the first tensors in one optimiser, the second ones in another: equal unless tensors are coupled
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +56,10 @@ class Needs:
 
     @property
     def problem(self) -> str:
-        """The limits in words; "" if there are none."""
+        """What is not elementwise, in words; "" if nothing."""
         if self.is_coupled:
             return f"the update of {self.optimizer} couples all parameters, so each rank must hold all of them whole"
-        return f"the update of {self.optimizer} is not elementwise, so parameters must be held whole" * bool(self.whole)
+        return f"the update of {self.optimizer} is not elementwise" * bool(self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +110,19 @@ def forgotten(factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
         return _forgotten(factory, parameters, torch.float32)
 
 
-def keeps_zeros(factory: Factory, parameters: Sequence[GlobalParameter]) -> bool:
-    """Whether zeros whose gradients are zeros stay zeros, as padding must. False for an optimiser that cannot step."""
-    for dtype in TOLERANCE:
-        names, firsts, _ = _drawn(tuple(_kinds(factory, parameters)), dtype)
+def keeps_zeros(factory: Factory, parameters: Sequence[GlobalParameter], beside: frozenset[str] = frozenset()) -> bool:
+    """Whether zeros whose gradients are zeros stay zeros, as padding must. False for an optimiser that cannot step.
+
+    beside: names of parameters whose updates see no padding.
+    """
+    kinds = tuple(kind for kind in _kinds(factory, parameters) if not beside.issuperset(kind.names))
+    for dtype in TOLERANCE if kinds else ():
+        names, firsts, _ = _drawn(kinds, dtype)
         still = [each.part(torch.zeros_like) for each in firsts]
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), contextlib.suppress(_StepError):
             changes = _Trial(factory, parameters, names).run([[each] for each in still])
             return not any(change.any() for (change,) in changes)
-    return False
+    return not kinds
 
 
 def _forgotten(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch.dtype) -> str:
@@ -348,46 +353,3 @@ def _equal(found: Iterable[Iterable[Tensor]], expected: Iterable[Iterable[Tensor
         for a, b in zip(own, other, strict=True)
         if a.numel()
     )
-
-
-def check_stored(needs: Needs, is_whole: Mapping[str, bool], is_staged: bool) -> None:
-    """Raises OptimizerError where a rank stores a part of what must be whole.
-
-    is_whole: whether this rank stores a parameter whole, of those of which it stores something. is_staged: other ranks
-    store other parameters.
-    """
-    cut = [name for name, whole in is_whole.items() if not whole and name in needs.whole]
-    if cut or (needs.is_coupled and is_staged):
-        found = f"{cut[0]} is sharded" if cut else "a pipeline, whose ranks hold different parameters"
-        raise OptimizerError(needs.problem, found, "a plan with zero=0 and tp=1" + ", pp=1" * needs.is_coupled)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerTrial:
-    """What a step asks about an optimiser that it does not know. is_tried: its update was tried before the step."""
-
-    is_tried: bool = False
-
-    def check(
-        self,
-        factory: Factory,
-        parameters: Sequence[GlobalParameter],
-        is_whole: Mapping[str, bool],
-        *,
-        is_staged: bool,
-        is_padded: bool,
-    ) -> None:
-        """As `check_stored`, of what a trial finds; is_padded: whether there are zeros that must stay zeros."""
-        if self.is_tried:
-            return
-        check_stored(needs_of(factory, parameters), is_whole, is_staged)
-        if is_padded and not keeps_zeros(factory, parameters):
-            raise OptimizerError(
-                "the update of this optimiser moves zeros whose gradients are zeros",
-                "the program's padding, which must stay zeros",
-                "a program that is compiled with this optimiser",
-            )
-
-    def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-        """As the function of that name."""
-        return forgotten(factory, parameters)

@@ -22,7 +22,7 @@ from .options import problem
 from .parameters import Module, RngState
 from .part import Batches, Part, PartOptions, Source
 from .precision import PRECISIONS, Precision
-from .update import Update, buckets_of, parameters_of_programs, rank_optimizer, stored_whole
+from .update import Update, buckets_of, parameters_of_programs, rank_optimizer
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
@@ -33,21 +33,23 @@ if TYPE_CHECKING:
     from .host_optimizer import HostOptimizer
     from .loss_scale import LossScale
     from .offload import Offload
+    from .whole_updates import WholeUpdates
 
 
 class Trial(Protocol):
-    """What is found out about an optimiser that is not known (`optimizer_probe.OptimizerTrial`)."""
+    """What is found out about an optimiser that is not known (`optimizer_trial.OptimizerTrial`)."""
 
-    def check(
+    def wholes(
         self,
         factory: Factory,
         parameters: Sequence[GlobalParameter],
-        is_whole: Mapping[str, bool],
+        parts: Sequence[Part],
+        mesh: Mesh,
         *,
         is_staged: bool,
-        is_padded: bool,
-    ) -> None:
-        """Raises OptimizerError where this rank stores a part of what must be whole, or zeros that would not stay."""
+        is_offloaded: bool,
+    ) -> WholeUpdates | None:
+        """What one rank each updates whole; None if nothing. Raises OptimizerError where ranks cannot update alike."""
         ...
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
@@ -135,17 +137,16 @@ class Step:
             return
         parameters = parameters or tuple(parameters_of_programs(programs))
         device = mesh.device if host is None else "cpu"
-        self.optimizer = rank_optimizer(optimizer_factory, parameters, self.parts, device)
-        self.settings = settings_of(self.optimizer)
         self._trial, self._made_with = trial, (optimizer_factory, parameters)
-        if mesh.everyone.size > 1:
-            self._require_updatable()
+        self.wholes = self._wholes()
+        self.optimizer = rank_optimizer(*self._made_with, self.parts, device, self.wholes)
+        self.settings = settings_of(self.optimizer)
+        self._require_known()
         if offload_optimizer is not None:
             offload_optimizer.attach(self.optimizer, self.buckets)
-        self._update = Update(
-            self.parts, mesh, self.optimizer, offload_optimizer, max_grad_norm=max_grad_norm, kernels=kernels
-        )
-        self._by_hand = ByHand(self.parts, self.optimizer)
+        updaters = (self.optimizer, offload_optimizer, self.wholes)
+        self._update = Update(self.parts, mesh, *updaters, max_grad_norm=max_grad_norm, kernels=kernels)
+        self._by_hand = ByHand(self.parts, self.optimizer, self.wholes)
         self.num_samples, self._num_rows = 0, 0
         written = [value for part in self.parts for value in part.written_buffers()]
         self.guard = Guard(non_finite, written, self.loss_scaling)
@@ -176,13 +177,16 @@ class Step:
         """The step whose program is for batches of this one's shapes; this one if there is none, which will say so."""
         return next((each for each in self._others if each._batch.takes(batch, is_local)), self)
 
-    def _require_updatable(self) -> None:
-        """Raises where the optimiser cannot update what this rank stores by itself, or may be unable to."""
-        if self._trial is not None:
-            is_staged = len(self._executor.programs) > 1
-            is_padded = any(entry.slot.spec.padding for part in self.parts for _, entry in part.entries())
-            self._trial.check(*self._made_with, stored_whole(self.parts), is_staged=is_staged, is_padded=is_padded)
-        elif not is_elementwise(self.optimizer):
+    def _wholes(self) -> WholeUpdates | None:
+        """What ranks update whole for one another. Raises where they cannot update what they store."""
+        if self._trial is None or self.mesh.everyone.size == 1:
+            return None
+        is_staged, is_offloaded = len(self._executor.programs) > 1, self.host_optimizer is not None
+        where = (self.parts, self.mesh)
+        return self._trial.wholes(*self._made_with, *where, is_staged=is_staged, is_offloaded=is_offloaded)
+
+    def _require_known(self) -> None:
+        if self._trial is None and self.mesh.everyone.size > 1 and not is_elementwise(self.optimizer):
             raise ValueError(_untried(self.optimizer))
 
     @cached_property
@@ -348,7 +352,7 @@ class Step:
             raise FloatingPointError("some parameters are inf or nan")
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank stores and the optimiser updates, by original name (of tied stages' copies the first)."""
+        """What this rank stores and optimisers update, by original name (of tied stages' copies the first)."""
         found: dict[str, nn.Parameter] = {}
         for _, entry in self.entries():
             if entry.stored is not None:
@@ -358,6 +362,10 @@ class Step:
     def entries(self) -> list[tuple[Bucket, Entry]]:
         """All parameters of this rank."""
         return [each for part in self.parts for each in part.entries()]
+
+    def updated(self, entry: Entry) -> nn.Parameter | None:
+        """What this rank's optimiser has of a parameter: what is stored, or of those updated whole all or nothing."""
+        return entry.stored if self.wholes is None else self.wholes.updated(entry)
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradient of every trainable parameter, after `forward_backward`. Collective."""
@@ -404,5 +412,5 @@ def _check(
 def _untried(optimizer: torch.optim.Optimizer) -> str:
     return (
         f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
-        "trial=OptimizerTrial() of the program's runtime.optimizer_probe, which finds out"
+        "trial=OptimizerTrial() of the program's runtime.optimizer_trial, which finds out"
     )

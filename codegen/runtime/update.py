@@ -16,16 +16,17 @@ from .parameters import Module, declared
 from .part import Part
 
 if TYPE_CHECKING:
-    # Only programs with kernels, and those that offload the optimiser, have these beside them.
+    # Only programs with kernels, those that offload the optimiser, and those that try one have these beside them.
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
+    from .whole_updates import WholeUpdates
 
 
 class Update:
     """The update of the parameters that one rank stores.
 
-    host: updates in its place where the optimiser's state is in host memory. kernels: take the norm, and the update of
-    a `FusedAdamW`, where they can run.
+    host: updates in its place where the optimiser's state is in host memory. wholes: what it updates whole. kernels:
+    take the norm, and the update of a `FusedAdamW`, where they can run.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class Update:
         mesh: Mesh,
         optimizer: torch.optim.Optimizer,
         host: HostOptimizer | None,
+        wholes: WholeUpdates | None,
         *,
         max_grad_norm: float | None,
         kernels: FusedUpdate | None,
     ) -> None:
         self.parts, self.mesh, self.optimizer, self.host = parts, mesh, optimizer, host
-        self.max_grad_norm = max_grad_norm
+        self.wholes, self.max_grad_norm = wholes, max_grad_norm
         self.kernels = kernels
         if kernels is not None:
             kernels.attach(parts, optimizer, is_offloaded=host is not None)
@@ -69,7 +71,11 @@ class Update:
         if self.host is not None:
             self.host.update()
             return
+        if self.wholes is not None:
+            self.wholes.gather()
         self.optimizer.step()
+        if self.wholes is not None:
+            self.wholes.send_back()
         for part in self.parts:
             part.zero.publish(fused is not None)
 
@@ -90,22 +96,27 @@ def buckets_of(parts: Sequence[Part]) -> list[Bucket]:
 
 
 def rank_optimizer(
-    factory: Factory, parameters: Sequence[GlobalParameter], parts: Sequence[Part], device: torch.device | str
+    factory: Factory,
+    parameters: Sequence[GlobalParameter],
+    parts: Sequence[Part],
+    device: torch.device | str,
+    wholes: WholeUpdates | None = None,
 ) -> torch.optim.Optimizer:
     """The factory's optimiser with this rank's tensors in their places; of tied stages' copies all."""
-    stored: dict[str, list[nn.Parameter]] = {}
+    own: dict[str, list[nn.Parameter]] = {}
     for part in parts:
         for _, entry in part.entries():
-            if entry.stored is not None and entry.stored.requires_grad:
+            tensor = entry.stored if wholes is None else wholes.updated(entry)
+            if tensor is not None and tensor.requires_grad:
                 for name in part.names(entry.slot):
-                    stored.setdefault(name, []).append(entry.stored)
-    return whole_optimizer(factory, parameters, device).replace(stored)
+                    own.setdefault(name, []).append(tensor)
+    return whole_optimizer(factory, parameters, device).replace(own)
 
 
 def stored_whole(parts: Sequence[Part]) -> dict[str, bool]:
     """Whether this rank stores a parameter whole, for each of which it stores anything, under all names."""
     return {
-        name: entry.stored.shape == entry.slot.spec.shape
+        name: not entry.slot.spec.padding and entry.stored.shape == entry.slot.spec.shape
         for part in parts
         for _, entry in part.entries()
         if entry.stored is not None

@@ -97,6 +97,89 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update, alpha=group["lr"] * float((p.norm() + 0.1) / (update.norm() + 0.1)))
 
 
+class Shampoo(torch.optim.Optimizer):
+    """Gupta et al. 2018: a matrix's gradient between the inverse fourth roots of sums of its squares over rows and over
+    columns; all else as SGD does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update, state = p.grad, self.state[p]
+                if p.ndim == 2:
+                    if not state:
+                        state["rows"], state["columns"] = (1e-2 * torch.eye(n).to(p) for n in p.shape)
+                    state["rows"] += p.grad @ p.grad.mT
+                    state["columns"] += p.grad.mT @ p.grad
+                    update = _root(state["rows"]) @ p.grad @ _root(state["columns"])
+                p.sub_(update, alpha=group["lr"])
+
+
+def _root(matrix: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ (values**-0.25 * vectors).mT
+
+
+class OwnMuon(torch.optim.Optimizer):
+    """Jordan et al. 2024, with AdamW for groups that say so, in one optimiser. Unlike torch's it multiplies in the
+    tensors' own dtype, and takes stacks of matrices."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.1, "is_matrix": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"], state["first"] = 0, torch.zeros_like(p)
+                    state |= {} if group["is_matrix"] else {"second": torch.zeros_like(p)}
+                state["step"] += 1
+                state["first"].lerp_(p.grad, 0.1)
+                if group["is_matrix"]:
+                    update = _orthogonal(state["first"]) * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5
+                else:
+                    state["second"].lerp_(p.grad.square(), 0.01)
+                    scale = (state["second"] / (1 - 0.99 ** state["step"])).sqrt() + 1e-4
+                    update = state["first"] / (1 - 0.9 ** state["step"]) / scale
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+
+def _orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """Five steps of Newton-Schulz."""
+    y = x.mT if x.shape[-2] > x.shape[-1] else x
+    y = y / (y.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = y @ y.mT
+        y = 3.4445 * y + (-4.7750 * square + 2.0315 * square @ square) @ y
+    return y.mT if x.shape[-2] > x.shape[-1] else y
+
+
+def muon_by_ndim(params: Any) -> torch.optim.Optimizer:
+    """Matrices, and AdamW for vectors."""
+    params = list(params)
+    rest = {"params": [p for p in params if p.ndim < 2], "is_matrix": False, "weight_decay": 0.0, "lr": 3e-2}
+    return OwnMuon([{"params": [p for p in params if p.ndim >= 2]}, rest])
+
+
+def muon_by_name(named_parameters: Any) -> torch.optim.Optimizer:
+    """Hidden matrices; AdamW for table and head, without decay for biases and norms."""
+    named = list(named_parameters)
+    hidden = [p for n, p in named if p.ndim >= 2 and "embed" not in n and "head" not in n]
+    tables = [p for n, p in named if p.ndim >= 2 and ("embed" in n or "head" in n)]
+    vectors = [p for n, p in named if p.ndim < 2]
+    rest = [{"params": tables, "is_matrix": False}, {"params": vectors, "is_matrix": False, "weight_decay": 0.0}]
+    return OwnMuon([{"params": hidden}, *rest])
+
+
 def by_ndim(params: Any) -> torch.optim.Optimizer:
     """Decay for matrices only."""
     params = list(params)
@@ -158,8 +241,15 @@ HONOURED = {
 }
 """Elementwise updates: exact under every plan."""
 
-WHOLE = {"Adafactor": torch.optim.Adafactor, "LAMB": Lamb, "Muon": muon}
-"""Updates that need whole tensors: exact where parameters are held whole."""
+WHOLE = {
+    "Adafactor": torch.optim.Adafactor,
+    "LAMB": Lamb,
+    "Muon": muon,
+    "Muon by ndim": muon_by_ndim,
+    "Muon by name": muon_by_name,
+    "Shampoo": Shampoo,
+}
+"""Updates that need whole tensors: exact under every plan but offloading, since one rank each updates them."""
 
 COUPLED = {"SGD that clips": clipped}
 

@@ -38,6 +38,8 @@ FEATURES = {
     "symmetric_memory": {"async"},
     "dropout_module": set(),
     "optimizer_probe": set(),
+    "optimizer_trial": set(),
+    "whole_updates": set(),
     "compiled_layers": set(),
     "reference": set(),
     "fp8": set(),

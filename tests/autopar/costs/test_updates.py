@@ -19,11 +19,15 @@ from autopar.costs.updates import adamw, training_of
 from autopar.ir.compression import Compression
 from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import R, Rp, Stored
+from autopar.ir.placement import R, Rp, S, Stored
 from codegen.kernels import adamw as kernel
 from codegen.runtime import mesh as runtime_mesh
+from codegen.runtime.optimizer_probe import Needs
+from codegen.runtime.optimizers import GlobalParameter
 from codegen.runtime.step import Step
+from codegen.runtime.whole_updates import ROUND_BYTES
 from cost_models.machine import Cluster
+from tests.autopar.optimizer_factories import Lamb, muon_by_name
 from tests.codegen.runtime.mlp_program import make_program, whole_batch, whole_state
 
 GPUS = Cluster.parse("4 a100-80g")
@@ -147,3 +151,45 @@ def test_rounded_copies_lie_beside_fp32_masters() -> None:
 def test_optimisers_of_ones_own_are_followed_by_a_copy() -> None:
     own = training_of(partial(torch.optim.AdamW, fused=True), "bf16", on_gpu=True)
     assert update_bytes(KernelPricer, own) == update_bytes(Pricer, own) == pytest.approx(28 + 4 + 2, abs=0.1)
+
+
+MATRIX, TABLE = GlobalParameter("layer.weight", (64, 256)), GlobalParameter("embed.weight", (512, 32))
+NEEDS = Needs(frozenset({"layer.weight"}))
+
+
+def test_products_of_whole_updates_are_counted() -> None:
+    """Five times three products of Newton-Schulz, of a matrix that counts as square: 30 m multiplications and additions
+    per element; momentum of half of the elements, two moments of the others."""
+    training = training_of(muon_by_name, "fp32", parameters=(MATRIX, TABLE), needs=NEEDS)
+    assert training.whole_share == 0.5
+    assert training.update_flops == pytest.approx(30 * 64) and training.update_dtype == "fp32"
+    assert training.state_bytes == (4 + 8) / 2
+    assert training_of(torch.optim.Muon, "fp32", parameters=(MATRIX,), needs=NEEDS).update_dtype == "bf16"
+    assert training_of(muon_by_name, "fp32", parameters=(MATRIX, TABLE)).whole_share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("axes", "stored", "elements"),
+    [
+        (("dp",), Stored((Rp,), 0), 1.0),
+        (("dp",), Stored((Rp,), 1), 1 / 4),
+        (("tp",), Stored((S(0),), 0), 1 / 4),
+        (("tp",), Stored((R,), 0), 1.0),
+    ],
+)
+def test_owners_share_state_and_updates_evenly(axes: tuple[str, ...], stored: Stored, elements: float) -> None:
+    """A quarter of the state, whatever is stored; what is not stored is sent, and back comes what is."""
+    training = replace(training_of(Lamb, "fp32", parameters=(MATRIX,), needs=NEEDS), update_flops=0.0)
+    pricer, meta = Pricer(Mesh(axes, (4,)), GPUS, training), TensorMeta((1024, 1024), torch.float32, True)
+    plain = Pricer(Mesh(axes, (4,)), GPUS, replace(training, whole_share=0.0))
+    assert pricer.parameter_bytes(meta, stored)[2] == 8 * meta.numel / 4
+    assert plain.parameter_bytes(meta, stored)[2] == 8 * meta.numel * elements
+    taken = 0.0 if elements == 1.0 else 2 * 4 * meta.numel / 4
+    assert pricer.taken_bytes(meta, stored) == taken
+    seconds = pricer.joint_seconds("all_to_all", (0,), ROUND_BYTES) * (taken + 4 * meta.numel * elements) / ROUND_BYTES
+    moved = training.update_traffic * meta.numel / 4
+    rate = GPUS.device.memory_bytes_per_second * GPUS.device.memory_efficiency
+    assert pricer.optimizer_seconds(meta, stored) == pytest.approx(seconds + moved / rate)
+    assert (
+        Pricer(Mesh(axes, (4,)), GPUS, replace(training, offload="optimizer")).whole_update_seconds(meta, stored) == 0
+    )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import NamedBatch
 from autopar.launch import run_ranks
+from autopar.planning.equal_configs import offloads
+from autopar.settings.constraints import Constraints
 from autopar.settings.optimizers import examine, keeps_zeros
 from autopar.verify import _compare, _rotated
-from codegen.runtime.optimizer_probe import OptimizerTrial
+from codegen.runtime.optimizer_probe import Needs
+from codegen.runtime.optimizer_trial import OptimizerTrial
 from codegen.runtime.optimizers import OptimizerError, parameters_of, read_parameters, whole_optimizer
 from tests.autopar.optimizer_factories import (
     COUPLED,
@@ -34,6 +38,7 @@ from tests.autopar.optimizer_factories import (
     model,
     refused,
 )
+from tests.autopar.requests import request_for
 
 PLANS = {
     **{f"zero {zero}": {"dp": 2, "zero": zero} for zero in range(4)},
@@ -186,10 +191,16 @@ class Drifting(torch.optim.SGD):
 )
 def test_updates_that_leave_padding_zeros_are_found(factory, is_kept):
     net = model()
-    assert not examine(factory, net).problem and keeps_zeros(factory, net) == is_kept
-    trial, asked = OptimizerTrial(), partial(OptimizerTrial.check, is_whole={}, is_staged=False, is_padded=True)
+    assert not examine(factory, net).problem and keeps_zeros(factory, net, Needs(), Constraints({})) == is_kept
     with contextlib.nullcontext() if is_kept else pytest.raises(OptimizerError, match="moves zeros"):
-        asked(trial, factory, parameters_of(net))
+        OptimizerTrial._check_padding(factory, parameters_of(net), frozenset())
+
+
+def test_padding_is_no_matter_to_what_is_updated_whole():
+    """Which Adafactor's division by the root mean square of zeros would spoil."""
+    found, net = examine(torch.optim.Adafactor, model()), model()
+    assert keeps_zeros(torch.optim.Adafactor, net, found, Constraints({}))
+    assert not keeps_zeros(torch.optim.Adafactor, net, found, Constraints({}, offload="optimizer"))
 
 
 def test_only_the_groups_that_need_it_are_held_whole():
@@ -257,24 +268,45 @@ def stored_of(program):
 
 
 def test_plans_hold_whole_what_must_be():
+    """Where one rank cannot update for the others: a coupled update, and one in host memory."""
     with pytest.raises(ConstraintError, match="LBFGS.step needs a closure"):
         compiled(torch.optim.LBFGS, {})
-    with pytest.warns(UserWarning, match="update of Lamb is not elementwise"):
-        program = compiled(WHOLE["LAMB"], {})
+    with pytest.warns(UserWarning, match="couples all parameters"):
+        program = compiled(COUPLED["SGD that clips"], {"tp": 2})
     assert not any(s.zero or any(p.is_shard for p in s.placements) for _, s in stored_of(program))
-    with pytest.warns(UserWarning, match="update of Muon"):
-        program = compiled(WHOLE["Muon"], {"tp": 2})
-    assert all(p.is_replicated for n, s in stored_of(program) if n.endswith("weight") for p in s.placements)
-    with pytest.raises(ConstraintError, match="zero=1 on dp2") as error:
-        compiled(WHOLE["LAMB"], {"dp": 2, "zero": 1})
-    assert "zero=0, tp=1" in str(error.value)
     with pytest.raises(ConstraintError, match="pp=2"):
         compiled(COUPLED["SGD that clips"], PLANS["pp2"])
+    with pytest.warns(UserWarning, match="Muon is not elementwise, and with offload=optimizer"):
+        program = compiled(WHOLE["Muon"], {"tp": 2, "offload": "optimizer"})
+    assert all(p.is_replicated for n, s in stored_of(program) if n.endswith("weight") for p in s.placements)
+    with pytest.raises(ConstraintError, match="zero=3 on dp2 and offload=optimizer") as error:
+        compiled(WHOLE["LAMB"], PLANS["zero 3 on the host"])
+    assert "no offload, or zero=0 and tp=1" in str(error.value)
     sharded = compiled(None, {"tp": 2, "parameters": {"*.up.weight": {"tp": "S(0)"}}}).plan
     with pytest.raises(ConstraintError, match=r"layers\.0\.up\.weight is S\(0\) on tp2"):
         autopar.compile(
-            model(), "2 cpu", example_inputs=inputs(), loss_fn=loss_fn, optimizer=WHOLE["LAMB"], plan=sharded
+            model(),
+            "2 cpu",
+            example_inputs=inputs(),
+            loss_fn=loss_fn,
+            optimizer=COUPLED["SGD that clips"],
+            plan=sharded,
         )
+
+
+@pytest.mark.filterwarnings("error")
+def test_updates_of_whole_tensors_bar_no_plan_but_offloading():
+    for constraints in ({"tp": 2, "parameters": {"*.up.weight": {"tp": "S(0)"}}}, {"dp": 2, "zero": 3}):
+        program = compiled(WHOLE["LAMB"], constraints)
+        assert any(s.zero or any(p.is_shard for p in s.placements) for _, s in stored_of(program))
+
+
+def test_searches_offload_no_update_of_whole_tensors():
+    elementwise = request_for("llama")
+    whole = replace(elementwise, needs=examine(WHOLE["LAMB"], model()))
+    assert offloads(elementwise, 1) == ("", "optimizer") and offloads(whole, 1) == ("",)
+    pinned = replace(whole, constraints=Constraints({}, offload="optimizer"))
+    assert offloads(pinned, 1) == ("optimizer",)
 
 
 def test_a_saved_program_has_the_path_of_its_optimiser(tmp_path):
@@ -303,7 +335,7 @@ def test_a_saved_program_stops_rather_than_train_with_another_optimiser(tmp_path
 
 @pytest.mark.slow
 def test_a_saved_program_trains_with_its_optimiser(tmp_path):
-    """Which losses tell from AdamW's; under ZeRO-3 too, where it takes no optimiser that needs whole tensors."""
+    """Which losses tell from AdamW's; under ZeRO-3 too, also by one of whole tensors, but by no coupled one."""
     expected = plain_losses(by_name, 6)
     assert expected != pytest.approx(plain_losses(torch.optim.AdamW, 6), abs=0.05)
     folder = saved(by_name, tmp_path / "program")
@@ -316,8 +348,12 @@ def test_a_saved_program_trains_with_its_optimiser(tmp_path):
         assert output.returncode == 0, output.stderr[-2000:]
         losses = [float(text) for text in re.findall(r"loss (\S+)", output.stdout)]
         assert losses == pytest.approx(expected, abs=1e-4)
-    refused = run_main(sharded, "--steps", "6", "--optimizer", f"{path}Lamb", ranks=2)
-    assert refused.returncode != 0 and "the update of Lamb is not elementwise" in refused.stderr
+    whole = run_main(sharded, "--steps", "6", "--optimizer", f"{path}Lamb", ranks=2)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    losses = [float(text) for text in re.findall(r"loss (\S+)", whole.stdout)]
+    assert losses == pytest.approx(plain_losses(WHOLE["LAMB"], 6), abs=1e-4)
+    refused = run_main(sharded, "--steps", "6", "--optimizer", f"{path}clipped", ranks=2)
+    assert refused.returncode != 0 and "the update of SGD couples all parameters" in refused.stderr
     missing = run_main(folder, "--optimizer", "nowhere:factory")
     assert missing.returncode != 0 and "put the folder of its module on PYTHONPATH" in missing.stderr
 
@@ -341,5 +377,5 @@ def test_the_table(capsys):
             cells = [found[name, plan] for plan in PLANS]
             print(f"{name:17}", *(f"{c:8.0e}" if isinstance(c, float) else " refused" for c in cells))
     for (name, plan), cell in found.items():
-        is_whole = plan in ("zero 0", "tp2") or (name not in COUPLED and plan.startswith("pp2"))
+        is_whole = plan in ("zero 0", "tp2") or (name not in COUPLED and "host" not in plan)
         assert isinstance(cell, float) == (name in HONOURED or (name in WHOLE | COUPLED and is_whole)), (name, plan)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from codegen.runtime import checkpoint
 from codegen.runtime.mesh import Axis, Mesh
-from codegen.runtime.optimizer_probe import OptimizerTrial
+from codegen.runtime.optimizer_trial import OptimizerTrial
 from codegen.runtime.parameters import Param, shard
 from codegen.runtime.step import Step
 from tests.autopar.optimizer_factories import Lamb, Lion

@@ -1,0 +1,286 @@
+"""Updates of whole parameters, each on one rank, for optimisers whose update of a tensor depends on all of it.
+
+Every parameter that needs it has an owner among the ranks of the mesh, whatever they store: copies, shards of tp or ep,
+flat slices of ZeRO. Before the optimiser steps, the owner gets value and gradient in the user's own shape, without
+padding, from the nearest ranks that store parts of them; it alone holds the optimiser's state. Afterwards every rank
+gets the part of the new value that it stores. An owner that stores the parameter whole updates it where it lies, and
+gets nothing. So each matrix is updated once, by one rank, and work and state are balanced.
+
+Between steps an owner holds no whole value of what it stores in part: masters, which checkpoints and scripts read and
+write, are the only truth. All of this is one all_to_all per round and direction, within a mesh: copies of a tied
+parameter on several stages have an owner each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives
+from .flat import Bucket, Entry, NotHere
+from .mesh import Axis, Mesh
+from .parameters import shards
+from .part import Part
+from .pieces import pieces_of
+
+ROUND_BYTES = 64 * 2**20
+"""Bytes of the parameters that are exchanged at a time, about: more takes more memory, less more messages."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a whole tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Owned:
+    """A parameter that its owner updates.
+
+    whole: on the owner, what the optimiser has of it; elsewhere None. is_stored: that is what the owner stores. values,
+    gradients: what this rank stores, in boxes. sources: the ranks that the owner gets them from. boxes: on the owner,
+    those of every rank.
+    """
+
+    entry: Entry
+    dtype: torch.dtype
+    owner: int
+    whole: nn.Parameter | None
+    is_stored: bool
+    values: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    sources: frozenset[int]
+    boxes: tuple[tuple[Box, ...], ...]
+
+    def parts(self, whole: Tensor, rank: int) -> list[Tensor]:
+        """What a rank stores of a whole tensor (views)."""
+        return [_part(whole, *box) for box in self.boxes[rank]]
+
+
+class WholeUpdates:
+    """Those of one rank. names: of the parameters, of which any name will do. Every rank of the mesh makes it alike."""
+
+    def __init__(self, parts: Sequence[Part], mesh: Mesh, names: Collection[str]) -> None:
+        self._mesh = mesh
+        held = [
+            (bucket, entry)
+            for part in parts
+            for bucket, entry in part.entries()
+            if bucket.key.requires_grad and any(name in names for name in part.names(entry.slot))
+        ]
+        seen = [_seen_by(mesh, rank) for rank in range(mesh.world_size)]
+        owners = _owners(held, seen)
+        found = [_owned(bucket, entry, at, seen, mesh.rank) for (bucket, entry), at in zip(held, owners, strict=True)]
+        self._rounds = list(_rounds(found))
+        self._by_leaf = {id(each.entry.used): each for each in found}
+        self._taken = [each for each in found if each.whole is not None and not each.is_stored]
+        self._put_away()
+
+    def updated(self, entry: Entry) -> nn.Parameter | None:
+        """What the optimiser of this rank has of a parameter: of those that need it whole, nothing or all of it."""
+        owned = self._by_leaf.get(id(entry.used))
+        return entry.stored if owned is None else owned.whole
+
+    @property
+    def owned(self) -> list[str]:
+        """Names of the parameters that this rank updates whole."""
+        return [each.entry.slot.name for each in self._by_leaf.values() if each.whole is not None]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Brings values and gradients to their owners; the optimiser may step then. Collective."""
+        for each in self._taken:
+            assert each.whole is not None
+            each.whole.data = each.whole.new_empty(each.entry.slot.spec.shape)
+            each.whole.grad = torch.empty_like(each.whole)
+        for owned in self._rounds:
+            moved = [each for each in owned if not each.is_stored]
+            if moved:
+                self._exchange(moved, is_back=False)
+
+    @torch.no_grad()
+    def send_back(self) -> None:
+        """Brings new values from their owners to all that store parts of them. Collective."""
+        for owned in self._rounds:
+            self._exchange(owned, is_back=True)
+        self._put_away()
+
+    def attach(self) -> None:
+        """Lets scripts find what says that gradients of taken parameters are not here."""
+        for each in self._taken:
+            assert each.whole is not None
+            each.whole.grad = each.whole.detach().as_subclass(NotHere)
+
+    def _put_away(self) -> None:
+        """Frees whole values; what is read there before the next step is nan."""
+        for each in self._taken:
+            assert each.whole is not None
+            each.whole.data = each.whole.new_full((), math.nan).expand(each.entry.slot.spec.shape)
+        self.attach()
+
+    def _exchange(self, owned: Sequence[_Owned], is_back: bool) -> None:
+        """One all_to_all of parts: values and gradients to owners, or new values from them (is_back)."""
+        own, ranks = self._mesh.rank, range(self._mesh.world_size)
+        to_parts: list[list[Tensor]] = [[] for _ in ranks]
+        of_parts: list[list[Tensor]] = [[] for _ in ranks]
+        for each in owned:
+            if not (is_back and each.is_stored and each.owner == own) and (is_back or own in each.sources):
+                of_parts[each.owner] += each.values if is_back else (*each.values, *each.gradients)
+            if each.whole is None:
+                continue
+            assert is_back or each.whole.grad is not None
+            wholes = [each.whole] if is_back or each.whole.grad is None else [each.whole, each.whole.grad]
+            for rank in ranks:
+                if not (each.is_stored and rank == own) if is_back else rank in each.sources:
+                    to_parts[rank] += [part for whole in wholes for part in each.parts(whole, rank)]
+        sent, received = (to_parts, of_parts) if is_back else (of_parts, to_parts)
+        _all_to_all(sent, received, self._mesh, owned[0].dtype)
+
+
+def _all_to_all(sent: list[list[Tensor]], received: list[list[Tensor]], mesh: Mesh, dtype: torch.dtype) -> None:
+    """Fills `received[r]` with what rank r has in its `sent[this rank]`, tensor by tensor."""
+    leaving, arriving = ([sum(x.numel() for x in each) for each in side] for side in (sent, received))
+    line = torch.empty(sum(leaving), dtype=dtype, device=mesh.device)
+    result = torch.empty(sum(arriving), dtype=dtype, device=mesh.device)
+    _copy(_cut(line, sent), [x for each in sent for x in each])
+    collectives.all_to_all_rows(result, line, arriving, leaving, mesh.world.group)
+    _copy([x for each in received for x in each], _cut(result, received))
+
+
+def _cut(line: Tensor, like: list[list[Tensor]]) -> list[Tensor]:
+    flat = [x for each in like for x in each]
+    parts = torch.split(line, [x.numel() for x in flat])
+    return [part.view(x.shape) for part, x in zip(parts, flat, strict=True)]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _part(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, at, size)
+    return whole
+
+
+# Who has what ---------------------------------------------------------------------------------------------------------
+
+
+def _seen_by(mesh: Mesh, rank: int) -> Mesh:
+    """The mesh as its rank of that number sees it, without process groups."""
+    left, axes = rank, list[Axis]()
+    for axis in reversed(mesh.axes):
+        left, own = divmod(left, axis.size)
+        axes.insert(0, Axis(axis.name, axis.size, own))
+    return Mesh(tuple(axes), Axis("world", mesh.world_size, rank), torch.device("cpu"))
+
+
+def _range(bucket: Bucket, entry: Entry, seen: Mesh) -> tuple[int, int]:
+    """Which elements of its flattened part of a parameter a rank stores, as `Entry.lo` and `Entry.hi`."""
+    index = 0
+    for axis in seen.axes:
+        if axis.name in bucket.key.zero_axes:
+            index = index * axis.size + axis.rank
+    first = index * bucket.shard_numel - entry.start
+    return min(max(first, 0), entry.numel), min(max(first + bucket.shard_numel, 0), entry.numel)
+
+
+def _cutting_axes(bucket: Bucket, entry: Entry, mesh: Mesh) -> set[str]:
+    """The axes whose ranks store other parts; those that differ in other axes only store the same."""
+    return {*bucket.key.zero_axes, *(axis for axis, *_ in shards(entry.slot.spec.placements, mesh))}
+
+
+def _owners(held: Sequence[tuple[Bucket, Entry]], seen: Sequence[Mesh]) -> list[int]:
+    """The rank that updates each: the largest first, each to the rank with the fewest elements so far.
+
+    Of ranks with equally many it is the one that stores the most of the parameter. Elements count, since state has as
+    many, and matrices of a model are mostly alike in what an update takes per element.
+    """
+    loads, owners = [0] * len(seen), [0] * len(held)
+    order = sorted(range(len(held)), key=lambda index: -math.prod(held[index][1].slot.spec.shape))
+    for index in order:
+        bucket, entry = held[index]
+        least = min(loads)
+        stored = {
+            rank: hi - lo
+            for rank, mesh in enumerate(seen)
+            for lo, hi in (_range(bucket, entry, mesh),)
+            if loads[rank] == least
+        }
+        owners[index] = max(stored, key=lambda rank: (stored[rank], -rank))
+        loads[owners[index]] += math.prod(entry.slot.spec.shape)
+    return owners
+
+
+def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], own: int) -> _Owned:
+    spec, cutting = entry.slot.spec, _cutting_axes(bucket, entry, seen[0])
+    places = [{axis.name: axis.rank for axis in mesh.axes} for mesh in seen]
+    apart = [name for name in places[0] if name not in cutting]
+    sources = frozenset(
+        rank for rank, place in enumerate(places) if all(place[axis] == places[owner][axis] for axis in apart)
+    )
+    is_all = not spec.padding and entry.shape == spec.shape
+    is_stored = is_all and _range(bucket, entry, seen[owner]) == (0, entry.numel)
+    if owner != own:
+        whole, boxes = None, tuple[tuple[Box, ...], ...]()
+    else:
+        whole = entry.stored if is_stored else nn.Parameter(bucket.master.new_zeros(()).expand(spec.shape))
+        boxes = _boxes(bucket, entry, seen, cutting)
+        found = sum(math.prod(sizes) for rank in sources for _, sizes in boxes[rank])
+        assert found == math.prod(spec.shape), f"{entry.slot.name}: its parts have {found} elements"
+    values, gradients = tuple[Tensor, ...](), tuple[Tensor, ...]()
+    if entry.stored is not None:
+        line = bucket.gradient.narrow(0, entry.start + entry.lo - bucket.offset, entry.hi - entry.lo)
+        stored = entry.stored.detach().view(-1)
+        values, gradients = (
+            tuple(piece.value for piece in pieces_of(entry.slot.name, spec, seen[own], each, entry.lo))
+            for each in (stored, line)
+        )
+    return _Owned(
+        entry=entry,
+        dtype=bucket.master_dtype,
+        owner=owner,
+        whole=whole,
+        is_stored=is_stored,
+        values=values,
+        gradients=gradients,
+        sources=sources,
+        boxes=boxes,
+    )
+
+
+def _boxes(bucket: Bucket, entry: Entry, seen: Sequence[Mesh], cutting: set[str]) -> tuple[tuple[Box, ...], ...]:
+    """What every rank stores of a parameter."""
+    known: dict[tuple[int, ...], tuple[Box, ...]] = {}
+    found = []
+    for mesh in seen:
+        place = tuple(axis.rank for axis in mesh.axes if axis.name in cutting)
+        if place not in known:
+            lo, hi = _range(bucket, entry, mesh)
+            values = torch.empty(hi - lo, device="meta")
+            pieces = pieces_of(entry.slot.name, entry.slot.spec, mesh, values, lo)
+            known[place] = tuple((piece.offsets, tuple(piece.value.shape)) for piece in pieces)
+        found.append(known[place])
+    return tuple(found)
+
+
+def _rounds(owned: Sequence[_Owned]) -> Iterator[list[_Owned]]:
+    """Parameters of one dtype and of ROUND_BYTES or a little more, of all owners in turn."""
+    turns: dict[int, int] = {}
+    queues: dict[torch.dtype, list[tuple[int, int, _Owned]]] = {}
+    for each in owned:
+        turn = turns[each.owner] = turns.get(each.owner, 0) + 1
+        queues.setdefault(each.dtype, []).append((turn, each.owner, each))
+    for dtype, queue in queues.items():
+        found: list[_Owned] = []
+        num_bytes = 0
+        for *_, each in sorted(queue, key=lambda item: item[:2]):
+            found.append(each)
+            num_bytes += math.prod(each.entry.slot.spec.shape) * dtype.itemsize
+            if num_bytes >= ROUND_BYTES:
+                yield found
+                found, num_bytes = [], 0
+        if found:
+            yield found
