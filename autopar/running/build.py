@@ -24,7 +24,7 @@ from autopar.profiling.detect import cache_folder
 from autopar.program import GeneratedProgram
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.surroundings import check_training
-from autopar.running.weights import value_source
+from autopar.running.weights import ValueSource
 from autopar.settings.arguments import check_numbers
 from codegen.runtime.optimizer_probe import OptimizerTrial
 from cost_models.mixed import AnyCluster
@@ -66,7 +66,7 @@ def build_step(
         seed=seed,
         non_finite=non_finite,
     )
-    step.load(value_source(compiled.model, init, compiled.loss_fn))
+    step.load(ValueSource(compiled.model, init, compiled.loss_fn))
     return step
 
 

@@ -12,7 +12,6 @@ The seed of dropout masks is the step's own too: that of the checkpoint is for t
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checkpoint_files as files
-from .checkpoint_files import CheckpointError, Gather, Manifest, Piece
+from .boxes import Piece, pieces_of
+from .checkpoint_files import CheckpointError, Gather, Manifest
 from .checkpoint_files import DamagedError as DamagedError
 from .checkpoint_files import DiskError as DiskError
 from .checkpoint_files import UnsavableError as UnsavableError
 from .flat import Bucket, Entry
-from .mesh import Mesh
-from .parameters import Param, runs
+from .parameters import Param
 from .step import Step
 
 OPTIMIZER = "optimizer."
@@ -259,57 +258,6 @@ def _fits(piece: Piece, manifest: Manifest) -> bool:
     """Whether a buffer outside of the state dict is there: a model may make its own, of another length."""
     stored = manifest.tensors.get(piece.name)
     return stored is not None and stored.shape == piece.global_shape
-
-
-def pieces_of(name: str, spec: Param, mesh: Mesh, values: Tensor, start: int = 0) -> list[Piece]:
-    """Elements start, start + 1, ... of this rank's flattened local tensor, as boxes of the global one."""
-    local, stop = spec.local_shape(mesh), start + values.numel()
-    held = [runs(dim, spec, mesh) for dim in range(len(local))]
-    pieces = []
-    for first, offsets, sizes in _boxes(local, start, stop):
-        box = values[first - start : first - start + math.prod(sizes)].view(sizes)
-        for cut in itertools.product(*(_cuts(*each) for each in zip(held, offsets, sizes, strict=True))):
-            value = box
-            for dim, (begin, _, length) in enumerate(cut):
-                value = value.narrow(dim, begin, length)
-            pieces.append(Piece(name, spec.shape, tuple(at for _, at, _ in cut), value))
-    return pieces
-
-
-def _boxes(
-    shape: tuple[int, ...], start: int, stop: int, before: int = 0
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(flat start, offsets, sizes) of the fewest boxes that make up elements start to stop of a row-major tensor."""
-    if stop <= start:
-        return
-    if not shape:
-        yield before, (), ()
-        return
-    row = math.prod(shape[1:])
-    full_from, full_to = -(-start // row), stop // row
-    if full_from < full_to:
-        parts = [(start, full_from * row), (full_to * row, stop)]
-    elif full_from == full_to:
-        parts = [(start, full_from * row), (full_from * row, stop)]
-    else:
-        parts = [(start, stop)]
-    for index, (lo, hi) in enumerate(parts):
-        if index == 1 and full_from < full_to:
-            offsets = (full_from, *(0 for _ in shape[1:]))
-            yield before + full_from * row, offsets, (full_to - full_from, *shape[1:])
-        at = lo // row
-        for first, offsets, sizes in _boxes(shape[1:], lo - at * row, hi - at * row, before + at * row):
-            yield first, (at, *offsets), (1, *sizes)
-
-
-def _cuts(held: list[tuple[int, int, int]], offset: int, size: int) -> list[tuple[int, int, int]]:
-    """(start in the box, global start, length) of the runs within offset to offset + size."""
-    found = []
-    for local, at, length in held:
-        lo, hi = max(local, offset), min(local + length, offset + size)
-        if lo < hi:
-            found.append((lo - offset, at + lo - local, hi - lo))
-    return found
 
 
 def _model_pieces(step: Step, with_copies: bool) -> Iterator[Piece]:
