@@ -19,6 +19,7 @@ LATE_IMPORTS = {
     ("autopar/integrations/loading.py", "transformers"): "optional, and heavy",
     ("autopar/integrations/lazy_weights.py", "transformers.conversion_mapping"): "optional, and heavy",
     ("autopar/integrations/lazy_weights.py", "transformers.core_model_loading"): "optional, and heavy",
+    ("autopar/integrations/pretrained.py", "transformers.core_model_loading"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
     ("autopar/profiling/worker.py", "resource"): "optional: not on every system",
 }

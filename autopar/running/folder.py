@@ -6,13 +6,10 @@ written, is ever removed: a folder with anything else in it is refused.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
-from autopar.errors import OutputError
 from autopar.files.folder_swap import TUNING_FILE as TUNING_FILE
-from autopar.files.folder_swap import replace_folder, require_replaceable, write_mark
+from autopar.files.folder_swap import new_folder
 from autopar.files.tensor_files import MOST_BYTES, TensorFiles, TensorSpec
 from autopar.frontend.admission import require_traits
 from autopar.integrations.lazy_weights import has_values
@@ -43,21 +40,9 @@ def write_folder(compiled: GeneratedProgram, directory: Path, weights: bool, tun
     tuned: kernels measure their launch parameters, and keep them in the folder; those of an older one stay. Raises
     OutputError for a folder that is not ours to replace, and where it cannot be written.
     """
-    directory = require_replaceable(directory)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}_", dir=directory.parent))
-        try:
-            _write_files(compiled, fresh, directory, weights, tuned)
-            write_mark(fresh)
-            fresh.chmod(0o755)
-        except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
-        replace_folder(fresh, directory)  # after which `fresh` is another folder's name
-    except OSError as error:
-        raise OutputError("the program cannot be written", values=f"{directory}: {error.strerror or error}") from None
-    return directory
+    with new_folder(directory, "the program") as fresh:
+        _write_files(compiled, fresh, directory, weights, tuned)
+    return directory.resolve()
 
 
 def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weights: bool, tuned: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,27 @@ class ValueSource:
             f"{name} is on meta and has no value",
             alternatives="pass init=(name, shape, dtype) -> tensor to build(), or a model with weights",
         )
+
+
+class LazyState(Mapping[str, torch.Tensor]):
+    """The parameters and persistent buffers of a model under their first names; what lies in files is read if asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        persistent = model.state_dict(keep_vars=True).keys()
+        buffers = [name for name, _ in model.named_buffers() if name in persistent]
+        self._names = dict.fromkeys([*(name for name, _ in model.named_parameters()), *buffers])
+        self._value = ValueSource(model)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._value(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CheckpointError
+from autopar.integrations.pretrained import notes_of
 from autopar.settings.optimizers import as_constraint_errors
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime import checkpoint_folder
@@ -101,7 +102,7 @@ def save_plain(
         "progress": progress,
         "optimizer": files.optimizer_record(optimizer, settings or settings_of(optimizer)),
         "numbers": numbers,
-        "notes": {},
+        "notes": notes_of(model),
     }
     files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
 

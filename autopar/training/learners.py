@@ -17,6 +17,8 @@ from autopar.errors import ConstraintError, DataError
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.skeleton import in_training
+from autopar.integrations.pretrained import notes_of
+from autopar.running.weights import LazyState
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
 from codegen.runtime.guard import Guard, NonFinite
@@ -62,7 +64,8 @@ class RankLearner:
             self.checkpoint.check(self.step)
 
     def save(self, directory: Path) -> None:
-        others, notes = checkpoints.state_of(self.program.model), {"plan": self.program.plan.to_yaml()}
+        notes = {"plan": self.program.plan.to_yaml(), **notes_of(self.program.model)}
+        others = LazyState(self.program.model)
         with checkpoints.readable(self.checkpoint):
             self.checkpoint.save(self.step, directory, others=others, notes=notes)
 

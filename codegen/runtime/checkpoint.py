@@ -58,7 +58,8 @@ def save(
     pieces, numbers = files.in_unison(gather, lambda: _held(step))
     named = set().union(*gather(_names(step)))
     if rank == 0:
-        further = {name: value for name, value in (others or {}).items() if name not in named}
+        # Others are asked for one by one: they may have to be read.
+        further = {name: others[name] for name in others if name not in named} if others else {}
         pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
     record = {
         "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed},
