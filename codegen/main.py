@@ -12,7 +12,7 @@ _TEMPLATE = '''"""Trains {name} on {mesh_text}:  {launcher} main.py --steps 10
 
 Without --data every step gets random inputs; with it, --data FILE is read as a stream of bytes and every integer input
 is filled with consecutive pieces of it. Replace `batches` with your own data: it yields whole global batches, of which
-`step.local_batch` takes this rank's part. Needs torch only (and safetensors to read weights.safetensors).
+`step.local_batch` takes this rank's part. Needs torch only (and safetensors to read weights).
 {optimizer_note}"""
 
 import importlib.util
@@ -56,15 +56,12 @@ def batches(start, data):
         step += 1
 
 
-def initial_value(name):
-    """Weights of weights.safetensors where it is there, else small random numbers equal on all ranks."""
-    path = HERE / "weights.safetensors"
-    if path.exists():
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(name)
-    raise SystemExit(f"{{path}} is missing: save the program with weights, or write initial_value yourself")
+def initial_value():
+    """The weights beside this file, of which each rank reads its part; `name -> whole tensor` would do, too."""
+    try:
+        return weight_files.stored_weights(HERE)
+    except weight_files.WeightFileError as error:
+        raise SystemExit(f"{{error}}: save the program with weights, or write initial_value yourself") from None
 
 
 def read_bytes(path, parser):
@@ -111,7 +108,7 @@ def read_bytes(path, parser):
     {join}
     mesh = create_mesh("cuda" if on_gpu else "cpu")
     {step}
-    step.load(initial_value)
+    step.load(initial_value())
     is_first = dist.get_rank() == 0
     with checkpoint_folder.locked(given.checkpoint if is_first else None):
         checkpoint_folder.resume(given.checkpoint, lambda path: checkpoint.load(step, path), is_first)
@@ -212,7 +209,8 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
         fused_import = "\nfrom autopar_program.runtime.fused_adamw import FusedAdamW"
         return {
             "partial_import": "from functools import partial\n",
-            "imports": _imports("checkpoint", "checkpoint_folder", "options", "processes") + fused_import * is_fused,
+            "imports": _imports("checkpoint", "checkpoint_folder", "options", "processes", "weight_files")
+            + fused_import * is_fused,
             "optimizer_note": "",
             "optimizer_function": "",
             "optimizer_option": f'parser.add_argument("--lr", type=number("learning_rate"), default={rate})',
@@ -226,10 +224,10 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
     else:
         why = f"the optimiser that was compiled in ({optimizer.unnamed}) has no import path"
         line = f"raise SystemExit({why + ': give --optimizer module:factory'!r})"
-    modules = ("checkpoint", "checkpoint_folder", "optimizer_trial", "optimizers", "options", "processes")
+    asked = "checkpoint checkpoint_folder optimizer_trial optimizers options processes weight_files"
     return {
         "partial_import": "",
-        "imports": _imports(*modules),
+        "imports": _imports(*asked.split()),
         "optimizer_note": _NAMED_NOTE if optimizer.path else _UNNAMED_NOTE,
         "optimizer_function": _OPTIMIZER_FUNCTION.format(line=line),
         "optimizer_option": _OPTIMIZER_OPTION,

@@ -17,6 +17,9 @@ ROOTS = ("autopar", "codegen", "cost_models", "search")
 LATE_IMPORTS = {
     ("autopar/settings/fp8.py", "codegen.runtime.fp8"): "heavy: triton comes with it",
     ("autopar/integrations/loading.py", "transformers"): "optional, and heavy",
+    ("autopar/integrations/lazy_weights.py", "transformers.conversion_mapping"): "optional, and heavy",
+    ("autopar/integrations/lazy_weights.py", "transformers.core_model_loading"): "optional, and heavy",
+    ("autopar/integrations/pretrained.py", "transformers.core_model_loading"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
     ("autopar/profiling/worker.py", "resource"): "optional: not on every system",
 }

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train`.
+"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train | export`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
 verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70. docs/cli.md
@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
+from autopar.cli import exporting as cli_exporting
 from autopar.cli import planning as cli_planning
 from autopar.cli import running as cli_running
 from autopar.cli.options import as_command, shows_traceback
@@ -55,5 +56,6 @@ def everywhere(
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
+    cli_exporting.export,
 ):
     app.command()(as_command(command))

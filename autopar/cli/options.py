@@ -231,10 +231,12 @@ def read_cluster(text: str, processes: int | None) -> AnyCluster:
     return spec
 
 
-def read_job(model: str, num_devices: int, flags: Flags, meta: bool) -> Job:
-    """The model with a batch; meta: without memory, where it comes from a configuration."""
+def read_job(model: str, num_devices: int, flags: Flags, meta: bool, lazy: bool = False) -> Job:
+    """The model with a batch; meta: without memory, where it comes from a configuration; lazy: as in load_model."""
     options = parse_settings(flags.option or (), "--option")
-    return load_job(model, num_devices=num_devices, batch=flags.batch, seq=flags.seq, options=options, meta=meta)
+    return load_job(
+        model, num_devices=num_devices, batch=flags.batch, seq=flags.seq, options=options, meta=meta, lazy=lazy
+    )
 
 
 def compile_job(

@@ -74,7 +74,7 @@ def plan(
     """Choose the fastest plan that fits, and report what it does."""
     require_outputs(code, [out, timeline, html], force)
     spec = read_cluster(cluster, flags.processes)
-    job = read_job(model, spec.num_devices, flags, meta=code is None)
+    job = read_job(model, spec.num_devices, flags, meta=code is None, lazy=True)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
     _print_report(compiled, as_json)
     if out:

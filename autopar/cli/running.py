@@ -204,4 +204,5 @@ def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, 
             as_cluster(config.cluster) if config.cluster != "detect" else read_cluster("detect", config.num_processes)
         )
         config, num_devices = replace(config, cluster=spec), spec.num_devices
-    return read_job(name, num_devices, replace(flags, batch=config.global_batch_size), meta=False), config
+    flags = replace(flags, batch=config.global_batch_size)
+    return read_job(name, num_devices, flags, meta=False, lazy=config.auto_parallel), config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -9,6 +10,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import OutputError
@@ -104,6 +106,28 @@ def strangers(directory: Path, listed: dict[str, str]) -> list[str]:
         if not is_known:
             found.append(name)
     return found
+
+
+@contextlib.contextmanager
+def new_folder(directory: Path, what: str) -> Iterator[Path]:
+    """A folder to write `what` into, which then takes the place of `directory`: complete, or not at all.
+
+    Raises OutputError for a folder that is not ours to replace, and where it cannot be written.
+    """
+    directory = require_replaceable(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}_", dir=directory.parent))
+        try:
+            yield fresh
+            write_mark(fresh)
+            fresh.chmod(0o755)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        replace_folder(fresh, directory)  # after which `fresh` is another folder's name
+    except OSError as error:
+        raise OutputError(f"{what} cannot be written", values=f"{directory}: {error.strerror or error}") from None
 
 
 def replace_folder(fresh: Path, directory: Path) -> None:

@@ -46,19 +46,28 @@ class Job:
 
 
 def load_job(
-    spec: str, *, num_devices: int, batch: int | None, seq: int | None, options: Mapping[str, Any], meta: bool
+    spec: str,
+    *,
+    num_devices: int,
+    batch: int | None,
+    seq: int | None,
+    options: Mapping[str, Any],
+    meta: bool,
+    lazy: bool = False,
 ) -> Job:
     """The model that `spec` names with a batch of `batch` rows (8 per device by default) and `seq` tokens.
 
     A factory is given batch_size and seq_len where the user named them. meta: build a configuration's model without
-    memory. Raises ModelError.
+    memory. lazy: leave a folder's weights in its files. Raises ModelError.
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None:
             whole(name, value, 1)
     is_config = spec.startswith("hf:")
-    given = {} if is_config else {k: v for k, v in (("batch_size", batch), ("seq_len", seq)) if v is not None}
-    loaded: LoadedModel = load_model(spec, meta=meta and is_config, **given, **options)
+    given: dict[str, Any] = (
+        {} if is_config else {k: v for k, v in (("batch_size", batch), ("seq_len", seq)) if v is not None}
+    )
+    loaded: LoadedModel = load_model(spec, meta=meta and is_config, lazy=lazy, **given, **options)
     if loaded.inputs is not None:
         return Job(loaded.model, loaded.inputs, loaded.loss_fn)
     longest = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None) or DEFAULT_SEQ_LEN

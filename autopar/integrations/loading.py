@@ -10,16 +10,18 @@ import contextlib
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError
 from autopar.files.text_files import shown
+from autopar.integrations.lazy_weights import NotOneToOne, lazy_model
 
 _FORMS = (
     "module:factory, for example examples.models:gpt2",
@@ -40,10 +42,11 @@ class LoadedModel:
     loss_fn: Callable[..., Tensor] | None = None
 
 
-def load_model(spec: str, *, meta: bool = False, **options: Any) -> LoadedModel:
+def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: Any) -> LoadedModel:
     """The model that `spec` names, in training mode.
 
     meta: build parameters and buffers without memory, on the meta device; a factory's inputs are then on meta too.
+    lazy: leave the weights of a Hugging Face folder in its files (`lazy_weights.py`) until a program is built or saved.
     options: keyword arguments for the factory, or fields that override the configuration's.
     Random weights are seeded with 0 unless the factory seeds them itself, so every process builds the same model; the
     caller's random state is left alone. Raises ModelError.
@@ -56,7 +59,8 @@ def load_model(spec: str, *, meta: bool = False, **options: Any) -> LoadedModel:
         torch.manual_seed(0)
         if meta:
             stack.enter_context(torch.device("meta"))
-        loaded = _from_config(Path(rest), options, meta) if scheme == "hf" else _from_factory(scheme, rest, options)
+        is_config = scheme == "hf"
+        loaded = _from_config(Path(rest), options, meta, lazy) if is_config else _from_factory(scheme, rest, options)
     loaded.model.train()
     return loaded
 
@@ -122,18 +126,27 @@ def _as_loaded(made: Any) -> LoadedModel | None:
     return LoadedModel(*parts)
 
 
-def _from_config(path: Path, options: Mapping[str, Any], meta: bool) -> LoadedModel:
+def _from_config(path: Path, options: Mapping[str, Any], meta: bool, lazy: bool) -> LoadedModel:
     """A transformers model in fp32, whatever dtype its configuration was published in.
 
     Its weights are those of the folder that was named, where there are any; else random. meta: none at all.
     """
     folder = path
     path = path / "config.json" if path.is_dir() else path
+    config, model_class = _config_and_class(path, options)
+    build = model_class or _transformers().AutoModelForCausalLM.from_config
+    has_weights = folder.is_dir() and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
+    if has_weights and not meta:
+        if lazy and (model := _with_files(folder, config, build)) is not None:
+            return LoadedModel(model)
+        return LoadedModel(_with_weights(folder, config, model_class or _transformers().AutoModelForCausalLM))
+    return LoadedModel(_built(path, config, build))
+
+
+def _config_and_class(path: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The configuration, for training in fp32, and the class that its "architectures" name, if they do."""
     architectures = _read_architectures(path)
-    try:
-        import transformers  # optional, and heavy
-    except ImportError as error:
-        raise ModelError("hf: needs transformers", alternatives="pip install 'autopar[hf]'") from error
+    transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, **options)
     except Exception as error:  # transformers raises many kinds for a configuration that it does not know
@@ -147,15 +160,38 @@ def _from_config(path: Path, options: Mapping[str, Any], meta: bool) -> LoadedMo
             values=f'"architectures" in {path}',
             alternatives="a class of transformers, or leave the field out for a causal language model",
         )
-    build = model_class or transformers.AutoModelForCausalLM.from_config
     config.dtype = torch.float32
-    has_weights = folder.is_dir() and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
-    if has_weights and not meta:
-        return LoadedModel(_with_weights(folder, config, model_class or transformers.AutoModelForCausalLM))
+    return config, model_class
+
+
+def _transformers() -> Any:
     try:
-        return LoadedModel(build(config))
+        import transformers  # optional, and heavy
+    except ImportError as error:
+        raise ModelError("hf: needs transformers", alternatives="pip install 'autopar[hf]'") from error
+    return transformers
+
+
+def _built(path: Path, config: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
+    try:
+        return build(config)
     except Exception as error:  # inconsistent sizes fail in the model's own constructors
         raise ModelError(f"the model of {path} could not be built", values=_first_line(error)) from error
+
+
+def _with_files(folder: Path, config: Any, build: Callable[[Any], nn.Module]) -> nn.Module | None:
+    """The model whose weights stay in the folder's files; None, with a warning, where they have to be converted."""
+    try:
+        model: Any = lazy_model(folder, lambda: _built(folder / "config.json", config, build))
+    except NotOneToOne as reason:
+        warnings.warn(
+            f"the weights of {folder} are loaded whole by transformers, in every process: {reason}", stacklevel=5
+        )
+        return None
+    config.name_or_path = str(folder)
+    if (folder / "generation_config.json").exists() and hasattr(model, "generation_config"):
+        model.generation_config = _transformers().GenerationConfig.from_pretrained(str(folder))
+    return cast(nn.Module, model)
 
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")

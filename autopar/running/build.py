@@ -25,7 +25,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_training
-from autopar.running.weights import Init, value_source
+from autopar.running.weights import Init, ValueSource
 from autopar.settings.arguments import check_numbers
 from autopar.settings.loss_scale import loss_scale_of
 from codegen.runtime.loss_scale import LossScale
@@ -77,7 +77,7 @@ def build_step(
         non_finite=non_finite,
         loss_scale=scale,
     )
-    step.load(value_source(compiled.model, init, compiled.loss_fn))
+    step.load(ValueSource(compiled.model, init, compiled.loss_fn))
     for other in also:
         take_also(step, other, init)
     return step
@@ -100,7 +100,7 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
             values=str(error),
             alternatives="compile(..., plan=program.plan) for the other shapes",
         ) from None
-    step.take_also(made, value_source(other.model, init, other.loss_fn))
+    step.take_also(made, ValueSource(other.model, init, other.loss_fn))
 
 
 def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:

@@ -6,19 +6,15 @@ written, is ever removed: a folder with anything else in it is refused.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from autopar.errors import OutputError
 from autopar.files.folder_swap import TUNING_FILE as TUNING_FILE
-from autopar.files.folder_swap import replace_folder, require_replaceable, write_mark
+from autopar.files.folder_swap import new_folder
+from autopar.files.tensor_files import MOST_BYTES, TensorFiles, TensorSpec
 from autopar.frontend.admission import require_traits
+from autopar.integrations.lazy_weights import has_values
 from autopar.program import GeneratedProgram
-from autopar.running.weights import value_source
+from autopar.running.weights import ValueSource
 from autopar.settings.optimizers import main_optimizer
 from codegen.folder_modules import imported_modules
 from codegen.main import emit_main
@@ -30,8 +26,9 @@ from codegen.text import plain
 def save_program(compiled: GeneratedProgram, directory: str | Path, *, weights: bool = True) -> Path:
     """Write the program as a folder that needs torch only; returns it.
 
-    weights: also write the model's values to `weights.safetensors`, which `main.py` starts from (not for models on
-    meta). The folder is complete or absent: it is written beside its place and renamed. Raises ModelError as build.
+    weights: also write the model's values to `weights.safetensors`, or to several files where they are more than 5 GB,
+    which `main.py` starts from (not for models on meta without values). The folder is complete or absent: it is written
+    beside its place and renamed. Raises ModelError as build.
     """
     require_traits(compiled.model, compiled.traits)
     return write_folder(compiled, Path(directory), weights, tuned=True)
@@ -43,21 +40,9 @@ def write_folder(compiled: GeneratedProgram, directory: Path, weights: bool, tun
     tuned: kernels measure their launch parameters, and keep them in the folder; those of an older one stay. Raises
     OutputError for a folder that is not ours to replace, and where it cannot be written.
     """
-    directory = require_replaceable(directory)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}_", dir=directory.parent))
-        try:
-            _write_files(compiled, fresh, directory, weights, tuned)
-            write_mark(fresh)
-            fresh.chmod(0o755)
-        except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
-        replace_folder(fresh, directory)  # after which `fresh` is another folder's name
-    except OSError as error:
-        raise OutputError("the program cannot be written", values=f"{directory}: {error.strerror or error}") from None
-    return directory
+    with new_folder(directory, "the program") as fresh:
+        _write_files(compiled, fresh, directory, weights, tuned)
+    return directory.resolve()
 
 
 def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weights: bool, tuned: bool) -> None:
@@ -76,17 +61,17 @@ def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weigh
     if tuned and (fresh / "kernels").exists():
         older = directory / TUNING_FILE
         (fresh / TUNING_FILE).write_bytes(older.read_bytes() if older.exists() else b"{}\n")
-    has_values = all(p.device.type != "meta" for p in compiled.model.parameters())
-    if weights and has_values:
-        _write_weights(compiled, fresh / "weights.safetensors")
+    if weights and has_values(compiled.model):
+        _write_weights(compiled, fresh)
 
 
-def _write_weights(compiled: GeneratedProgram, path: Path) -> None:
-    value = value_source(compiled.model, loss_fn=compiled.loss_fn)
+def _write_weights(compiled: GeneratedProgram, folder: Path) -> None:
+    """One tensor after the other, so that the values of a model whose weights lie in files are never all in memory."""
+    value = ValueSource(compiled.model, loss_fn=compiled.loss_fn)
     names = dict.fromkeys(p.name for p in compiled.best.graph.parameters) | dict.fromkeys(
         name for name, _ in compiled.model.named_buffers() if name in compiled.model.state_dict(keep_vars=True)
     )
-    try:
-        save_file({name: value(name).detach().cpu().contiguous().clone() for name in names}, path)
-    except SafetensorError as error:  # what the system says is in its text alone
-        raise OSError(str(error)) from None
+    specs = {name: TensorSpec(tuple(meta.shape), meta.dtype) for name in names for meta in [value.outline(name)]}
+    with TensorFiles(folder, "weights", specs, MOST_BYTES) as files:
+        for name in names:
+            files.write(name, value(name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +10,86 @@ import torch
 from torch import nn
 
 from autopar.errors import ModelError
+from autopar.integrations.lazy_weights import stored_of
+from codegen.runtime.weight_files import StoredTensor, WeightFileError
 
 Init = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
-def value_source(model: nn.Module, init: Init | None = None, loss_fn: Any = None) -> Callable[[str], torch.Tensor]:
+class ValueSource:
     """`name -> whole tensor` over parameters and buffers, tied names included; asked for one name at a time.
 
     loss_fn: if it is a module (`nn.CrossEntropyLoss(weight=...)`), its tensors are those below `loss_fn`.
 
-    Values on meta come from `init(name, shape, dtype)`; buffers that a module computes in its constructor (rotary
-    frequencies) are made again by building that module anew. Raises ModelError where neither is possible.
+    Values on meta are those of the files that they were left in (`stored`), or come from `init(name, shape, dtype)`;
+    buffers that a module computes in its constructor (rotary frequencies) are made again by building that module anew.
+    A call raises ModelError where none of this is possible.
     """
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    if isinstance(loss_fn, nn.Module):
-        tensors |= {f"loss_fn.{name}": value for name, value in (*loss_fn.named_parameters(), *loss_fn.named_buffers())}
-    remade: dict[str, dict[str, torch.Tensor]] = {}
 
-    def value(name: str) -> torch.Tensor:
-        if name not in tensors:
+    def __init__(self, model: nn.Module, init: Init | None = None, loss_fn: Any = None) -> None:
+        self._model, self._init = model, init
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
+        if isinstance(loss_fn, nn.Module):
+            own = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
+            tensors |= {f"loss_fn.{name}": value for name, value in own}
+        self._tensors = tensors
+        self._remade: dict[str, dict[str, torch.Tensor]] = {}
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """The file that has the tensor, where it was left in one."""
+        return stored_of(self._tensors[name]) if name in self._tensors else None
+
+    def outline(self, name: str) -> torch.Tensor:
+        """The model's own tensor, which may lie on meta."""
+        if name not in self._tensors:
             raise ModelError(f"the model has no value named {name!r}")
-        tensor = tensors[name]
+        return self._tensors[name]
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        tensor = self.outline(name)
         if tensor.device.type != "meta":
             return tensor.detach()
-        if init is not None and isinstance(tensor, nn.Parameter):
-            return init(name, tensor.shape, tensor.dtype)
-        owner = name.rpartition(".")[0]
-        if owner not in remade:
-            remade[owner] = _rebuilt_buffers(model.get_submodule(owner))
-        leaf = name.rpartition(".")[2]
-        if leaf in remade[owner]:
-            return remade[owner][leaf]
-        if init is not None:
-            return init(name, tensor.shape, tensor.dtype)
+        if (stored := stored_of(tensor)) is not None:
+            try:
+                return stored.whole().to(tensor.dtype)
+            except WeightFileError as error:
+                raise ModelError("weights cannot be read", values=str(error)) from None
+        if self._init is not None and isinstance(tensor, nn.Parameter):
+            return self._init(name, tensor.shape, tensor.dtype)
+        owner, _, leaf = name.rpartition(".")
+        if owner not in self._remade:
+            self._remade[owner] = _rebuilt_buffers(self._model.get_submodule(owner))
+        if leaf in self._remade[owner]:
+            return self._remade[owner][leaf]
+        if self._init is not None:
+            return self._init(name, tensor.shape, tensor.dtype)
         raise ModelError(
             f"{name} is on meta and has no value",
             alternatives="pass init=(name, shape, dtype) -> tensor to build(), or a model with weights",
         )
 
-    return value
+
+class LazyState(Mapping[str, torch.Tensor]):
+    """The parameters and persistent buffers of a model under their first names; what lies in files is read if asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        persistent = model.state_dict(keep_vars=True).keys()
+        buffers = [name for name, _ in model.named_buffers() if name in persistent]
+        self._names = dict.fromkeys([*(name for name, _ in model.named_parameters()), *buffers])
+        self._value = ValueSource(model)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._value(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CheckpointError
+from autopar.integrations.pretrained import notes_of
 from autopar.settings.optimizers import as_constraint_errors
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime import checkpoint_folder
@@ -103,7 +104,7 @@ def save_plain(
         "progress": progress,
         "optimizer": files.optimizer_record(optimizer, settings or settings_of(optimizer)),
         "numbers": numbers,
-        "notes": dict(notes or {}),
+        "notes": {**notes_of(model), **(notes or {})},
     }
     files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
 
@@ -171,7 +172,7 @@ def load_plain(
 
 
 @readable()
-def notes_of(directory: Path) -> Mapping[str, str]:
+def read_notes(directory: Path) -> Mapping[str, str]:
     """The texts that were written with a checkpoint."""
     notes: Mapping[str, str] = files.read_manifest(directory).record.get("notes", {})
     return notes

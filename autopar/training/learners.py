@@ -18,7 +18,9 @@ from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
+from autopar.integrations.pretrained import notes_of
 from autopar.running.build import take_also
+from autopar.running.weights import LazyState
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
@@ -101,7 +103,8 @@ class RankLearner:
             self.checkpoint.check(self.step)
 
     def save(self, directory: Path, notes: Mapping[str, str]) -> None:
-        others, notes = checkpoints.state_of(self.program.model), {"plan": self.program.plan.to_yaml(), **notes}
+        model = self.program.model
+        notes, others = {"plan": self.program.plan.to_yaml(), **notes_of(model), **notes}, LazyState(model)
         with checkpoints.readable(self.checkpoint):
             self.checkpoint.save(self.step, directory, others=others, notes=notes)
 
@@ -109,7 +112,7 @@ class RankLearner:
         """Continue from a checkpoint; its notes."""
         with checkpoints.readable(self.checkpoint):
             self.checkpoint.load(self.step, directory, others=checkpoints.state_of(self.program.model))
-        return checkpoints.notes_of(directory)
+        return checkpoints.read_notes(directory)
 
 
 @dataclass
@@ -201,4 +204,4 @@ class PlainLearner:
         self.num_steps, self.num_samples = progress["step"], progress["num_samples"]
         if self.scaling is not None:
             self.scaling.load(progress.get("loss_scale"))
-        return checkpoints.notes_of(directory)
+        return checkpoints.read_notes(directory)

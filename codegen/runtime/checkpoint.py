@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checkpoint_files as files
-from .checkpoint_files import CheckpointError, Gather, Manifest, Piece
+from .boxes import Piece, pieces_of
+from .checkpoint_files import CheckpointError, Gather, Manifest
 from .checkpoint_files import DamagedError as DamagedError
 from .checkpoint_files import DiskError as DiskError
 from .checkpoint_files import UnsavableError as UnsavableError
 from .flat import Bucket, Entry
 from .parameters import Param
-from .pieces import pieces_of
 from .step import Step
 
 OPTIMIZER = "optimizer."
@@ -59,7 +59,8 @@ def save(
     pieces, numbers = files.in_unison(gather, lambda: _held(step))
     named = set().union(*gather(_names(step)))
     if rank == 0:
-        further = {name: value for name, value in (others or {}).items() if name not in named}
+        # Others are asked for one by one: they may have to be read.
+        further = {name: others[name] for name in others if name not in named} if others else {}
         pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
     scale = {} if step.loss_scaling is None else {"loss_scale": step.loss_scaling.state()}
     record = {

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .boxes import Piece as Piece
 from .optimizers import settings_of
 
 MANIFEST = "manifest.json"
@@ -49,16 +50,6 @@ class DamagedError(CheckpointError):
 
 class DiskError(CheckpointError):
     """The file system does not do what it is asked: there is no room, or no permission."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the global tensor `name` that this rank stores: `value` (a view of the stored memory) at `offsets`."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    value: Tensor
 
 
 class Chunk(NamedTuple):

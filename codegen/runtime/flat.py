@@ -95,8 +95,8 @@ class Bucket:
     the whole line is kept, and reduced once per step (stages 0 and 1), rather than every micro-batch. host: where the
     master lives if the optimiser is offloaded; the gradient then stays on the device, and is attached to the stored
     parameters for the update only. attached: stored parameters with their gradients, or with what stands there for a
-    script to find. compression: of its gathers and reductions, where it has any and its master is in fp32; `flat` is
-    then rounded to it on the owner of a range too, and never the master itself.
+    script to find. compression: of its gathers and reductions, where its master is in fp32; `flat` is rounded to it on
+    a range's owner, the master not.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class Bucket:
 
     def _allocate(self) -> None:
         total, device = self.axis.size * self.shard_numel, self.mesh.device
-        self.flat = torch.zeros(total, dtype=self.compute_dtype, device=device)
+        make = torch.empty if self.key.stage == 3 else torch.zeros  # gathers fill it; untouched memory is not taken
+        self.flat = make(total, dtype=self.compute_dtype, device=device)
         self._num_bytes = total * self.compute_dtype.itemsize
         if self.host is not None:
             self.master = self.host.zeros(self.shard_numel, self.master_dtype, "master")

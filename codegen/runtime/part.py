@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from .boxes import pieces_of
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .names import argument
@@ -25,7 +26,22 @@ if TYPE_CHECKING:
     from .offload import Offload
 
 Source = Mapping[str, Tensor] | Callable[[str], Tensor]
-"""Whole tensors under original names: a state dict, or a function that makes one at a time."""
+"""Whole tensors under original names: a state dict, or a function that makes one at a time.
+
+Where the function has a method `stored(name) -> InFile | None` too, each rank reads its own part of what that gives.
+"""
+
+
+class InFile(Protocol):
+    """A tensor that can be read in parts (`weight_files.StoredTensor`)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def fill(self, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Copy the box of target's shape at `offsets` into target."""
+        ...
+
 
 Batches = tuple[list[dict[str, Tensor]], dict[str, list[Tensor]]]
 """The inputs of each micro-batch, and num_targets and sums where the program takes them."""
@@ -173,6 +189,10 @@ class Part:
         places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
         for slot in self.model.slots():
             bucket, entry = places[slot.name]
+            stored = _in_file(source, slot.name, slot.spec)
+            if stored is not None:
+                self._read(entry, stored)
+                continue
             whole = _find(source, self.names(slot), slot.spec)
             bucket.store(entry, shard(whole, slot.spec, self.mesh))
         self.load_buffers(source)
@@ -182,6 +202,16 @@ class Part:
         for name, spec, value in self.model.buffer_slots():
             if id(value) not in loaded:
                 value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
+
+    def _read(self, entry: Entry, source: InFile) -> None:
+        """Fill what this rank stores of a parameter, without the rest of it in memory; padding is zeros."""
+        if entry.stored is None:
+            return
+        values = entry.stored.data.view(-1)
+        if entry.slot.spec.padding:
+            values.zero_()
+        for piece in pieces_of(entry.slot.name, entry.slot.spec, self.mesh, values, entry.lo):
+            source.fill(piece.offsets, piece.value)
 
     def describe(self, what: Literal["gradients", "state"]) -> list[Whole]:
         """What `read` will give, without communication."""
@@ -277,6 +307,19 @@ def _find(source: Source, names: tuple[str, ...], spec: Param) -> Tensor:
         if not held:
             raise KeyError(f"no value for {' or '.join(names)}")
         whole = source[held[0]]
-    if tuple(whole.shape) != spec.shape:
-        raise ValueError(f"{names[0]} has shape {tuple(whole.shape)}, the program needs {spec.shape}")
+    _require_shape(names[0], tuple(whole.shape), spec)
     return whole.detach()
+
+
+def _in_file(source: Source, name: str, spec: Param) -> InFile | None:
+    """Where the source has a tensor to be read in parts, if it does. Raises ValueError for a wrong shape."""
+    find: Callable[[str], InFile | None] | None = getattr(source, "stored", None)
+    stored = None if find is None else find(name)
+    if stored is not None:
+        _require_shape(name, stored.shape, spec)
+    return stored
+
+
+def _require_shape(name: str, shape: tuple[int, ...], spec: Param) -> None:
+    if shape != spec.shape:
+        raise ValueError(f"{name} has shape {shape}, the program needs {spec.shape}")

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from . import collectives
+from .boxes import pieces_of
 from .flat import Bucket, Entry, NotHere
 from .mesh import Axis, Mesh
 from .parameters import shards
 from .part import Part
-from .pieces import pieces_of
 
 ROUND_BYTES = 64 * 2**20
 """Bytes of the parameters that are exchanged at a time, about: more takes more memory, less more messages."""

@@ -12,7 +12,7 @@ import torch
 
 import autopar
 from autopar.frontend.inputs import name_inputs
-from autopar.running.weights import value_source
+from autopar.running.weights import ValueSource
 from codegen.emit import Words, emit_classes, emit_model
 from codegen.folder_modules import imported_modules
 from codegen.idioms import with_idioms
@@ -40,7 +40,7 @@ def gradients_of(source: str, compiled: autopar.CompiledProgram, folder: Path) -
     finally:
         sys.path.remove(str(folder.parent))
     step = program.create_step(program.create_mesh("cpu"), torch.optim.SGD)
-    step.load(value_source(compiled.model, None, None))
+    step.load(ValueSource(compiled.model, None, None))
     inputs = EXAMPLES[folder.name.split("_")[0]]().inputs
     loss = step.forward_backward(step.local_batch(name_inputs(compiled.model, inputs, None)))
     return {"loss": loss, **step.gradients()}

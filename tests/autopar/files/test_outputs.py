@@ -145,7 +145,7 @@ def test_what_comes_in_meanwhile_is_kept(can_exchange: bool, program: CompiledPr
         (directory / "late.txt").write_text("mine")
         replace(fresh, directory)
 
-    monkeypatch.setattr("autopar.running.folder.replace_folder", late)
+    monkeypatch.setattr("autopar.files.folder_swap.replace_folder", late)
     if not can_exchange:
         monkeypatch.setattr(folder_swap, "_exchange", lambda first, second: False)
     with pytest.warns(UserWarning, match="late.txt came into"):

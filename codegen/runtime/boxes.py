@@ -1,16 +1,26 @@
-"""What a rank stores of a parameter, as boxes of the whole one, for checkpoints and for updates of whole parameters."""
+"""A rank's elements of a tensor as boxes of the whole tensor, which is how files hold and hand out parts of one."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from .checkpoint_files import Piece
 from .mesh import Mesh
 from .parameters import Param, runs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the global tensor `name` that this rank stores: `value` (a view of the stored memory) at `offsets`."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    value: Tensor
 
 
 def pieces_of(name: str, spec: Param, mesh: Mesh, values: Tensor, start: int = 0) -> list[Piece]:

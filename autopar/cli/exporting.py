@@ -1,0 +1,125 @@
+"""`autopar export`: a checkpoint of training as a Hugging Face folder or a safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from autopar.cli.options import Force, Options
+from autopar.errors import CheckpointError, ConstraintError, OutputError
+from autopar.files.folder_swap import require_replaceable
+from autopar.files.outputs import require_folder
+from autopar.files.scratch import temporary_folder
+from autopar.files.tensor_files import TensorSpec
+from autopar.integrations.job import parse_settings
+from autopar.integrations.loading import load_model
+from autopar.integrations.pretrained import (
+    checkpoint_values,
+    model_tensors,
+    require_same_model,
+    save_pretrained,
+    write_state,
+)
+from autopar.training.checkpoints import latest, readable
+from codegen.runtime.checkpoint_files import MANIFEST, Manifest, read_manifest
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a checkpoint, or a folder of them: the newest", show_default=False)
+    ],
+    hf: Annotated[
+        str | None, typer.Option("--hf", help="write a folder that from_pretrained reads", metavar="FOLDER")
+    ] = None,
+    safetensors: Annotated[
+        str | None, typer.Option("--safetensors", help="write a plain state dict", metavar="FILE")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="the model that was trained \\[default: of --hf the one that the checkpoint names]"),
+    ] = None,
+    option: Options = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 \\[default: the checkpoint's]")] = None,
+    force: Force = False,
+) -> None:
+    """Write a checkpoint's weights, whatever plan they were trained under, for others to read."""
+    if (hf is None) == (safetensors is None):
+        raise ConstraintError("export writes one thing", alternatives=["--hf FOLDER", "--safetensors FILE"])
+    if dtype not in (None, *DTYPES):
+        raise ConstraintError("there is no such dtype", values=repr(dtype), alternatives=list(DTYPES))
+    if hf is not None:
+        require_replaceable(Path(hf))
+    directory, manifest = _found(Path(checkpoint))
+    options, wanted = parse_settings(option or (), "--option"), DTYPES[dtype] if dtype else None
+    if hf is not None:
+        made, source = _model(model, manifest, options)
+        require_same_model(made, manifest, directory)
+        with readable():
+            folder = save_pretrained(checkpoint_values(directory, manifest), made, hf, source=source, dtype=wanted)
+        print(f"{directory} written to {folder}")
+    elif safetensors is not None:
+        _write_file(directory, manifest, model, options, wanted, Path(safetensors), force)
+        print(f"{directory} written to {safetensors}")
+
+
+def _found(checkpoint: Path) -> tuple[Path, Manifest]:
+    """The checkpoint and what it holds. Raises CheckpointError."""
+    found = checkpoint if (checkpoint / MANIFEST).exists() else latest(checkpoint)
+    if found is None:
+        raise CheckpointError(
+            "there is no checkpoint", values=str(checkpoint), alternatives="a folder that train wrote"
+        )
+    with readable():
+        return found, read_manifest(found)
+
+
+def _model(spec: str | None, manifest: Manifest, options: dict[str, Any]) -> tuple[Any, str | None]:
+    """The model on meta, and the folder that it came from, if any."""
+    notes = manifest.record.get("notes", {})
+    if spec is not None:
+        home = spec.removeprefix("hf:")
+        source = home if Path(home).is_dir() else str(Path(home).parent)
+        return load_model(spec, meta=True, **options).model, source if spec.startswith("hf:") else None
+    if "hf_config" not in notes:
+        raise CheckpointError(
+            "the checkpoint does not say of which Hugging Face model it is", alternatives="--model hf:FOLDER"
+        )
+    with temporary_folder() as folder:
+        (folder / "config.json").write_text(notes["hf_config"], encoding="utf-8")
+        made = load_model(f"hf:{folder / 'config.json'}", meta=True, **options).model
+    return made, notes.get("hf_folder") or None
+
+
+def _write_file(
+    directory: Path,
+    manifest: Manifest,
+    model: str | None,
+    options: dict[str, Any],
+    dtype: torch.dtype | None,
+    file: Path,
+    force: bool,
+) -> None:
+    """One file of all names of the model's state dict; of those that the checkpoint has, where no model is given."""
+    if file.exists() and not force:
+        raise OutputError("the output exists", values=str(file), alternatives=["another file", "--force"])
+    require_folder(file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    names_of: dict[str, tuple[str, ...]] = {name: (name,) for name in model_tensors(manifest)}
+    if model is not None:
+        made = load_model(model, meta=True, **options).model
+        require_same_model(made, manifest, directory)
+        state = made.state_dict(keep_vars=True)
+        names_of = {name: tuple(each for each in state if state[each] is state[name]) for name in names_of}
+    specs = {
+        name: TensorSpec(stored.shape, dtype if dtype and stored.dtype.is_floating_point else stored.dtype)
+        for key, stored in model_tensors(manifest).items()
+        for name in names_of[key]
+    }
+    with readable():
+        values = checkpoint_values(directory, manifest)
+        write_state(((names_of[names[0]], value) for names, value in values), specs, file)
