@@ -18,6 +18,7 @@ from autopar.report import render_report
 from autopar.running.batch import local_batch
 from autopar.running.build import build_step, load_package
 from autopar.running.folder import save_program
+from autopar.running.state import load_checkpoint, save_checkpoint, update_model, write_pretrained
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,6 +31,10 @@ class CompiledProgram(GeneratedProgram):
     build = build_step
     load_package = load_package
     launch = launch_program
+    save_checkpoint = save_checkpoint
+    load_checkpoint = load_checkpoint
+    save_pretrained = write_pretrained
+    update_model = update_model
 
     def explain(self, seconds: float = 60.0) -> str:
         """Why this plan: what binds it and what every other decision would cost, found by planning again.

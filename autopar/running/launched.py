@@ -21,6 +21,11 @@ def under_launcher() -> bool:
     return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
+def is_first() -> bool:
+    """Whether this is the only process, or rank 0 of several."""
+    return os.environ.get("RANK", "0") == "0" if not dist.is_initialized() else dist.get_rank() == 0
+
+
 def join_launched() -> None:
     """Start the process group where a launcher made this process one rank of several and nobody has started it.
 

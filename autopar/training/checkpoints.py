@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, CheckpointError
 from autopar.integrations.pretrained import notes_of
+from autopar.running.state import DamagedCheckpoint as DamagedCheckpoint
+from autopar.running.state import read_notes, readable
 from autopar.settings.optimizers import as_constraint_errors
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime import checkpoint_folder
@@ -25,29 +26,7 @@ from codegen.runtime.checkpoint_folder import latest
 from codegen.runtime.optimizer_probe import forgotten
 from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, settings_of, whole_optimizer
 
-__all__ = ["latest", "load_plain", "locked", "readable", "require_own", "resume", "save_plain", "write"]
-
-
-class DamagedCheckpoint(CheckpointError, files.DamagedError):
-    """A checkpoint is not as it was written; the folder's functions know it as theirs."""
-
-
-@contextlib.contextmanager
-def readable(runtime: Any = files) -> Iterator[None]:
-    """Errors of a runtime's checkpoint module (a generated program has its own) as errors of autopar."""
-    try:
-        yield
-    except AutoparError:
-        raise
-    except runtime.DamagedError as error:
-        raise DamagedCheckpoint(str(error)) from None
-    except runtime.DiskError as error:
-        alternatives = ["what it lacks there: the run then goes on from its last checkpoint", "another folder"]
-        raise CheckpointError(f"the file system refuses: {error}", alternatives=alternatives) from None
-    except runtime.UnsavableError as error:
-        raise CheckpointError(str(error), alternatives=["another optimiser", "no checkpoint_directory"]) from None
-    except runtime.CheckpointError as error:
-        raise CheckpointError(str(error), alternatives="another checkpoint folder") from None
+__all__ = ["latest", "load_plain", "locked", "read_notes", "readable", "require_own", "resume", "save_plain", "write"]
 
 
 resume = readable()(checkpoint_folder.resume)
@@ -169,13 +148,6 @@ def load_plain(
     files.continue_settings(optimizer, settings or settings_of(optimizer), manifest.record)
     progress: dict[str, Any] = manifest.record["progress"]
     return progress
-
-
-@readable()
-def read_notes(directory: Path) -> Mapping[str, str]:
-    """The texts that were written with a checkpoint."""
-    notes: Mapping[str, str] = files.read_manifest(directory).record.get("notes", {})
-    return notes
 
 
 def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, directory: Path) -> None:

@@ -18,9 +18,8 @@ from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
-from autopar.integrations.pretrained import notes_of
 from autopar.running.build import take_also
-from autopar.running.weights import LazyState
+from autopar.running.state import check_checkpoint, load_checkpoint, save_checkpoint
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
@@ -49,9 +48,7 @@ class RankLearner:
             loss_scale=config.loss_scale,
             seed=config.seed,
         )
-        package = type(self.step).__module__.rpartition(".")[0]
-        self.checkpoint = importlib.import_module(f"{package}.checkpoint")
-        self.batch_error = importlib.import_module(f"{package}.batch").BatchError
+        self.batch_error = importlib.import_module(f"{type(self.step).__module__.rpartition('.')[0]}.batch").BatchError
 
     @property
     def num_samples(self) -> int:
@@ -99,20 +96,14 @@ class RankLearner:
             raise DataError(str(error)) from None
 
     def check(self) -> None:
-        with checkpoints.readable(self.checkpoint):
-            self.checkpoint.check(self.step)
+        check_checkpoint(self.step)
 
     def save(self, directory: Path, notes: Mapping[str, str]) -> None:
-        model = self.program.model
-        notes, others = {"plan": self.program.plan.to_yaml(), **notes_of(model), **notes}, LazyState(model)
-        with checkpoints.readable(self.checkpoint):
-            self.checkpoint.save(self.step, directory, others=others, notes=notes)
+        save_checkpoint(self.program, self.step, directory, notes)
 
     def load(self, directory: Path) -> Mapping[str, str]:
         """Continue from a checkpoint; its notes."""
-        with checkpoints.readable(self.checkpoint):
-            self.checkpoint.load(self.step, directory, others=checkpoints.state_of(self.program.model))
-        return checkpoints.read_notes(directory)
+        return load_checkpoint(self.program, self.step, directory)
 
 
 @dataclass

@@ -16,12 +16,52 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from autopar.compiled import CompiledProgram
+from autopar.costs.flops import model_flops_utilisation
 from autopar.errors import ConstraintError
 from autopar.files.outputs import replace_file, require_folder
-from autopar.training.config import TrainerConfig
+from autopar.report.figures import figures_of
+from autopar.training.config import Batch, TrainerConfig
+from autopar.training.loaders import leaves_of_batch, num_rows
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
+
+
+class StepFigures:
+    """What a step's seconds mean: its speed and, where there is a plan, its share of the devices' peak, beside what was
+    predicted."""
+
+    def __init__(self, program: CompiledProgram | None) -> None:
+        self._program = program
+        self._figures = None if program is None else figures_of(program)
+
+    def of(self, batch: Batch, seconds: float) -> dict[str, Any]:
+        """The figures of one step. Of a batch of another shape the flops are taken to be in proportion to its items."""
+        items, unit = items_of(batch)
+        found: dict[str, Any] = {"step_seconds": seconds, f"{unit}_per_second": items / seconds}
+        if self._program is None or self._figures is None:
+            return found
+        plan, planned = self._program.plan, self._figures.tokens if unit == "tokens" else self._figures.rows
+        flops = self._figures.flops * items / planned if planned else self._figures.flops
+        return found | {
+            "mfu": model_flops_utilisation(flops, seconds, self._program.cluster, plan.precision),
+            "predicted_step_seconds": plan.prediction.step_seconds,
+            "predicted_peak_bytes": plan.prediction.peak_bytes,
+        }
+
+
+def items_of(batch: Batch) -> tuple[int, str]:
+    """How much of what a step consumes: tokens, or samples where nothing looks like token numbers."""
+    tokens = max((value.numel() for value in leaves_of_batch(batch) if is_token_tensor(value)), default=0)
+    return (tokens, "tokens") if tokens else (num_rows(batch), "samples")
+
+
+def is_token_tensor(value: Any) -> bool:
+    """Whether an input looks like token numbers: integers in two dimensions."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 class Log(Protocol):

@@ -9,6 +9,12 @@ from pathlib import Path
 from torch import nn
 
 from autopar.compiled import CompiledProgram
+from autopar.errors import ModelError, OutputError
+from autopar.files.outputs import require_folder
+from autopar.files.tensor_files import TensorSpec
+from autopar.integrations.pretrained import save_pretrained, write_state
+from autopar.running.launched import is_first
+from autopar.running.weights import LazyState
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +40,33 @@ class TrainResult:
     stopped: str = ""
     model: nn.Module | None = None
     program: CompiledProgram | None = None
+
+    def save_pretrained(self, directory: str | Path) -> Path:
+        """Write the trained model as a folder that `from_pretrained` of transformers reads; under a launcher rank 0
+        writes it. Raises ModelError for a model that is not of transformers, OutputError where autopar did not write
+        what is there."""
+        state = self._state()
+        if is_first():
+            save_pretrained((((name,), value) for name, value in state.items()), self._model(), directory)
+        return Path(directory)
+
+    def export(self, file: str | Path) -> Path:
+        """Write the trained values under the model's names as one safetensors file; under a launcher rank 0 writes it.
+        Raises OutputError for a file that is there."""
+        state, file = self._state(), Path(file)
+        if file.exists():
+            raise OutputError("the file exists", values=str(file), alternatives="another file")
+        require_folder(file.parent)
+        if is_first():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in state.items()}
+            write_state((((name,), value) for name, value in state.items()), specs, file)
+        return file
+
+    def _model(self) -> nn.Module:
+        if self.model is None:
+            raise ModelError("the result has no model", values="it came from another process")
+        return self.model
+
+    def _state(self) -> LazyState:
+        return LazyState(self._model())

@@ -21,12 +21,12 @@ from autopar.training.callbacks import Callbacks, TrainState
 from autopar.training.config import Batch
 from autopar.training.feeding import once, steps_from
 from autopar.training.learners import PlainLearner, RankLearner
-from autopar.training.loaders import leaves_of_batch, num_rows
+from autopar.training.loaders import num_rows
 from autopar.training.memory import WARM_STEPS, Memory
 from autopar.training.position import Best, Stateful, read_into, written
 from autopar.training.profiling import profiled
 from autopar.training.progress import TrainingProgress
-from autopar.training.records import Log, Record, logs
+from autopar.training.records import Log, Record, StepFigures, items_of, logs
 from autopar.training.result import TrainResult
 from autopar.training.setup import Setup
 
@@ -57,7 +57,7 @@ class Run:
         self.stopped = ""
         self._logs: list[Log] = []
         self._progress: TrainingProgress | None = None
-        self._items: tuple[int, str] = (0, "samples")
+        self._figures = StepFigures(program)
 
     def result(self) -> TrainResult:
         """Trains, and says what came of it."""
@@ -112,28 +112,15 @@ class Run:
         self.memory.after_step(done - self.first)
         if self._progress is not None:
             self._progress.advance(done, self.losses[-1], self.seconds[-1], learner.num_skipped)
-        record = self._record(done, rates, scale)
+        more = {"grad_norm": learner.grad_norm, "loss_scale": scale, "peak_bytes": self.memory.peak_bytes}
+        record = {
+            **{"step": done, "loss": self.losses[-1], "learning_rate": rates[0]},
+            **{name: value for name, value in more.items() if value is not None},
+            **self._figures.of(batch, self.seconds[-1]),
+            "skipped": learner.num_skipped,
+        }
         self._write(record)
         self._tell("step", record, rates)
-
-    def _record(self, done: int, rates: list[float], scale: float | None) -> Record:
-        seconds, (items, unit) = self.seconds[-1], self._items
-        peak = self.memory.peak_bytes
-        record: dict[str, Any] = {"step": done, "loss": self.losses[-1]}
-        if self.learner.grad_norm is not None:
-            record["grad_norm"] = self.learner.grad_norm
-        record |= {"learning_rate": rates[0], "step_seconds": seconds, f"{unit}_per_second": items / seconds}
-        if peak is not None:
-            record["peak_bytes"] = peak
-        if scale is not None:
-            record["loss_scale"] = scale
-        if self.program is not None:
-            prediction = self.program.plan.prediction
-            record |= {
-                "predicted_step_seconds": prediction.step_seconds,
-                "predicted_peak_bytes": prediction.peak_bytes,
-            }
-        return record | {"skipped": self.learner.num_skipped}
 
     def _after(self, done: int) -> bool:
         """What is due after a step; True if it was the last."""
@@ -239,9 +226,8 @@ class Run:
     # What is told -----------------------------------------------------------------------------------------------------
 
     def _look_at(self, batch: Batch, stack: contextlib.ExitStack) -> None:
-        """What a step consumes, and who shows it."""
-        tokens = max((v.numel() for v in leaves_of_batch(batch) if is_token_tensor(v)), default=0)
-        self._items = (tokens, "tokens") if tokens else (num_rows(batch), "samples")
+        """Who shows what is done, for which the first batch says what a step consumes."""
+        items, unit = items_of(batch)
         if self.rank == 0:
             label = self.program.plan.mesh_text if self.program else "one process"
             predicted = self.program.plan.prediction.step_seconds if self.program else 0.0
@@ -250,8 +236,8 @@ class Run:
                     label=label,
                     steps=self.config.steps,
                     first=self.first,
-                    num_items=self._items[0],
-                    unit=self._items[1],
+                    num_items=items,
+                    unit=unit,
                     predicted_seconds=predicted,
                     log_every=self.config.log_every,
                 )
@@ -266,11 +252,6 @@ class Run:
             return
         state = TrainState(self.learner.num_steps, self.config.steps, self.first, record, rates or ())
         self.callbacks.tell(event, state)
-
-
-def is_token_tensor(value: Any) -> bool:
-    """Whether an input looks like token numbers: integers in two dimensions."""
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 @contextlib.contextmanager
