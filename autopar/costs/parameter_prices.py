@@ -151,8 +151,8 @@ class ParameterPrices(Rates):
         return elements * self.training.update_bytes
 
     def whole_update_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """Products of the updates of whole parameters, and what goes to their owners and back, at the rate of long
-        messages: many parameters share them."""
+        """Products of the updates of whole parameters, what goes to their owners and back, and handing out copies on
+        each axis, at the rate of long messages: many parameters share them."""
         share = self.whole_share
         if not share:
             return 0.0
@@ -160,9 +160,14 @@ class ParameterPrices(Rates):
         flops = training.update_flops * share * meta.numel / self.num_ranks
         work = compute.Work("matmul", flops, 0.0, training.update_dtype)
         axes = tuple(range(len(self.mesh.sizes)))
-        back = share * self.stored_elements(meta, stored) * training.gradient_bytes
-        rate = ROUND_BYTES / self.joint_seconds("all_to_all", axes, ROUND_BYTES)
-        return compute.seconds(work, device) + (self.taken_bytes(meta, stored) + back) / rate
+        # Value and gradient there, value back.
+        rounds = 1.5 * self.taken_bytes(meta, stored) / ROUND_BYTES
+        found = compute.seconds(work, device) + rounds * self.joint_seconds("all_to_all", axes, ROUND_BYTES)
+        cutting = {axis for axis in axes if stored.placements[axis].is_shard}
+        cutting |= {*zero_axes(self.mesh.axes, stored.placements)} if stored.zero else set()
+        rounds = share * self.stored_elements(meta, stored) * training.gradient_bytes / ROUND_BYTES
+        copied = sum(self.collective_seconds("broadcast", axis, ROUND_BYTES) for axis in {*axes} - cutting)
+        return found + rounds * copied
 
     def copy_traffic(self, meta: TensorMeta, stored: Stored) -> float:
         """Bytes per stored element that bring an updated master to what the model computes with.

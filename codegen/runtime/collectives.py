@@ -51,6 +51,12 @@ def all_reduce(x: Tensor, group: Group, async_op: bool = False, largest: bool = 
     return work
 
 
+def broadcast(x: Tensor, source: int, group: Group) -> Work | None:
+    """Starts to fill x with what rank `source` of the group has there."""
+    work: Work | None = dist.broadcast(as_sent(x), group=group, async_op=True, group_src=source)
+    return work
+
+
 def all_to_all(output: Tensor, parts: Tensor, group: Group, async_op: bool = False) -> Work | None:
     """output[i] is what rank i has in its `parts[this rank]`; both [n, *part]."""
     work: Work | None = dist.all_to_all_single(as_sent(output), as_sent(parts), group=group, async_op=async_op)

@@ -2,19 +2,20 @@
 
 Every parameter that needs it has an owner among the ranks of the mesh, whatever they store: copies, shards of tp or ep,
 flat slices of ZeRO. Before the optimiser steps, the owner gets value and gradient in the user's own shape, without
-padding, from the nearest ranks that store parts of them; it alone holds the optimiser's state. Afterwards every rank
-gets the part of the new value that it stores. An owner that stores the parameter whole updates it where it lies, and
-gets nothing. So each matrix is updated once, by one rank, and work and state are balanced.
+padding, from the nearest ranks that store parts of them; it alone holds the optimiser's state. Afterwards these get
+their parts of the new value, and hand them on to all that store copies. An owner that stores the parameter whole
+updates it where it lies, and gets nothing. So each matrix is updated once, by one rank, and work and state are
+balanced.
 
 Between steps an owner holds no whole value of what it stores in part: masters, which checkpoints and scripts read and
-write, are the only truth. All of this is one all_to_all per round and direction, within a mesh: copies of a tied
-parameter on several stages have an owner each.
+write, are the only truth. Parts move by one all_to_all per round and direction, copies by a broadcast per parameter and
+axis, all within a mesh: copies of a tied parameter on several stages have an owner each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,8 @@ class _Owned:
     """A parameter that its owner updates.
 
     whole: on the owner, what the optimiser has of it; elsewhere None. is_stored: that is what the owner stores. values,
-    gradients: what this rank stores, in boxes. sources: the ranks that the owner gets them from. boxes: on the owner,
-    those of every rank.
+    gradients: what this rank stores, in boxes. sources: the ranks that the owner gets them from. copies: for each axis
+    whose ranks store the same, where the owner is on it. boxes: on the owner, those of every rank.
     """
 
     entry: Entry
@@ -51,6 +52,7 @@ class _Owned:
     values: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
     sources: frozenset[int]
+    copies: Mapping[str, int]
     boxes: tuple[tuple[Box, ...], ...]
 
     def parts(self, whole: Tensor, rank: int) -> list[Tensor]:
@@ -72,7 +74,7 @@ class WholeUpdates:
         seen = [_seen_by(mesh, rank) for rank in range(mesh.world_size)]
         owners = _owners(held, seen)
         found = [_owned(bucket, entry, at, seen, mesh.rank) for (bucket, entry), at in zip(held, owners, strict=True)]
-        self._rounds = list(_rounds(found))
+        self._rounds = list(_rounds([each for each in found if not each.is_stored]))
         self._by_leaf = {id(each.entry.used): each for each in found}
         self._taken = [each for each in found if each.whole is not None and not each.is_stored]
         self._put_away()
@@ -95,15 +97,15 @@ class WholeUpdates:
             each.whole.data = each.whole.new_empty(each.entry.slot.spec.shape)
             each.whole.grad = torch.empty_like(each.whole)
         for owned in self._rounds:
-            moved = [each for each in owned if not each.is_stored]
-            if moved:
-                self._exchange(moved, is_back=False)
+            self._exchange(owned, is_back=False)
 
     @torch.no_grad()
     def send_back(self) -> None:
         """Brings new values from their owners to all that store parts of them. Collective."""
         for owned in self._rounds:
             self._exchange(owned, is_back=True)
+        for axis in self._mesh.axes:
+            self._hand_on(axis)
         self._put_away()
 
     def attach(self) -> None:
@@ -122,20 +124,31 @@ class WholeUpdates:
     def _exchange(self, owned: Sequence[_Owned], is_back: bool) -> None:
         """One all_to_all of parts: values and gradients to owners, or new values from them (is_back)."""
         own, ranks = self._mesh.rank, range(self._mesh.world_size)
-        to_parts: list[list[Tensor]] = [[] for _ in ranks]
-        of_parts: list[list[Tensor]] = [[] for _ in ranks]
+        wholes: list[list[Tensor]] = [[] for _ in ranks]
+        parts: list[list[Tensor]] = [[] for _ in ranks]
         for each in owned:
-            if not (is_back and each.is_stored and each.owner == own) and (is_back or own in each.sources):
-                of_parts[each.owner] += each.values if is_back else (*each.values, *each.gradients)
-            if each.whole is None:
-                continue
-            assert is_back or each.whole.grad is not None
-            wholes = [each.whole] if is_back or each.whole.grad is None else [each.whole, each.whole.grad]
-            for rank in ranks:
-                if not (each.is_stored and rank == own) if is_back else rank in each.sources:
-                    to_parts[rank] += [part for whole in wholes for part in each.parts(whole, rank)]
-        sent, received = (to_parts, of_parts) if is_back else (of_parts, to_parts)
+            if own in each.sources:
+                parts[each.owner] += each.values if is_back else (*each.values, *each.gradients)
+            if each.whole is not None:
+                gradient = [] if is_back or each.whole.grad is None else [each.whole.grad]
+                for rank in each.sources:
+                    wholes[rank] += [part for whole in (each.whole, *gradient) for part in each.parts(whole, rank)]
+        sent, received = (wholes, parts) if is_back else (parts, wholes)
         _all_to_all(sent, received, self._mesh, owned[0].dtype)
+
+    def _hand_on(self, axis: Axis) -> None:
+        """Brings what the owners' places on an axis have to all on it that store the same. Collective.
+
+        One axis after the other: where a place has old values yet, it and its like get them again later.
+        """
+        works = [
+            collectives.broadcast(each.entry.stored.detach().view(-1), each.copies[axis.name], axis.group)
+            for each in self._by_leaf.values()
+            if axis.name in each.copies and each.entry.stored is not None
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
 
 
 def _all_to_all(sent: list[list[Tensor]], received: list[list[Tensor]], mesh: Mesh, dtype: torch.dtype) -> None:
@@ -221,6 +234,7 @@ def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], own: 
     sources = frozenset(
         rank for rank, place in enumerate(places) if all(place[axis] == places[owner][axis] for axis in apart)
     )
+    copies = {axis.name: places[owner][axis.name] for axis in seen[own].axes if axis.name in apart and axis.size > 1}
     is_all = not spec.padding and entry.shape == spec.shape
     is_stored = is_all and _range(bucket, entry, seen[owner]) == (0, entry.numel)
     if owner != own:
@@ -247,6 +261,7 @@ def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], own: 
         values=values,
         gradients=gradients,
         sources=sources,
+        copies=copies,
         boxes=boxes,
     )
 
