@@ -46,6 +46,8 @@ from codegen.runtime.precision import compute_dtype
 from cost_models.mixed import AnyCluster
 
 ROUND_OFF = 1e-3
+ROOM = 16.0
+"""What a rank's loss scale is divided by on one process, where gradients are of all rows and overflow earlier."""
 STILL = 1e-7
 """A loss that changes by less than this share over the steps does not move."""
 
@@ -114,23 +116,23 @@ def _compare(
     step = compiled.build(max_grad_norm=max_grad_norm, non_finite="ignore", seed=seed)
     found = _Comparison(compiled, max_grad_norm, seed) if dist.get_rank() == 0 else None
     for batch in batches:
-        loss, gradients = _one_step(step, compiled.local_batch(batch), found)
+        loss, gradients, scale = _one_step(step, compiled.local_batch(batch), found)
         if found is not None:
-            found.step(batch, loss, gradients)
+            found.step(batch, loss, gradients, scale)
     state = step.full_state_dict()
     return None if found is None else found.report(state)
 
 
 def _one_step(
     step: Any, batch: Mapping[str, torch.Tensor], found: _Comparison | None
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and the gradients of a step that the program trains, after those that its loss scale makes it skip."""
+) -> tuple[float, dict[str, torch.Tensor], float]:
+    """Loss, gradients and loss scale of a step that the program trains, after those that its scale makes it skip."""
     while True:
         scale, num_skipped = step.loss_scale, step.guard.num_skipped
         loss, gradients = float(step.forward_backward(batch)), step.gradients()
         step.update()
         if step.guard.num_skipped == num_skipped or scale <= 1.0:
-            return loss, gradients
+            return loss, gradients, scale
         if found is not None:
             found.pass_over()
 
@@ -169,7 +171,7 @@ class _Comparison:
         for each in self.references:
             each.step += 1
 
-    def step(self, batch: NamedBatch, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
+    def step(self, batch: NamedBatch, loss: float, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         """One step of the references, compared with the program's loss and gradients."""
         self.exact.forward_backward(batch)
         self.losses.append((loss, self.reference.forward_backward(batch)))
@@ -177,7 +179,7 @@ class _Comparison:
             self.round_off |= {name} if own_error > ROUND_OFF else set()
             self.noise[name] = self.noise[name] | mask if name in self.noise else mask
         truth = self.exact.gradients()
-        low = {} if self.low is None else self.low.gradients_of(batch)
+        low = {} if self.low is None else self.low.gradients_of(batch, max(scale / ROOM, 1.0))
         for name, gradient in self.reference.gradients().items():
             found = gradients.get(name, torch.zeros_like(gradient))  # of what the loss does not depend on there is none
             self.errors[name] = max(self.errors.get(name, 0.0), relative_error(found, gradient))

@@ -24,8 +24,6 @@ from codegen.runtime.reference import SameDropout
 
 NO_DIGIT = 0.1
 VANISHING = 1e-12
-_SCALE = 2.0**10
-"""What the loss of the eager model in fp16 is multiplied by: enough against underflow, and no batch is to overflow."""
 
 
 def _cast(batch: NamedBatch, dtype: torch.dtype) -> NamedBatch:
@@ -110,19 +108,19 @@ class Reference:
         self.step = 0
         self.found: dict[str, torch.Tensor] = {}
 
-    def forward_backward(self, batch: NamedBatch) -> float:
+    def forward_backward(self, batch: NamedBatch, scale: float = 1.0) -> float:
+        """The loss; its gradients are scaled while they are computed."""
         self.model.zero_grad()  # also what the optimiser leaves out
         self.found = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
-        scale = 1.0 if self.low_dtype != torch.float16 else _SCALE
         torch.autograd.backward(loss * scale)
         for parameter in self.model.parameters() if scale != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(scale)
         return float(loss.detach())
 
-    def gradients_of(self, batch: NamedBatch) -> dict[str, torch.Tensor]:
-        self.forward_backward(batch)
+    def gradients_of(self, batch: NamedBatch, scale: float) -> dict[str, torch.Tensor]:
+        self.forward_backward(batch, scale)
         return self.gradients()
 
     def _loss(

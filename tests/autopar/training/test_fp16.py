@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from autopar.errors import ConstraintError, TrainingError
 from autopar.launch import run_ranks
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
+from autopar.verify import _one_step, verify_program
 from codegen.runtime.loss_scale import LossScale
 from examples.models import gpt2
 
@@ -276,6 +278,34 @@ def test_gradients_that_overflow_at_a_scale_of_one_stop_a_run() -> None:
     with pytest.raises(TrainingError, match="with a loss scale of 1: nothing was updated"):
         Trainer(Steep(), replace(config, non_finite="stop"), heavy, weighted_loss, sgd).fit()
     assert 3 < Trainer(Steep(), config, heavy, weighted_loss, sgd).fit().num_skipped < 20
+
+
+# Verification --------------------------------------------------------------------------------------------------------
+
+
+def _distorting(*args: Any) -> Any:
+    """Of the program that is verified, a gradient is off by a hundredth, which is ten units of fp16."""
+    loss, gradients, scale = _one_step(*args)
+    return loss, gradients | {"head.weight": 1.01 * gradients["head.weight"]}, scale
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [0, 12])
+def test_verification_runs_steps_again_that_overflow(number: int) -> None:
+    """The batch of step 12 weighs so much that the first scales of the default rule overflow."""
+    options = {"example_inputs": batch(number), "loss_fn": weighted_loss, "precision": "fp16", "max_grad_norm": NORM}
+    report = autopar.verify(model(), "2 cpu", constraints={"dp": 2}, steps=2, **options)
+    assert report.tolerance == torch.finfo(torch.float16).eps
+    assert report.ok(), report
+    assert 1e-5 < report.largest_gradient < 0.01, "half precision was compared, and with fp32"
+
+
+def test_verification_sees_an_error_beyond_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled({}, 1)
+    assert verify_program(program, batch(0), steps=1).ok()
+    monkeypatch.setattr(sys.modules[verify_program.__module__], "_one_step", _distorting)
+    report = verify_program(program, batch(0), steps=1)
+    assert not report.ok() and report.beyond(report.tolerance) == ("head.weight",)
 
 
 # What is asked for ----------------------------------------------------------------------------------------------------
