@@ -1,6 +1,6 @@
 """Draws the images of docs/images anew: the report's page of two plans, in a browser without a screen.
 
-    python -m benchmarks.page_images          (apt-get install chromium)
+python -m benchmarks.page_images          (apt-get install chromium)
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def mesh_section(compiled: GeneratedProgram) -> Markup:
 def _intro(axes: list[str]) -> str:
     if not axes:
         return "One rank does everything."
-    return f"Each cell is a rank. Ranks of one colour have the same place on the axis {axes[0]}."
+    return "Each cell is a rank. Ranks of one colour have the same place on an axis, which the cell names."
 
 
 def _choice(axes: list[str]) -> Markup | None:

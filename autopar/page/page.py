@@ -48,6 +48,7 @@ def page_text(compiled: GeneratedProgram, *, log: str | Path | None = None) -> s
         raise PlanError("the program came from another process, without what it was planned for")
     steps = read_log(log) if log is not None else ()
     facts, simulated = facts_of(compiled), simulation_of(compiled)
+    lean, is_cut = lean_plans(compiled)
     body = [
         headline(facts),
         element(
@@ -58,7 +59,7 @@ def page_text(compiled: GeneratedProgram, *, log: str | Path | None = None) -> s
             memory_section(facts, simulated),
             gantt_section(facts, simulated),
             layer_section(compiled),
-            plans_section(facts, lean_plans(compiled), limits_words(compiled.plan)),
+            plans_section(facts, lean, limits_words(compiled.plan), is_cut),
             _what_if(facts, outcomes(compiled)),
             _sharding(facts),
             _source(compiled),

@@ -30,8 +30,9 @@ NAMES = {
 }
 
 
-def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str = "") -> Markup:
-    """The drawing, the plans on the front, and the rest folded. limits: among which plans leaner ones were sought."""
+def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str, is_cut: bool) -> Markup:
+    """The drawing, the plans on the front, and the rest folded. limits: among which plans leaner ones were sought;
+    is_cut: whether there was no time for all of them."""
     points = points_of(facts, lean)
     front = pareto_front(points)
     kinds = dict.fromkeys(point.kind for point in points)
@@ -41,7 +42,8 @@ def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str = "") -> M
         if p in front
     ]
     words = "No plan that was found is both faster and leaner than one on the front, which the line joins. "
-    words += f"Leaner plans are {limits}." if limits and lean else ""
+    words += f"Leaner plans are {limits}. " if limits and lean else ""
+    words += "There was no time to look for leaner ones." if is_cut else ""
     return section(
         "Plans",
         legend((f"dot {COLOURS[kind]}", NAMES[kind]) for kind in kinds),

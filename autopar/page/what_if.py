@@ -22,7 +22,7 @@ from autopar.report.plan_words import full_words
 from cost_models.machine import Cluster
 
 SECONDS = 10.0
-"""After which no further question is asked."""
+"""After which no leaner plan is looked for."""
 
 FACTORS = (0.5, 2.0)
 
@@ -61,13 +61,7 @@ def outcomes(compiled: GeneratedProgram) -> list[Outcome]:
     request = compiled.request
     if request is None:
         return []
-    best, limit = compiled.best, time.monotonic() + SECONDS
-    found = []
-    for words, make in _changes(request, best):
-        if time.monotonic() > limit:
-            break
-        found.append(_outcome(words, make))
-    return found
+    return [_outcome(words, change) for words, change in _changes(request, compiled.best)]
 
 
 def _changes(request: Request, best: Candidate) -> Iterator[tuple[str, _Change]]:
@@ -160,12 +154,12 @@ def limits_words(plan: Plan) -> str:
     return f"those of {' and '.join(f'{axis} = {size}' for axis, size in kept.items())}" if kept else ""
 
 
-def lean_plans(compiled: GeneratedProgram) -> list[LeanPlan]:
+def lean_plans(compiled: GeneratedProgram) -> tuple[list[LeanPlan], bool]:
     """The fastest plan within less and less memory, while there is one and time for it; none for a plan that was
-    given, or on unlike nodes."""
+    given, or on unlike nodes. And whether the time was over first."""
     request = compiled.request
     if request is None or compiled.result.is_given or request.mixed is not None:
-        return []
+        return [], False
     limit, peak = time.monotonic() + SECONDS, compiled.plan.prediction.peak_bytes
     limits, plan = request.constraints, compiled.plan
     limits = replace(limits, degrees=_kept_degrees(plan) | dict(limits.degrees))
@@ -173,7 +167,7 @@ def lean_plans(compiled: GeneratedProgram) -> list[LeanPlan]:
     found: list[LeanPlan] = []
     for share in BUDGETS:
         if time.monotonic() > limit:
-            break
+            return found, True
         budget = share * peak
         if found and found[-1].peak_bytes <= budget:
             continue
@@ -189,4 +183,4 @@ def lean_plans(compiled: GeneratedProgram) -> list[LeanPlan]:
         plan = candidate_of(best, lean).plan
         prediction = plan.prediction
         found.append(LeanPlan(budget, full_words(plan), prediction.step_seconds, prediction.peak_bytes))
-    return found
+    return found, False

@@ -20,6 +20,7 @@ from autopar.ir.placement import S
 from autopar.options.scopes import scopes_of
 from autopar.report.costs import runner_ups, time_rows
 from autopar.report.dims import name_dims
+from autopar.report.render import render_report
 from autopar.report.sharding import parameter_rows
 from autopar.report.traffic import parameter_traffic, reshard_rows
 from codegen.program import Reshard
@@ -152,6 +153,19 @@ def test_unknown_operators_are_noted() -> None:
     program = autopar.compile(Unusual(), "4 cpu", example_inputs={"x": torch.randn(8, 8)})
     assert "aten.renorm.default" in program.report()
     assert "every rank computes them whole" in program.report()
+
+
+@pytest.mark.parametrize("which", ["llama", "gpt2", "free"])
+def test_a_page_of_a_terminal(which: str, request: pytest.FixtureRequest) -> None:
+    """Under 90 lines of 80 columns, with every kind of time and memory, and the figures that people compare."""
+    program: CompiledProgram = request.getfixturevalue(which)
+    lines = render_report(program, 80).splitlines()
+    assert len(lines) < 90 and max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    prediction = program.plan.prediction
+    assert all(row.kind in text for row in time_rows(prediction.seconds))
+    assert all(kind in text for kind in prediction.num_bytes)
+    assert re.search(r"a step: \S+ tokens/s, \S+ tokens/s/GPU, \S+ rows/s;\s+MFU\s+\d", text)
 
 
 def test_plain_text_of_fixed_width(llama: CompiledProgram) -> None:
