@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -138,15 +139,27 @@ def launch_program(
 
 
 def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
-    """Run a saved program's `main.py` as torchrun would. Raises RankError where a rank fails."""
-    try:
-        elastic_launch(_elastic_config(num_ranks, 0), sys.executable)(str(main), *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RankError(f"rank {rank} of {main}: {failure.message}") from None
+    """Run a script, such as a saved program's `main.py`, as torchrun would.
+
+    Raises RankError where a rank fails, with the last line that it wrote to stderr (all of which is seen as it comes).
+    """
+    with temporary_folder() as folder:
+        logs = DefaultLogsSpecs(log_dir=str(folder), tee=Std.ERR)
+        try:
+            elastic_launch(_elastic_config(num_ranks, 0, logs), sys.executable)(str(main), *arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            written = sorted(folder.glob(f"**/{failure.local_rank}/stderr.log"))
+            lines = written[-1].read_text(errors="replace").strip().splitlines() if written else []
+            said = lines[-1] if lines else _end_of(failure.exitcode)
+            raise RankError(f"rank {rank} of {main}: {said}") from None
 
 
-def _elastic_config(count: int, max_restarts: int) -> Any:
+def _end_of(code: int) -> str:
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _elastic_config(count: int, max_restarts: int, logs: Any = None) -> Any:
     # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     uses_fork = not torch.cuda.is_available() and os.name == "posix"
@@ -160,6 +173,7 @@ def _elastic_config(count: int, max_restarts: int) -> Any:
         max_restarts=max_restarts,
         start_method="fork" if uses_fork else "spawn",
         monitor_interval=0.1,
+        logs_specs=logs,
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from codegen.launching import Nodes, single_node, usage
 from codegen.program import PipelineProgram, Program
 from codegen.text import plain
 
-_TEMPLATE = '''"""Trains {name} on {mesh_text}:  {launcher} main.py --steps 10
+_TEMPLATE = '''"""Trains {name} on {mesh_text}{usage}
 
 Without --data every step gets random inputs; with it, --data FILE is read as a stream of bytes and every integer input
 is filled with consecutive pieces of it. Replace `batches` with your own data: it yields whole global batches, of which
@@ -100,7 +101,7 @@ def read_bytes(path, parser):
     data = None if given.data is None else read_bytes(given.data, parser)
 {optimizer_choice}    running = int(os.environ.get("WORLD_SIZE", "1"))
     if running != {ranks}:
-        launch = f"torchrun --nproc-per-node {ranks} {{sys.argv[0]}}"
+        launch = {launch!r}.replace("main.py", sys.argv[0])
         raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -238,13 +239,19 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
     }
 
 
-def emit_main(program: Program | PipelineProgram, optimizer: MainOptimizer | None = None) -> str:
-    """The text of main.py. optimizer: AdamW by default."""
+def emit_main(
+    program: Program | PipelineProgram, optimizer: MainOptimizer | None = None, nodes: Nodes | None = None
+) -> str:
+    """The text of main.py. optimizer: AdamW by default. nodes: where its ranks run, one machine by default."""
     optimizer = optimizer or MainOptimizer()
+    nodes = nodes or single_node(program.num_ranks)
     is_alone = program.num_ranks == 1
+    launch = "python main.py" if is_alone else usage(nodes, "main.py")
+    how = usage(nodes, "main.py --steps 10") if not is_alone else "python main.py --steps 10"
     is_fused = program.any.has_fused_update and optimizer.is_default
     return _TEMPLATE.format(
-        launcher="python" if is_alone else f"torchrun --nproc-per-node {program.num_ranks}",
+        usage=f":  {how}" if nodes.num_nodes == 1 else f",\n{how}",
+        launch=launch,
         device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
         join=_ALONE if is_alone else _JOIN,
         wait_option="" if is_alone else _WAIT_OPTION,

@@ -1,4 +1,5 @@
-"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train | export`.
+"""The command line: `autopar plan | report | simulate | explain | compare`, `verify | profile | tune | train | launch`,
+`export`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
 verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70. docs/cli.md
@@ -56,6 +57,6 @@ def everywhere(
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
-    cli_exporting.export,
+    *(cli_running.launch, cli_exporting.export),
 ):
     app.command()(as_command(command))

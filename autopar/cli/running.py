@@ -1,4 +1,4 @@
-"""Commands that run something on this machine: `autopar verify | profile | tune | train`."""
+"""Commands that run something on this machine: `autopar verify | profile | tune | train | launch`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from autopar.cluster import as_cluster
 from autopar.errors import ConstraintError
 from autopar.files.text_files import read_mapping
 from autopar.integrations.job import Job, batches_of
-from autopar.launch import RankError
+from autopar.launch import RankError, launch_main
+from autopar.plan import Plan
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
 from autopar.profiling.profile import summary_table
 from autopar.running.launched import under_launcher
+from autopar.running.surroundings import check_starting
 from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer
@@ -166,6 +168,25 @@ def train(
         source={key: value for key, value in said.items() if value is not None},
     )
     _train(trainer, config)
+
+
+def launch(
+    plan: Annotated[str, typer.Argument(help="a plan file", show_default=False)],
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="after --, a Python script and its arguments", metavar="-- SCRIPT [ARGS]...", show_default=False
+        ),
+    ],
+) -> None:
+    """Run a script on this machine in as many processes as a plan has ranks, as torchrun would."""
+    script, *arguments = command
+    if not Path(script).is_file():
+        raise ConstraintError(
+            "there is no such script", values=script, alternatives="autopar launch plan.yaml -- train.py"
+        )
+    check_starting("launch")
+    launch_main(Path(script), arguments, Plan.from_file(plan).num_ranks)
 
 
 def _train(trainer: Any, config: TrainerConfig) -> None:

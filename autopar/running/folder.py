@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autopar.costs.rates import is_cpu
 from autopar.files.folder_swap import TUNING_FILE as TUNING_FILE
 from autopar.files.folder_swap import new_folder
 from autopar.files.tensor_files import MOST_BYTES, TensorFiles, TensorSpec
@@ -17,6 +18,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.weights import ValueSource
 from autopar.settings.optimizers import main_optimizer
 from codegen.folder_modules import imported_modules
+from codegen.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script
 from codegen.main import emit_main
 from codegen.program_source import emit_program
 from codegen.runtime.optimizers import parameters_of, write_parameters
@@ -50,8 +52,13 @@ def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weigh
     optimizer = main_optimizer(compiled.optimizer, compiled.model)
     sources = dict(compiled.files)
     sources["program.py"] = emit_program(compiled.program)
-    sources["main.py"] = emit_main(compiled.program, optimizer)
+    nodes = nodes_of(compiled)
+    sources["main.py"] = emit_main(compiled.program, optimizer, nodes)
     files = {"__init__.py": title, **sources, "plan.yaml": compiled.plan.to_yaml()}
+    if nodes.num_ranks > 1:
+        name = plain(compiled.plan.model)
+        scripts = {"slurm.sbatch": slurm_script(name, nodes), "pytorchjob.yaml": pytorch_job(name, nodes)}
+        files |= {file: text for file, text in scripts.items() if text is not None}
     python = {name: text for name, text in sources.items() if name.endswith(".py")}
     for name, text in {**files, **imported_modules(python)}.items():
         (fresh / name).parent.mkdir(exist_ok=True)
@@ -63,6 +70,16 @@ def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weigh
         (fresh / TUNING_FILE).write_bytes(older.read_bytes() if older.exists() else b"{}\n")
     if weights and has_values(compiled.model):
         _write_weights(compiled, fresh)
+
+
+def nodes_of(program: GeneratedProgram) -> Nodes:
+    """The nodes of the program's cluster, as far as starting its ranks goes."""
+    groups = tuple(
+        NodeGroup(g.num_nodes, g.devices_per_node, device=g.device.name, is_gpu=not is_cpu(g))
+        for g in program.cluster.groups
+    )
+    found = Nodes(groups)
+    return found if found.num_ranks == program.plan.num_ranks else single_node(program.plan.num_ranks)
 
 
 def _write_weights(compiled: GeneratedProgram, folder: Path) -> None:

@@ -1,0 +1,52 @@
+"""`autopar launch`: a script in as many processes as a plan has ranks, and the error of the rank that fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from examples.models import EXAMPLES
+
+SCRIPT = """
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+found = [None] * dist.get_world_size()
+dist.all_gather_object(found, (int(os.environ["LOCAL_RANK"]), sys.argv[1:]))
+if dist.get_rank() == 0:
+    print(found, flush=True)
+if "--fail" in sys.argv and dist.get_rank() == 1:
+    raise RuntimeError("the disk of rank 1 is full")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_script_runs_in_as_many_processes_as_the_plan_has_ranks(tmp_path: Path) -> None:
+    example = EXAMPLES["gpt2"](layers=1, width=16, num_heads=2, batch_size=6, seq_len=8)
+    program = autopar.compile(example.model, "3 cpu", example_inputs=example.inputs)
+    (tmp_path / "plan.yaml").write_text(program.plan.to_yaml())
+    (tmp_path / "script.py").write_text(SCRIPT)
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = outside | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
+
+    def launch(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "autopar", "launch", "plan.yaml", "--", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+
+    done = launch("script.py", "--name", "a b")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == str([(rank, ["--name", "a b"]) for rank in range(3)])
+    failed = launch("script.py", "--fail")
+    assert failed.returncode == 1
+    last = failed.stderr.strip().splitlines()[-1]
+    assert last == "error: rank 1 of script.py: RuntimeError: the disk of rank 1 is full"
+    missing = launch("other.py")
+    assert missing.returncode == 2 and "there is no such script" in missing.stderr
