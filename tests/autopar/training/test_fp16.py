@@ -241,6 +241,7 @@ def test_a_trainer_on_one_process_is_torchs_loop(auto_parallel: bool) -> None:
     check_near(own, trained)
 
 
+@pytest.mark.slow
 def test_bf16_trains_plainly_as_a_program_does() -> None:
     config = replace(CONFIG, precision="bf16", loss_scale=None, steps=6)
     (one, alone), (other, own) = (fit(replace(config, auto_parallel=given)) for given in (False, True))
@@ -248,7 +249,9 @@ def test_bf16_trains_plainly_as_a_program_does() -> None:
     check_near(own, alone, 0.02)
 
 
-@pytest.mark.parametrize("auto_parallel", [False, pytest.param(True, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize(
+    "auto_parallel", [False, pytest.param(True, marks=[pytest.mark.distributed, pytest.mark.slow])]
+)
 def test_a_run_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path, auto_parallel: bool) -> None:
     """Ended while the scale still falls and begun again, on two ranks from one: skips are those of one run."""
     config = replace(CONFIG, checkpoint_directory=str(tmp_path / "run"), auto_parallel=auto_parallel)
@@ -262,6 +265,7 @@ def test_a_run_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path, auto_par
     check_near(own, trained)
 
 
+@pytest.mark.slow
 def test_gradients_that_overflow_at_a_scale_of_one_stop_a_run() -> None:
     """No scale is to blame then: the weight alone leaves fp16's range. Where it may go on, a scale below 1 is found."""
     config = replace(CONFIG, loss_scale={"init_scale": 4}, steps=20)
@@ -290,7 +294,7 @@ def _distorting(*args: Any) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [0, 12])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_verification_runs_steps_again_that_overflow(number: int) -> None:
     """The batch of step 12 weighs so much that the first scales of the default rule overflow."""
     options = {"example_inputs": batch(number), "loss_fn": weighted_loss, "precision": "fp16", "max_grad_norm": NORM}
@@ -338,6 +342,7 @@ def test_a_scale_is_read_from_a_file(tmp_path: Path) -> None:
     assert found.loss_scale == {"init_scale": 1024, "growth_interval": 7}
 
 
+@pytest.mark.slow
 def test_fp16_is_priced_by_what_devices_multiply_in() -> None:
     """V100s have no bf16, and multiply it as fp32; where both are there they cost the same, in memory always."""
     example = gpt2(layers=2, width=1024, num_heads=8, batch_size=16, seq_len=256)
