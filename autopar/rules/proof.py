@@ -8,6 +8,7 @@ gradients must put the whole gradients together in theirs. Everything is float64
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -129,6 +130,28 @@ def check_options(
     return len(options), tuple(f"{_option_text(option)}: {fault}" for option, fault in faults if fault)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run under one option per axis gave: the largest error of results and gradients, as a share of the whole
+    tensor's largest element, and what is wrong, if anything."""
+
+    error: float
+    fault: str | None = None
+
+
+def check_option(
+    node: Node,
+    inputs: tuple[TensorMeta, ...],
+    rule: Rule,
+    options: tuple[AxisOption, ...],
+    sizes: Sizes,
+    prepare: Prepare,
+    seed: int = 0,
+) -> Outcome:
+    """One run of the call under one option per axis of so many ranks, forward and backward, against the whole call."""
+    return _outcome(replace(_make_case(node, inputs, rule, seed), prepare=prepare), options, sizes)
+
+
 def torch_alone(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
     """Raises what torch raises for the call on whole tensors, forward or backward."""
     leaves = _leaves(sample_inputs(node, inputs, torch.Generator().manual_seed(0)), inputs)
@@ -223,6 +246,10 @@ def _fits(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> bool:
 
 def _fault(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | None:
     """What is wrong with these options, one per axis; None if they are right."""
+    return _outcome(case, options, sizes).fault
+
+
+def _outcome(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Outcome:
     places_in, places_out = tensor_placements(options)
     try:
         prepared = (
@@ -246,7 +273,7 @@ def _fault(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | 
         results = run_ranks(list(mesh_of), work, prepared.together)
         return _compare(case, results, places_in, places_out, sizes)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Outcome(math.inf, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
 def _local(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Prepared:
@@ -271,21 +298,25 @@ def _compare(
     places_in: tuple[Placements, ...],
     places_out: tuple[Placements, ...],
     sizes: Sizes,
-) -> str | None:
+) -> Outcome:
+    largest = 0.0
     for number, (whole, places) in enumerate(zip(case.outputs, places_out, strict=True)):
         parts = {rank: result[0][number] for rank, result in results.items()}
         if not _equal(parts, places, sizes, whole, _tolerance(whole.dtype)):
-            return f"output {number} differs"
+            return Outcome(math.inf, f"output {number} differs")
+        largest = max(largest, _error(parts, places, sizes, whole))
     for number, (grad, places) in enumerate(zip(case.in_grads, places_in, strict=True)):
         if grad is None:
             continue
         grad_parts = {rank: result[1][number] for rank, result in results.items()}
         present = {rank: part for rank, part in grad_parts.items() if part is not None}
         if len(present) < len(grad_parts):
-            return f"gradient {number} is missing"
-        if not _equal(present, tuple(conjugate(p) for p in places), sizes, grad, case.tolerance):
-            return f"gradient {number} differs"
-    return None
+            return Outcome(math.inf, f"gradient {number} is missing")
+        conjugates = tuple(conjugate(p) for p in places)
+        if not _equal(present, conjugates, sizes, grad, case.tolerance):
+            return Outcome(math.inf, f"gradient {number} differs")
+        largest = max(largest, _error(present, conjugates, sizes, grad))
+    return Outcome(largest)
 
 
 def _equal(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor, tolerance: float) -> bool:
@@ -296,6 +327,18 @@ def _equal(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, wh
         torch.allclose(total.to(wide), whole.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
         for total in assembled(parts, places, sizes, tuple(whole.shape))
     )
+
+
+def _error(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor) -> float:
+    """The largest difference as a share of the whole's largest element, among finite ones."""
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    exact, largest = whole.to(wide), 0.0
+    usual = torch.isfinite(exact)
+    size = float(exact[usual].abs().max()) if usual.any() else 0.0
+    for total in assembled(parts, places, sizes, tuple(whole.shape)):
+        difference = (total.to(wide) - exact)[usual].abs()
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+    return largest / size if size else largest
 
 
 def _tolerance(dtype: torch.dtype) -> float:
