@@ -8,6 +8,7 @@ from autopar.shadowing import check_shadowing
 
 check_shadowing()
 
+from autopar.certify import Certificate  # noqa: E402
 from autopar.cluster import ClusterSpec  # noqa: E402
 from autopar.compile import compile  # noqa: E402, A004
 from autopar.compiled import CompiledProgram  # noqa: E402
@@ -23,6 +24,7 @@ from autopar.verify_report import VerifyReport  # noqa: E402
 
 __all__ = [
     "AutoparError",
+    "Certificate",
     "ClusterSpec",
     "CompiledProgram",
     "Explanation",

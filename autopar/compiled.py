@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from autopar.report import render_report
 from autopar.running.batch import local_batch
 from autopar.running.build import build_step, load_package
 from autopar.running.folder import save_program
+
+if TYPE_CHECKING:
+    from autopar.certify.certificate import Certificate
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +38,12 @@ class CompiledProgram(GeneratedProgram):
         seconds: after which no further question is asked. Raises PlanError on a program that came from another process.
         """
         return render_explanation(explain(self, seconds=seconds))
+
+    def certify(self, *, train: bool = True, miniature: Any = None) -> Certificate:
+        """Proof on this machine, without the cluster: `autopar.certify.certify_program`."""
+        from autopar.certify.certify import certify_program  # it compiles miniatures, with what imports this module
+
+        return certify_program(self, train=train, miniature=miniature)
 
     def local_batch(
         self, global_batch: tuple[Any, ...] | Mapping[str, Any], rank: int | None = None

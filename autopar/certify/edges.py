@@ -73,8 +73,12 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
         subject="edges",
         counts={"edges": sum(found.counts[k] for k in kinds[:-1])} | {names[k]: found.counts[k] for k in kinds},
         failures=tuple(dict.fromkeys(found.failures))[:MOST_SHOWN],
-        not_proven=(f"{left} arguments that are parts or products of the run time's own, read as they were made, have "
-                    f"no placement in the plan to compare with: {targets}",) if left else (),
+        not_proven=(
+            f"{left} arguments that are parts or products of the run time's own, read as they were made, have "
+            f"no placement in the plan to compare with: {targets}",
+        )
+        if left
+        else (),
     )
 
 
@@ -111,9 +115,7 @@ class _Edges:
             if variable.type.shape != () or variable.type.placements:
                 self.failures.append(f"{where}: the loss {variable.name} lies {_places(variable.type)}, not whole")
 
-    def statement(
-        self, statement: Statement, known: dict[str, TensorType], mesh: Mesh, scope: str, where: str
-    ) -> None:
+    def statement(self, statement: Statement, known: dict[str, TensorType], mesh: Mesh, scope: str, where: str) -> None:
         at = f"{where}, {_text(statement)}"
         for variable in reads(statement):
             self.read(variable, known, at)
@@ -130,10 +132,11 @@ class _Edges:
             known[variable.name] = variable.type
 
     def read(self, variable: Var, known: Mapping[str, TensorType], at: str) -> None:
-        """A variable is there, as it was last assigned; what is stored, or given by the step, is what the plan stores."""
+        """A variable is there, as it was last assigned. What is stored, or given by the step, `codegen/verify.py` holds
+        to what the class says of it."""
         held = known.get(variable.name)
         if held is None and not variable.name.isidentifier():
-            held = self.stored(variable)
+            held = variable.type
         if held is None:
             self.failures.append(f"{at}: {variable.name} is read before it is defined")
         elif held != variable.type:
@@ -143,10 +146,6 @@ class _Edges:
         else:
             self.counts["reads"] += 1
             self.counts["gradients"] += variable.type.requires_grad
-
-    def stored(self, variable: Var) -> TensorType:
-        """`codegen/verify.py` compares what the class stores; here it is what it says that it is."""
-        return variable.type
 
     def call(self, call: Call, mesh: Mesh, scope: str, at: str) -> None:
         """Inputs and results of a call, or of the calls that it stands for, lie as the plan's options say."""
@@ -183,9 +182,7 @@ class _Edges:
         """What crosses between stages is one thing at both ends; stages on unlike meshes may hold it in other parts."""
         for number, stage in enumerate(program.stages):
             for name, received in stage.program.receives.items():
-                source = next(
-                    (n for n in reversed(range(number)) if name in program.stages[n].program.sends), None
-                )
+                source = next((n for n in reversed(range(number)) if name in program.stages[n].program.sends), None)
                 if source is None:
                     self.failures.append(f"stage {number} receives {name}, which no earlier stage sends")
                     continue

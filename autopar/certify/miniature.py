@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,13 +34,17 @@ Miniature = tuple[nn.Module, Mapping[str, Any] | tuple[Any, ...], Callable[..., 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One miniature: what it ran on, how many of the plan's decisions it had, and the comparison."""
+    """One miniature: what it ran on, how many of the plan's decisions it had, and the comparison.
+
+    refused: why the plan's decisions are none that the miniature can have, "" where they are.
+    """
 
     mesh: str
     schedule: str
     kept: int
     calls: int
     report: VerifyReport
+    refused: str = ""
 
     @property
     def text(self) -> str:
@@ -51,7 +55,7 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
     """Trains as many miniatures as the plan's axes need, STEPS steps each."""
     why_not = _why_none(compiled, given)
     if why_not:
-        return Findings("miniature", not_proven=(f"{_unshown(compiled)}: {why_not}",))
+        return Findings("miniature", not_proven=(f"{UNSHOWN}: {why_not}",))
     trained, failures, not_proven = [], [], []
     sets = axis_sets(compiled)
     for axes in sets:
@@ -70,7 +74,7 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
         if found.kept < found.calls:
             not_proven.append(
                 f"{found.calls - found.kept} of {found.calls} calls of the miniature on {found.mesh} have options of "
-                "their own: the plan's need sizes or dtypes that it does not have"
+                f"their own{f': {found.refused}' if found.refused else ', since the plan has no such calls or they have not'}"
             )
     missing = _pairs(_axes(compiled)) - {pair for axes in sets for pair in _pairs(axes)}
     if missing:
@@ -103,8 +107,7 @@ def _why_none(compiled: CompiledProgram, given: Miniature | None) -> str:
     return ""
 
 
-def _unshown(compiled: CompiledProgram) -> str:
-    return "training as a whole (ZeRO, sums of gradients over ranks, recomputation, messages between stages, updates)"
+UNSHOWN = "training as a whole (ZeRO, sums of gradients over ranks, recomputation, messages between stages, updates)"
 
 
 def _beyond(compiled: CompiledProgram) -> tuple[str, ...]:
@@ -125,7 +128,9 @@ def _beyond(compiled: CompiledProgram) -> tuple[str, ...]:
     if beside:
         found.append(f"{', '.join(beside)}: run communication beside products on a GPU; here one follows the other")
     if compiled.plan.precision != "fp32":
-        found.append(f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something")
+        found.append(
+            f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something"
+        )
     if compiled.plan.pipeline.offload:
         found.append(f"offload of {compiled.plan.pipeline.offload} to the host")
     if compiled.plan.pipeline.stage_meshes:
@@ -184,17 +189,15 @@ def _train(compiled: CompiledProgram, axes: tuple[str, ...], given: Miniature | 
     )
     cluster = f"{num_ranks} cpu"
     base = compile_with(model, cluster, options)
-    kept, calls, program = 0, len(base.best.operators), base
+    kept, calls, program, refused = 0, len(base.best.operators), base, ""
     small = small_plan(compiled.best, base.best)
     try:
-        again = CompileOptions(
-            example_inputs=inputs, loss_fn=loss_fn, optimizer=sgd_with_momentum, global_batch_size=rows, plan=small.plan
-        )
-        program, kept, calls = compile_with(model, cluster, again), small.kept, small.calls
+        program = compile_with(model, cluster, replace(options, constraints=None, plan=small.plan))
+        kept, calls = small.kept, small.calls
     except AutoparError as error:
-        _ = error
+        refused = str(error).splitlines()[0]
     report = verify_program(program, inputs, steps=STEPS)
-    return Trained(program.plan.mesh_text, program.plan.pipeline.schedule, kept, calls, report)
+    return Trained(program.plan.mesh_text, program.plan.pipeline.schedule, kept, calls, report, refused)
 
 
 def _constraints(compiled: CompiledProgram, degrees: Mapping[str, int]) -> dict[str, Any]:

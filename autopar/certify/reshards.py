@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.certify.findings import Findings, grouped
 from autopar.certify.small import few_of
-from autopar.ir.placement import Placement, Placements, R, divides
+from autopar.ir.placement import Placement, Placements, divides
 from autopar.rules.simulate import (
     Coordinate,
     SimulatedAxis,
@@ -249,7 +249,7 @@ def run_way(small: SmallWay) -> tuple[float, str]:
 
 
 def _run_step(axis: SimulatedAxis, method: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """The method of the run time's axis, on an axis whose ranks are simulated; one that it has itself moves the data."""
+    """The method of the run time's axis, on one whose ranks are simulated; what that has itself moves the data."""
     own = getattr(axis, method, None)
     result: Tensor = own(x) if own is not None else getattr(Axis, method)(axis, x, **kwargs)
     return result
@@ -257,5 +257,5 @@ def _run_step(axis: SimulatedAxis, method: str, x: Tensor, kwargs: dict[str, Any
 
 def _largest(parts: dict[Coordinate, Tensor], places: Placements, small: SmallWay, whole: Tensor) -> float:
     size = float(whole.abs().max())
-    found = assembled(parts, tuple(R if p.kind == "Rp" else p for p in places), small.sizes, small.shape)
+    found = assembled(parts, places, small.sizes, small.shape)
     return max(float((total - whole).abs().max()) / size for total in found)

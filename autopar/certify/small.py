@@ -66,8 +66,7 @@ def small_call(operator: Operator, option: Option, axes: tuple[str, ...], sizes:
             node, inputs = _resized(operator, factors)
             rule = _same_rule(operator, node, inputs, factors)
             options = tuple(
-                _option_of(rule, each, size, node, inputs, shards)
-                for each, size in zip(chosen, small, strict=True)
+                _option_of(rule, each, size, node, inputs, shards) for each, size in zip(chosen, small, strict=True)
             )
             _require_divided(node, inputs, rule, options, small)
             return SmallCall(node, inputs, rule, options, small, tuple(axes[i] for i in kept))
@@ -86,9 +85,7 @@ class _Shard:
     small_ranks: int
 
 
-def _shards(
-    rule: Rule, options: tuple[AxisOption, ...], sizes: Sizes, small: Sizes
-) -> dict[str, list[_Shard]]:
+def _shards(rule: Rule, options: tuple[AxisOption, ...], sizes: Sizes, small: Sizes) -> dict[str, list[_Shard]]:
     """What shards each factor."""
     found: dict[str, list[_Shard]] = {}
     for axis, (option, size, few) in enumerate(zip(options, sizes, small, strict=True)):
@@ -211,7 +208,9 @@ def _window(call: Call, inputs: tuple[Shape, ...], _: tuple[Shape, ...]) -> dict
     length, small = call.inputs[key].shape[-2], inputs[key][-2]
     named = {name: call.get(name) for name in ("before", "after", "chunk")}
     return {
-        name: max(1, min(value, small) * small // length if value >= length else value * small // length) if value else value
+        name: max(1, min(value, small) * small // length if value >= length else value * small // length)
+        if value
+        else value
         for name, value in named.items()
         if isinstance(value, int)
     }
@@ -227,7 +226,9 @@ def _section(call: Call, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) 
         return {}
     if length and start % length == 0 and size % length == 0:
         begin = start // length * small
-        return {"start": begin, "length": small} if "length" in call.arguments else {"start": begin, "end": begin + small}
+        return (
+            {"start": begin, "length": small} if "length" in call.arguments else {"start": begin, "end": begin + small}
+        )
     raise CannotShrink("a slice that is none of equal sections")
 
 
@@ -257,9 +258,7 @@ def _check_shapes(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
         raise CannotShrink(f"the small call gives {shapes}, its loops say {wanted}")
 
 
-def _same_rule(
-    operator: Operator, node: Node, inputs: tuple[TensorMeta, ...], factors: Mapping[str, int]
-) -> Rule:
+def _same_rule(operator: Operator, node: Node, inputs: tuple[TensorMeta, ...], factors: Mapping[str, int]) -> Rule:
     """The small call's own rule. Raises CannotShrink unless it is the large one's with these sizes."""
     names = {ref: meta for ref, meta in zip(node.inputs, inputs, strict=True)}
     rule, is_known = rule_or_blank(node, names)

@@ -1,4 +1,4 @@
-"""A configuration of transformers as one of a miniature: the same class, layer classes and structure, few of everything.
+"""A configuration of transformers as one of a miniature: the same class and layer classes, few of everything.
 
 What is kept is what plans depend on: grouped heads stay grouped, a vocabulary, heads or experts that needed padding
 still need it, experts stay experts, and of every kind of layer there are enough.
@@ -17,8 +17,15 @@ HEAD_DIM, FEATURES, VOCABULARY, EXPERTS, SEQUENCE = 8, 32, 64, 4, 16
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
-_FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size",
-             "intermediate_size_mlp")
+_FEATURES = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "d_ff",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "intermediate_size_mlp",
+)
 _HEAD_DIMS = ("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
 _RANKS = ("q_lora_rank", "kv_lora_rank")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -32,8 +39,8 @@ def has_config(model: nn.Module) -> bool:
 
 
 def small_model(model: nn.Module, layers: int, padded: Mapping[str, bool]) -> nn.Module:
-    """A model of the same class. layers: of each kind, at least. padded: whether "vocabulary", "heads" and "experts" have
-    padding in the plan. Raises whatever the class raises for a configuration that it cannot have."""
+    """A model of the same class. layers: of each kind, at least. padded: whether "vocabulary", "heads" and "experts"
+    have padding in the plan. Raises whatever the class raises for a configuration that it cannot have."""
     config: Any = model.config
     made = type(config)(**small_fields(config, layers, padded))
     # What no constructor takes but classes look at, such as which attention is called.
@@ -67,11 +74,19 @@ def small_fields(config: Any, layers: int, padded: Mapping[str, bool]) -> dict[s
         "vocab_size": VOCABULARY - 1 if padded.get("vocabulary") else VOCABULARY,
     }
     fields |= {name: value for name, value in values.items() if isinstance(fields.get(name), int)}
-    most = {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1, "sliding_window": 6,
-            "n_shared_experts": 1}
+    most = {
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "sliding_window": 6,
+        "n_shared_experts": 1,
+    }
     fields |= {n: min(v, fields[n]) for n, v in most.items() if isinstance(fields.get(n), int)}
     # A token for padding would make its row of the table a constant.
-    fields |= {n: None if n == "pad_token_id" else 0 for n in _TOKENS if (fields.get(n) or 0) not in range(VOCABULARY - 1)}
+    fields |= {
+        n: None if n == "pad_token_id" else 0 for n in _TOKENS if (fields.get(n) or 0) not in range(VOCABULARY - 1)
+    }
     return fields | _layers(fields, layers)
 
 

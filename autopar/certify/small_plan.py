@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Ref
+from autopar.ir.chain import chain
+from autopar.ir.graph import Ref, layer_names
 from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
@@ -123,9 +124,7 @@ def _inputs(
         if own is None or -1 in numbers:
             continue
         meta = scope.metas[Ref(name)]
-        offered = (
-            offers.tensor(scope, Ref(name)) if scope.name else offers.batch_input(name, meta, batch.get(name))
-        )
+        offered = offers.tensor(scope, Ref(name)) if scope.name else offers.batch_input(name, meta, batch.get(name))
         found[name] = _nearest(offered, own, numbers) or found[name]
     return found
 
@@ -174,9 +173,6 @@ def _stages(large: Candidate, small: Candidate) -> tuple[StagePlan, ...]:
 
 
 def _layers_of(small: Candidate, stage: StagePlan) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
-    from autopar.ir.chain import chain
-    from autopar.ir.graph import layer_names
-
     units = chain(small.graph)[stage.first : stage.last]
     names = [name for name in dict.fromkeys(units) if name in layer_names(small.graph)]
     return [(name, (("none", units.count(name)),)) for name in names]

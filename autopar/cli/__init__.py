@@ -1,7 +1,8 @@
-"""The command line: `autopar plan | report | simulate | explain | compare | verify | profile | tune | train`.
+"""The command line: `autopar plan | report | simulate | explain | compare | certify | verify | ...`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
-verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70.
+verification or certificate that finds a difference, and a rank that fails, end with 1; an error of autopar's own with
+70.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli import certifying as cli_certifying
 from autopar.cli import planning as cli_planning
 from autopar.cli import running as cli_running
 from autopar.cli.options import as_command, shows_traceback
@@ -43,5 +45,6 @@ def everywhere(
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
+    cli_certifying.certify,
 ):
     app.command()(as_command(command))
