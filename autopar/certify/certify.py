@@ -51,7 +51,7 @@ def certify_program(
         mesh=plan.mesh_text,
         num_ranks=plan.num_ranks,
         plan_sha256=hash_of(plan),
-        versions={"autopar": _own_version(), "torch": torch.__version__, "Python": platform.python_version()},
+        versions={"autopar": _own_version(), "torch": str(torch.__version__), "Python": platform.python_version()},
         findings=tuple(findings),
         cpu_seconds=sum(each.seconds for each in findings),
     )

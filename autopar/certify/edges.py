@@ -74,7 +74,7 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
         counts={"edges": sum(found.counts[k] for k in kinds[:-1])} | {names[k]: found.counts[k] for k in kinds},
         failures=tuple(dict.fromkeys(found.failures))[:MOST_SHOWN],
         not_proven=(
-            f"{left} arguments that are parts or products of the run time's own, read as they were made, have "
+            f"{left} arguments of calls that are parts or products of the run time's own, read as they were made, have "
             f"no placement in the plan to compare with: {targets}",
         )
         if left

@@ -72,10 +72,9 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
         if not found.report.ok():
             failures.append(f"miniature on {found.text}: {_fault(found.report)}")
         if found.kept < found.calls:
-            not_proven.append(
-                f"{found.calls - found.kept} of {found.calls} calls of the miniature on {found.mesh} have options of "
-                f"their own{f': {found.refused}' if found.refused else ', since the plan has no such calls or they have not'}"
-            )
+            why = found.refused or "the plan has no such calls, or options that these sizes do not have"
+            own = f"{found.calls - found.kept} of {found.calls} calls of the miniature on {found.mesh}"
+            not_proven.append(f"{own} have options of their own: {why}")
     missing = _pairs(_axes(compiled)) - {pair for axes in sets for pair in _pairs(axes)}
     if missing:
         not_proven.append(f"axes that no miniature has together: {', '.join('x'.join(p) for p in sorted(missing))}")
