@@ -17,7 +17,7 @@ from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option
 from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
-from autopar.rules.proof import Prepared
+from autopar.rules.outcome import Prepared
 from autopar.rules.rule import AxisOption, Rule
 from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
 from codegen.check import check_files

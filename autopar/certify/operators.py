@@ -16,7 +16,7 @@ from autopar.ir.graph import map_refs
 from autopar.ir.plan_data import labels_text
 from autopar.options.assignment import Candidate
 from autopar.options.strategies import Operator, Option
-from autopar.rules.proof import check_option
+from autopar.rules.outcome import check_option
 
 RANKS = (2, 3)
 """Ranks that each axis is cut to, in turn."""
