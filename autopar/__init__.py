@@ -8,7 +8,7 @@ from autopar.shadowing import check_shadowing
 
 check_shadowing()
 
-from autopar.certify import Certificate  # noqa: E402
+from autopar.certify import Certificate, certify_program  # noqa: E402
 from autopar.cluster import ClusterSpec  # noqa: E402
 from autopar.compile import compile  # noqa: E402, A004
 from autopar.compiled import CompiledProgram  # noqa: E402
@@ -21,6 +21,8 @@ from autopar.trainer import Trainer  # noqa: E402
 from autopar.training.config import TrainerConfig  # noqa: E402
 from autopar.verify import verify  # noqa: E402
 from autopar.verify_report import VerifyReport  # noqa: E402
+
+CompiledProgram.certify = certify_program
 
 __all__ = [
     "AutoparError",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from autopar.running.batch import local_batch
 from autopar.running.build import build_step, load_package
 from autopar.running.folder import save_program
 
-if TYPE_CHECKING:
-    from autopar.certify.certificate import Certificate
-
 
 @dataclass(frozen=True, repr=False)
 class CompiledProgram(GeneratedProgram):
@@ -31,6 +28,9 @@ class CompiledProgram(GeneratedProgram):
     build = build_step
     load_package = load_package
     launch = launch_program
+    certify: ClassVar[Callable[..., Any]]
+    """`autopar.certify.certify_program`. It compiles miniatures, with what imports this module, so it is
+    `autopar/__init__.py`, which runs before any of autopar is used, that sets it."""
 
     def explain(self, seconds: float = 60.0) -> str:
         """Why this plan: what binds it and what every other decision would cost, found by planning again.
@@ -38,12 +38,6 @@ class CompiledProgram(GeneratedProgram):
         seconds: after which no further question is asked. Raises PlanError on a program that came from another process.
         """
         return render_explanation(explain(self, seconds=seconds))
-
-    def certify(self, *, train: bool = True, miniature: Any = None) -> Certificate:
-        """Proof on this machine, without the cluster: `autopar.certify.certify_program`."""
-        from autopar.certify.certify import certify_program  # it compiles miniatures, with what imports this module
-
-        return certify_program(self, train=train, miniature=miniature)
 
     def local_batch(
         self, global_batch: tuple[Any, ...] | Mapping[str, Any], rank: int | None = None

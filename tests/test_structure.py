@@ -18,13 +18,11 @@ LATE_IMPORTS = {
     ("autopar/settings/fp8.py", "codegen.runtime.fp8"): "heavy: triton comes with it",
     ("autopar/integrations/loading.py", "transformers"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
-    ("autopar/compiled.py", "autopar.certify.certify"): "a certificate compiles miniatures, with what imports this",
     ("autopar/profiling/worker.py", "resource"): "optional: not on every system",
 }
 """Imports inside of functions of autopar, with the reason."""
 
 TYPE_IMPORTS = {
-    ("autopar/compiled.py", "autopar.certify.certificate"): "what is certified gives a certificate",
     ("autopar/lowering/lowerings.py", "autopar.lowering.scope_lowering"): "a call and its scope name each other",
     ("autopar/simulate/scenario.py", "autopar.simulate.prediction"): "a scenario predicts itself again",
     ("autopar/simulate/scenario.py", "autopar.simulate.predictor"): "a scenario predicts itself again",

@@ -196,7 +196,10 @@ def _train(compiled: CompiledProgram, axes: tuple[str, ...], given: Miniature | 
     except AutoparError as error:
         refused = str(error).splitlines()[0]
     report = verify_program(program, inputs, steps=STEPS)
-    return Trained(program.plan.mesh_text, program.plan.pipeline.schedule, kept, calls, report, refused)
+    own = program.plan
+    return Trained(
+        mesh=own.mesh_text, schedule=own.pipeline.schedule, kept=kept, calls=calls, report=report, refused=refused
+    )
 
 
 def _constraints(compiled: CompiledProgram, degrees: Mapping[str, int]) -> dict[str, Any]:

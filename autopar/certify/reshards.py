@@ -167,7 +167,9 @@ def small_way(way: Way, ranks: int) -> SmallWay | None:
         )
         steps.append((axis, step.method, kwargs))
     has_gradient = way.held[0].requires_grad and all(s.method not in ("sum_over",) for s in way.steps)
-    return SmallWay(shape, sizes, tuple(steps), small[0], small[-1], has_gradient)
+    return SmallWay(
+        shape=shape, sizes=sizes, steps=tuple(steps), source=small[0], target=small[-1], has_gradient=has_gradient
+    )
 
 
 Levels = dict[tuple[int, int], int]

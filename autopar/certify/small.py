@@ -69,7 +69,9 @@ def small_call(operator: Operator, option: Option, axes: tuple[str, ...], sizes:
                 _option_of(rule, each, size, node, inputs, shards) for each, size in zip(chosen, small, strict=True)
             )
             _require_divided(node, inputs, rule, options, small)
-            return SmallCall(node, inputs, rule, options, small, tuple(axes[i] for i in kept))
+            return SmallCall(
+                node=node, inputs=inputs, rule=rule, options=options, sizes=small, axes=tuple(axes[i] for i in kept)
+            )
         except CannotShrink as error:
             reasons.append(str(error))
     raise CannotShrink(reasons[0])
